@@ -1,4 +1,4 @@
-"""The interface between a model's blocks and the plans that treat them.
+"""The interface between a model's blocks and the techniques that a plan applies to them.
 
 A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`. The
 train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
@@ -47,7 +47,7 @@ class Context:
     loss: str = dataclasses.field(default="auto", metadata={"static": True})
 
     def at_layer(self, layer: int | Int[Array, ""]) -> "Context":
-        """Return the context inside layer number `layer`, which may be traced (the index of a scan)."""
+        """Return the context inside the layer with the index `layer`, which may be traced (the index of a scan)."""
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
@@ -58,7 +58,7 @@ class Context:
         A row's key depends on the seed, the step, the layer, the site and the row's index in the global batch.
         """
         if self.key is None:
-            raise ValueError("this context is deterministic, for it has no PRNG key; pass Context(key=...)")
+            raise ValueError("context: got no PRNG key, expected one for a random choice; pass Context(key=...)")
         examples = jnp.arange(row_count) if self.examples is None else self.examples
         site_key = jax.random.fold_in(self.key, zlib.crc32(site.encode()) & 0x7FFFFFFF)
         return jax.vmap(lambda example: jax.random.fold_in(site_key, example))(examples)
@@ -109,8 +109,8 @@ class Call(NamedTuple):
 
     Args:
         block: a pure function.
-        before: arguments in front of `x`: parameters, other state.
-        after: arguments behind `x`.
+        before: the arguments before `x`: parameters, other state.
+        after: the arguments after `x`.
     """
 
     block: BlockFunction
@@ -151,8 +151,10 @@ def run_recomputed(calls: Sequence[Call], x: Any, runner: Runner = one_after_ano
 
     def run_calls(block_arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
         """Run the blocks on `x`, each with its pair (arguments before `x`, arguments after `x`)."""
-        calls_and_arguments = zip(calls, block_arguments, strict=True)
-        return runner([Call(call.block, before, after) for call, (before, after) in calls_and_arguments], x)
+        new_calls = [
+            Call(call.block, before, after) for call, (before, after) in zip(calls, block_arguments, strict=True)
+        ]
+        return runner(new_calls, x)
 
     return run_again(run_calls, rolled=False)([(call.before, call.after) for call in calls], x)
 
@@ -163,7 +165,7 @@ def identity(block: BlockFunction, rolled: bool) -> BlockFunction:
 
 
 def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Keep no value: a policy of `jax.checkpoint` by which our checkpoints are distinguished from the user's."""
+    """Keep no value; this policy of `jax.checkpoint` distinguishes our checkpoints from the user's."""
     return False
 
 
@@ -180,25 +182,25 @@ def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_
     """
     checkpointed_function = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
     # in a pipeline, the two passes of a stage are in different ticks (steps of the schedule)
-    is_held_back = _treatment.get().held and not rolled and cut() is None
+    is_held_back = _treatment.get().is_held_back and not rolled and stage_view() is None
     return held_back(checkpointed_function) if is_held_back else checkpointed_function
 
 
 @dataclasses.dataclass(frozen=True)
 class Treatment:
-    """What a plan does to the blocks of a model while it is traced.
+    """The techniques that a plan applies to the blocks of a model during tracing.
 
     Args:
         wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled`: the block is the body of a rolled `lax.scan`.
         unroll: number of layers per iteration of a scan over layers.
         segment: number of blocks in each segment of a scanned stack; the last segment may be shorter. Only the input of
             a segment's first block is kept, and the backward pass runs the segment again. `None`: no segments.
-        groups: number of layers and wrapper of each group of neighbouring layers of a stack, in order; the numbers must
-            add up to the layers of the stack. If empty, `wrapper` is for all layers.
+        groups: for each group of consecutive layers of a stack, in order, its number of layers and its wrapper; the
+            numbers must add up to the layers of the stack. If there are no groups, `wrapper` is for all layers.
         sequence: runner of the blocks of a chain or a stack, for nested checkpoints; a stack is then not scanned.
-        hosted: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline keeps on the
-            host from a stage's forward to its backward.
-        held: whether recomputation outside loops waits for its gradient, on a backend that would run it early.
+        host_names: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline moves to the
+            host between the forward and the backward pass of a stage.
+        is_held_back: whether recomputation outside loops waits for its gradient, on a backend that would run it early.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -210,8 +212,8 @@ class Treatment:
     segment: int | None = None
     groups: tuple[tuple[int, Wrapper], ...] = ()
     sequence: Runner | None = None
-    hosted: frozenset[str] = frozenset()
-    held: bool = False
+    host_names: frozenset[str] = frozenset()
+    is_held_back: bool = False
 
     def __post_init__(self) -> None:
         if self.segment is not None and self.segment < 1:
@@ -225,8 +227,8 @@ class Treatment:
         groups = tuple((layer_count, change(wrapper)) for layer_count, wrapper in self.groups)
         return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
 
-    def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
-        """Return the start, the stop and the wrapper of each group of a stack with this number of layers.
+    def wrapped_ranges(self, layers: int) -> list[tuple[int, int, Wrapper]]:
+        """Return the range of layers (start, stop) and the wrapper of each group of a stack with so many layers.
 
         Raises:
             UserError: the groups are for a stack of another depth.
@@ -237,7 +239,9 @@ class Treatment:
         if stops[-1] != layers:
             counts_text = " + ".join(str(layer_count) for layer_count, _ in self.groups)
             raise UserError(f"the plan has {counts_text} layers, but the stack has {layers}: make the plan again")
-        return [(stop - size, stop, wrapper) for stop, (size, wrapper) in zip(stops, self.groups, strict=True)]
+        return [
+            (stop - layer_count, stop, wrapper) for stop, (layer_count, wrapper) in zip(stops, self.groups, strict=True)
+        ]
 
 
 _PLAIN = Treatment()
@@ -289,16 +293,16 @@ def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
-    """Return the number of layers in each group of a stack of `layers` blocks that is built now.
+    """Return the number of layers in each group of a stack of `layers` blocks, by the grouping in force.
 
-    The result is `(layers,)` if the current grouping is for another number of layers, or if there is none.
+    The result is `(layers,)` if the grouping is for another number of layers, or if there is none.
     """
     groups = _grouping.get()
     return groups if sum(groups) == layers and all(layer_count > 0 for layer_count in groups) else (layers,)
 
 
-Between = Callable[[Callable[..., Any], Any], Any]
-"""`between(run_blocks, x)` runs a stage's blocks on the first block's input `x`, and returns the last block's output.
+StageRunner = Callable[[Callable[..., Any], Any], Any]
+"""`run_stage(run_blocks, x)` runs a stage's blocks on the first block's input `x`, and returns the last block's output.
 
 The `run_blocks` of a stack is a function of `x`; that of a chain is a function of (start, stop, parameters of each
 block) that returns a function of `x`.
@@ -306,39 +310,39 @@ block) that returns a function of `x`.
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class StageView:
     """A pipeline stage: the part of a stack whose layers run on one device.
 
     Args:
-        numbers: layer number of each row of the stack's parameters; -1 for a padding row.
-        starts: the first layer of every stage.
-        padded: whether some stage has padding rows.
-        between: called instead of the stage's blocks, with a function that runs them, and with the first block's input.
+        layer_numbers: index of the layer of each row of the stack's parameters; -1 for a padding row.
+        starts: index of the first layer of every stage.
+        has_padding: whether some stage has padding rows.
+        run_stage: called instead of the stage's blocks, with a function that runs them and the first block's input.
         gather: gathers a block's parameters from the shards on the devices, right before the block runs.
     """
 
-    numbers: Int[Array, "L"]
+    layer_numbers: Int[Array, "L"]
     starts: tuple[int, ...]
-    padded: bool
-    between: Between
+    has_padding: bool
+    run_stage: StageRunner
     gather: Callable[[Any], Any] | None = None
 
 
-_cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
+_stage_view: contextvars.ContextVar[StageView | None] = contextvars.ContextVar("stage_view", default=None)
 
 
-def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
-    """Return a context inside which the traced model's stack is the pipeline stage that `cut` describes."""
-    return scoped(_cut, cut)
+def viewing_stage(view: StageView) -> contextlib.AbstractContextManager[None]:
+    """Return a context for tracing, inside which the model's stack is the pipeline stage that `view` describes."""
+    return scoped(_stage_view, view)
 
 
-def cut() -> Cut | None:
-    """Return the pipeline stage that the model's stack is now; `None` if the stack is whole."""
-    return _cut.get()
+def stage_view() -> StageView | None:
+    """Return the pipeline stage that stands for the model's stack in this context; `None` if the stack is whole."""
+    return _stage_view.get()
 
 
 def dropout_mask(context: Context, site: str, shape: tuple[int, ...], keep: float) -> Shaped[Array, "..."]:
-    """Return a boolean mask, whose elements are True with probability `keep`, for the random choice named `site`.
+    """Draw a boolean mask whose elements are True with probability `keep`, for the random choice named `site`.
 
     The first dim of `shape` is the batch. A row depends on the seed, the step, the layer, the site and the example.
     """

@@ -107,14 +107,14 @@ def all_gather_invarying(value: Any, axis: str) -> Any:
 
     Args:
         value: the value of one device.
-        axis: a manual mesh axis, or an axis of `jax.vmap`. No type varies over an axis of `jax.vmap`, for which JAX up
-            to 0.10 fails on an invarying gather.
+        axis: a manual mesh axis, or an axis of `jax.vmap`. Types never vary over the latter, and JAX up to 0.10 cannot
+            gather a value whose type does not vary to an invarying one.
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
 
 
 def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of matrices that `jax.vmap` on a CPU runs on one matrix after the other.
+    """Return a function of matrices for which `jax.vmap` on a CPU runs one matrix after another.
 
     LAPACK's kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel waits for
     the pool on one of its threads, so that as many kernels as threads deadlock. A single matrix is not distributed.
@@ -145,7 +145,7 @@ def prune(program: Any, used_results: Sequence[bool]) -> tuple[Any, list[bool]]:
         used_results: for each result, whether it is used.
 
     Returns:
-        The program of the used results, and a list that tells for each input whether the program still has it.
+        The program of the used results; and for each input, whether that program still has it.
     """
     jaxpr, used_inputs = partial_eval.dce_jaxpr(program.jaxpr, list(used_results))
     return jex.ClosedJaxpr(jaxpr, program.consts), used_inputs
@@ -156,7 +156,7 @@ def runs_recomputation_early() -> bool:
     return jaxlib_version < (0, 11)
 
 
-def backend_runs() -> bool:
+def is_backend_started() -> bool:
     """Return whether JAX has started its backends, after which their settings are fixed."""
     return xla_bridge.backends_are_initialized()
 
@@ -168,7 +168,8 @@ def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
     the process. In a JAX whose cache cannot be filtered, the cache is disabled.
 
     Args:
-        accepts: returns whether to accept a program, from its name ("" if it was read) and jaxlib's LoadedExecutable.
+        accepts: a function of a program's name ("" if it was read) and its `LoadedExecutable` of jaxlib; returns
+            whether to accept the program.
 
     References:
         `jax._src.compiler.compile_or_get_cached`, which calls both wrapped functions by their names in

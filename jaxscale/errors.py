@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake of the user: the command line prints the message alone and exits with 2.
+    """A mistake of the user: the command line prints only the message and exits with code 2.
 
     Args:
         message: what was given, what was expected, and what to do.

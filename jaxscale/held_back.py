@@ -6,7 +6,7 @@ are kept, and it only costs FLOP. A true dependence is not dropped. So the input
 by row of the batch, by a condition on the gradient that is never true, which a compiler cannot prove. The selection
 adds no branch to the program, changes no bit, and keeps rows on their devices.
 
-Left out: inputs without rows (weights, the number of a layer), and loops, whose forward and backward passes are
+Left out: inputs without rows (weights, the index of a layer), and loops, whose forward and backward passes are
 separate.
 """
 
@@ -22,7 +22,7 @@ from jaxscale.typing import Array, Bool
 
 
 def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function under `jax.checkpoint` wait with its recomputation for the gradient of its result.
+    """Delay the recomputation of a function under `jax.checkpoint` until the gradient of its result is available.
 
     Args:
         checkpointed_function: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
@@ -35,11 +35,11 @@ def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        """Return the function's results; their gradient recomputes what it needs once it is available."""
+        """Return the function's results; the backward pass recomputes values only after it has their gradient."""
         program, result_shapes = jax.make_jaxpr(checkpointed_function, return_shape=True)(*args)
 
         def run_program(consts: Any, leaves: Any) -> list[Any]:
-            """Return the leaves of the results, from the values that the function closes over and its args' leaves."""
+            """Return the leaves of the results, from the values that the function closes over and the args' leaves."""
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(program.jaxpr, consts))(*leaves)
 
         run_dependent = jax.custom_vjp(run_program)

@@ -1,6 +1,7 @@
-"""Kernels written in Pallas: a package of its own that imports JAX alone, and can be used without jaxscale.
+"""Kernels written in Pallas: a separate package that imports only JAX and can be used without jaxscale.
 
-A function is loaded when it is first asked for. See README.md for the contract of a kernel's folder.
+The module of a function is imported when the function is first accessed. README.md describes what a kernel's folder
+must contain.
 """
 
 import importlib
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pallas_kernels.quantize.api import quantize as quantize
     from pallas_kernels.top_k.api import top_k as top_k
 
-_WHERE: dict[str, str] = {
+_MODULES: dict[str, str] = {
     "adam8": "adam8.api",
     "attention": "attention.api",
     "cross_entropy": "cross_entropy.api",
@@ -28,19 +29,19 @@ _WHERE: dict[str, str] = {
     "rms_norm": "norm.api",
     "top_k": "top_k.api",
 }
-"""Module of each function that can be imported from here."""
+"""Module, relative to this package, of each public function."""
 
-for _folder in {where.partition(".")[0] for where in _WHERE.values()}:
-    # a function may have its folder's name: once the folder is imported, the name is free for it for good
+for _folder in {module.partition(".")[0] for module in _MODULES.values()}:
+    # a function may have the name of its folder: an import binds the folder's name here once, so bind and delete it now
     importlib.import_module(f"pallas_kernels.{_folder}")
     del globals()[_folder]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"pallas_kernels.{_WHERE[name]}"), name)
+    return getattr(importlib.import_module(f"pallas_kernels.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted([*globals(), *_MODULES])

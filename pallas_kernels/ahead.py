@@ -1,9 +1,9 @@
-"""Chips that need not be here: their compilers, reports of these on a program, and libtpu's schedule of its kernels.
+"""Compile for chips that are not on this machine, and read what their compilers report about kernels.
 
-libtpu compiles for chips by name and dumps its final schedule as text: one VLIW bundle issues in a cycle, and code that
-runs under a condition is a region that a branch leaps over. CUDA's plugin compiles for a GPU that is described to it;
-ptxas reports the bytes of registers that it spills. Neither reports how long a program takes: waits for DMA, for
-instance, are not seen.
+libtpu compiles for a TPU by name and dumps its final schedule as text: one VLIW bundle is issued per cycle, and code
+under a condition is a region that a branch skips. The CUDA plugin compiles for a GPU from a description, and ptxas
+reports the bytes of registers that it spills. Neither compiler reports how long a program takes: waiting for DMA, for
+instance, is not included.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""The smallest slice that libtpu compiles for, by chip."""
+"""By chip, the name of the smallest slice that libtpu compiles for."""
 GPUS = {"h100": (84942979072, 3.35e12), "h200": (151397597184, 4.8e12)}
-"""Bytes of memory and bytes/s of it, by chip: openxla/xla, xla/backends/gpu/target_config/specs, h100_sxm and h200."""
+"""By chip, memory in bytes and memory bandwidth in bytes/s (openxla/xla, xla/backends/gpu/target_config/specs)."""
 
 _H100 = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -36,18 +36,20 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {
 device_description_str: "NVIDIA {name}"
 """
 _SPILLS = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-"""A kernel's, in ptxas's line on its stack frame: a warning repeats the same numbers."""
+"""The spilled bytes of a kernel in the line that ptxas prints about its stack frame; a warning repeats them."""
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(\w\w)? *: (>*)(.*)")
+"""One bundle in a dumped schedule: its mark ("LB" starts a loop), a ">" for each loop around it, its instructions."""
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
+"""A branch over a region, with the region's number."""
 
 
 def prepare() -> None:
-    """Set the environment that compilers of chips which are not here must find when they are loaded.
+    """Set the environment variables that the compilers for absent chips read when they are loaded.
 
-    Flags of XLA for other platforms are dropped, because a compiler ends the process at an unknown flag.
+    XLA flags for the CPU are dropped, because a compiler ends the process at a flag that it does not support.
     """
-    of_others = ("--xla_force_host_platform_device_count", "--xla_cpu_")
-    other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(of_others)]
+    cpu_flags = ("--xla_force_host_platform_device_count", "--xla_cpu_")
+    other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(cpu_flags)]
     os.environ["XLA_FLAGS"] = " ".join(other_flags)
     defaults = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     for name, value in defaults.items():
@@ -55,46 +57,53 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def dumping() -> Iterator[pathlib.Path]:
-    """A folder, into which libtpu writes its schedules where it is loaded inside, here or in processes started here."""
-    before = os.environ.get("LIBTPU_INIT_ARGS")
+def schedule_folder() -> Iterator[pathlib.Path]:
+    """A temporary folder into which libtpu dumps its schedules.
+
+    libtpu must be loaded inside the context, in this process or in one that it starts.
+    """
+    earlier_args = os.environ.get("LIBTPU_INIT_ARGS")
     with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = f"{before or ''} {flags}".strip()
+        os.environ["LIBTPU_INIT_ARGS"] = f"{earlier_args or ''} {flags}".strip()
         try:
             yield pathlib.Path(folder)
         finally:
             del os.environ["LIBTPU_INIT_ARGS"]
-            if before is not None:
-                os.environ["LIBTPU_INIT_ARGS"] = before
+            if earlier_args is not None:
+                os.environ["LIBTPU_INIT_ARGS"] = earlier_args
 
 
 def device(chip: str) -> tuple[Any, bool]:
-    """A device of the chip, and whether it is here.
+    """Return a device to compile for.
 
     Args:
-        chip: of `TPUS` or `GPUS`.
+        chip: a name of `TPUS` or `GPUS`.
+
+    Returns:
+        The first device of this machine if it is such a chip, else the description of one; and whether it is on this
+        machine.
 
     Raises:
-        ValueError: it is not here, and its compiler is not installed.
+        ValueError: the chip is not on this machine, and its compiler is not installed.
     """
     import jax
 
     from pallas_kernels.target import target
 
-    here = jax.devices()[0]
-    kind = "tpu" if chip in TPUS else "gpu"
-    if here.platform == kind and target(f"{kind} {here.device_kind}").chip == chip:
-        return here, True
-    needed, extra = ("libtpu", "aot-tpu") if kind == "tpu" else ("jax_plugins", "aot-gpu")
-    if importlib.util.find_spec(needed) is None:
+    local_device = jax.devices()[0]
+    platform = "tpu" if chip in TPUS else "gpu"
+    if local_device.platform == platform and target(f"{platform} {local_device.device_kind}").chip == chip:
+        return local_device, True
+    module, extra = ("libtpu", "aot-tpu") if platform == "tpu" else ("jax_plugins", "aot-gpu")
+    if importlib.util.find_spec(module) is None:
         raise ValueError(
             f"{chip} is not here, and its compiler is not installed: pip install jaxscale[{extra}], or run this where "
             f"a {chip} is"
         )
     from jax.experimental import topologies
 
-    if kind == "tpu":
+    if platform == "tpu":
         topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
     else:
         memory, bandwidth = GPUS[chip]
@@ -105,186 +114,199 @@ def device(chip: str) -> tuple[Any, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of a program.
+    """The result of compiling a program.
 
     Args:
-        program: a `jax.stages.Compiled`; `None` where it was refused.
-        refused: why.
-        temporary: bytes that it needs beside arguments and results.
-        said: what the compiler printed.
+        program: a `jax.stages.Compiled`; `None` if the compiler refused the program.
+        refusal: the compiler's error; `None` if it compiled the program.
+        temporary_bytes: memory that the program needs besides its arguments and results.
+        compiler_output: what the compiler printed.
     """
 
     program: Any = None
-    refused: str | None = None
-    temporary: int = 0
-    said: str = ""
+    refusal: str | None = None
+    temporary_bytes: int = 0
+    compiler_output: str = ""
 
     @property
-    def spilled(self) -> int:
-        """Bytes that ptxas spills, stores and loads, over all kernels."""
-        return spilled(self.said)
+    def spilled_bytes(self) -> int:
+        """Bytes of register spills, stores plus loads, summed over all kernels."""
+        return spilled_bytes(self.compiler_output)
 
 
-def spilled(said: str) -> int:
-    """Bytes that ptxas spills, stores and loads, over all kernels of what it printed.
+def spilled_bytes(compiler_output: str) -> int:
+    """Sum the bytes of register spills, stores plus loads, over all kernels that ptxas reports on.
 
     Example:
-        >>> spilled('''
+        >>> spilled_bytes('''
         ... ptxas warning : Registers are spilled to local memory in 'a', 8 bytes spill stores, 16 bytes spill loads
         ...     24 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
         ... ''')
         24
     """
-    return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(said))
+    return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(compiler_output))
 
 
-def compiled(
-    function: Callable[..., Any], shapes: Sequence[Any], at: Any, *, donated: tuple[int, ...] = ()
+def compile_for(
+    device: Any, function: Callable[..., Any], arg_shapes: Sequence[Any], *, donated: tuple[int, ...] = ()
 ) -> Compiled:
-    """Compile a function for a device.
+    """Compile a function for one device.
 
     Args:
-        function: of arrays.
-        shapes: trees of `jax.ShapeDtypeStruct`.
-        at: the device, or the description of one.
-        donated: positions of arguments that are changed in place.
+        device: a device, or the description of one.
+        function: a function of arrays.
+        arg_shapes: one tree of `jax.ShapeDtypeStruct` per argument.
+        donated: indices of the arguments that are changed in place.
     """
     import jax
     from jax.sharding import AxisType, NamedSharding
 
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[at])
-    place = NamedSharding(mesh, jax.P())
-    placed_shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tuple(shapes))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[device])
+    sharding = NamedSharding(mesh, jax.P())
+    sharded_shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), tuple(arg_shapes)
+    )
     try:
-        with quoted() as output, jax.set_mesh(mesh):
-            program: Any = jax.jit(function, donate_argnums=donated).lower(*placed_shapes).compile()
-    except Exception as error:  # a refusal is an answer
-        return Compiled(refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
-    return Compiled(program, None, program.memory_analysis().temp_size_in_bytes, "".join(output))
+        with captured_output() as texts, jax.set_mesh(mesh):
+            program: Any = jax.jit(function, donate_argnums=donated).lower(*sharded_shapes).compile()
+    except Exception as error:  # the caller reports the refusal
+        return Compiled(refusal=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+    return Compiled(program, None, program.memory_analysis().temp_size_in_bytes, "".join(texts))
 
 
 @contextlib.contextmanager
-def quoted() -> Iterator[list[str]]:
-    """What this process's compilers print to standard output, ptxas among them, as text when the context ends."""
-    words: list[str] = []
+def captured_output() -> Iterator[list[str]]:
+    """Capture what this process and its compilers, ptxas included, print to standard output.
+
+    Returns:
+        A list that is empty until the context ends; then it has the output as its only element.
+    """
+    texts: list[str] = []
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         stdout = os.dup(1)
         os.dup2(file.fileno(), 1)
         try:
-            yield words
+            yield texts
         finally:
             sys.stdout.flush()
             os.dup2(stdout, 1)
             os.close(stdout)
             file.seek(0)
-            words.append(file.read().decode("utf-8", "replace"))
+            texts.append(file.read().decode("utf-8", "replace"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Bundles of a kernel.
+    """Numbers of bundles in the parts of a kernel's schedule.
 
     Args:
-        always: in one step of its grid, those outside of all regions.
-        regions: of each region of a step that runs under a condition, in the order of the program.
-        loops: of each loop within a step, in the order of the program; one pass of it.
-        outside: before and after all steps.
-        busy: by name of a unit, what all bundles ask of it as a part of what it could take.
+        always: bundles of one step of the grid that lie outside of all regions.
+        regions: for each region (code under a condition) of a step, its bundles, in program order.
+        loops: for each loop within a step, the bundles of one iteration, in program order.
+        outside: bundles before and after the loop over the grid.
+        load_by_unit: by name of a hardware unit, how much of its capacity the kernel's bundles use, from 0 to 1.
     """
 
     always: int
     regions: tuple[int, ...]
     loops: tuple[int, ...] = ()
     outside: int = 0
-    busy: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    load_by_unit: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
     def step(self) -> int:
-        """Those of one step of the grid."""
+        """Bundles of one step of the grid."""
         return self.always + sum(self.regions)
 
     @property
-    def bundles(self) -> int:
-        """All of them, once."""
+    def total(self) -> int:
+        """Bundles of the whole schedule, with one step of the grid."""
         return self.outside + self.step
 
-    def longest(self, count: int) -> tuple[int, ...]:
-        """The longest regions, in the order of the program."""
-        chosen = sorted(range(len(self.regions)), key=lambda i: -self.regions[i])[:count]
-        return tuple(self.regions[i] for i in sorted(chosen))
+    def longest_regions(self, count: int) -> tuple[int, ...]:
+        """Bundles of each of the `count` longest regions, in program order."""
+        indices = sorted(range(len(self.regions)), key=lambda i: -self.regions[i])[:count]
+        return tuple(self.regions[i] for i in sorted(indices))
 
 
-def schedule(text: str) -> Schedule:
-    """Read a schedule that libtpu dumped (`*-final_bundles.txt`).
+def parse_schedule(text: str) -> Schedule:
+    """Parse a schedule that libtpu dumped (`*-final_bundles.txt`).
 
     Example:
-        >>> schedule('''
+        >>> parse_schedule('''
         ...      0   :  { nop }
         ...    0x1 LB: > { %1 = sbr.rel (%p1) target = $region8 }
         ...    0x2   : > { nop }
         ...    0x3   : > { nop }
         ...    0x4 PF: > { nop } /* Start/End empty region 8 :: Start region 9 */
         ... ''')
-        Schedule(always=2, regions=(2,), loops=(), outside=1, busy={})
+        Schedule(always=2, regions=(2,), loops=(), outside=1, load_by_unit={})
     """
-    lines = [(match[1], len(match[2]), match[3]) for match in map(_BUNDLE.match, text.splitlines()) if match]
-    body = [words for _, depth, words in lines if depth]
-    always, regions = _regions(body, 0, len(body))
+    bundles = [(match[1], len(match[2]), match[3]) for match in map(_BUNDLE.match, text.splitlines()) if match]
+    step_bundles = [instructions for _, depth, instructions in bundles if depth]
+    always, regions = _count_regions(step_bundles, 0, len(step_bundles))
     loops: list[int] = []
-    for mark, depth, _ in lines:
+    for mark, depth, _ in bundles:
         if depth > 1:
             loops += [0] if mark == "LB" or not loops else []
             loops[-1] += 1
-    return Schedule(always, tuple(regions), tuple(loops), len(lines) - len(body))
+    return Schedule(always, tuple(regions), tuple(loops), len(bundles) - len(step_bundles))
 
 
-def _regions(lines: Sequence[str], at: int, stop: int) -> tuple[int, list[int]]:
-    """Bundles that always run, and those of each region; one that mostly holds regions is as good as always run."""
+def _count_regions(bundles: Sequence[str], start: int, end: int) -> tuple[int, list[int]]:
+    """Count the bundles from `start` to `end` (exclusive): those that always run, and those of each region.
+
+    The parts of a region are counted one by one, as if the region always ran, if nested regions take most of it.
+    """
     regions: list[int] = []
-    always = 0
-    while at < stop:
-        branch = _BRANCH.search(lines[at])
-        at, always = at + 1, always + 1
+    always, index = 0, start
+    while index < end:
+        branch = _BRANCH.search(bundles[index])
+        index, always = index + 1, always + 1
         if branch is None:
             continue
-        name = re.compile(rf"[Rr]egion {branch[1]}\b")
-        end = next((i for i in range(at, min(stop + 1, len(lines))) if name.search(lines[i])), None)
-        if end is None:  # backwards: the loop over the grid
+        region_name = re.compile(rf"[Rr]egion {branch[1]}\b")
+        region_ends = (i for i in range(index, min(end + 1, len(bundles))) if region_name.search(bundles[i]))
+        region_end = next(region_ends, None)
+        if region_end is None:  # the branch goes back, to the start of the loop over the grid
             continue
-        inner_always, inner = _regions(lines, at, end)
-        holds_regions = sum(inner) > inner_always
-        always += inner_always if holds_regions else 0
-        regions += inner if holds_regions else [end - at]
-        at = end
+        inner_always, inner_regions = _count_regions(bundles, index, region_end)
+        is_mostly_regions = sum(inner_regions) > inner_always
+        always += inner_always if is_mostly_regions else 0
+        regions += inner_regions if is_mostly_regions else [region_end - index]
+        index = region_end
     return always, regions
 
 
-def busy(text: str) -> Mapping[str, float]:
-    """Read what the bundles of a schedule ask of units (`*-final_hlo-static-per-bundle-utilization.txt`).
+def parse_unit_loads(text: str) -> Mapping[str, float]:
+    """Parse how much of each hardware unit a schedule uses (`*-final_hlo-static-per-bundle-utilization.txt`).
+
+    Returns:
+        By name of a unit, the used share of its capacity.
 
     Example:
-        >>> busy("== CAPACITY:\\nMATMUL, SALU\\n   4   2\\n== UTILIZATION:\\n4 0\\n2 1\\n")
+        >>> parse_unit_loads("== CAPACITY:\\nMATMUL, SALU\\n   4   2\\n== UTILIZATION:\\n4 0\\n2 1\\n")
         {'MATMUL': 0.75, 'SALU': 0.25}
     """
-    _, units, limits, _, *rows = (line for line in text.splitlines() if line.strip())
-    loads = zip(*([int(word) for word in row.split()] for row in rows), strict=True)
-    capacities = (int(word) * len(rows) for word in limits.split())
-    return {
-        unit: sum(load) / capacity for unit, load, capacity in zip(units.split(", "), loads, capacities, strict=True)
-    }
+    _, unit_line, capacity_line, _, *bundle_lines = (line for line in text.splitlines() if line.strip())
+    loads_by_unit = zip(*([int(word) for word in line.split()] for line in bundle_lines), strict=True)
+    capacities = (int(word) * len(bundle_lines) for word in capacity_line.split())
+    units = unit_line.split(", ")
+    return {unit: sum(loads) / capacity for unit, loads, capacity in zip(units, loads_by_unit, capacities, strict=True)}
 
 
-def schedules(folder: pathlib.Path) -> Mapping[str, Schedule]:
-    """Schedules of the kernels that were compiled since the folder was read last, by their names; it is emptied."""
-    loads, by_kernel = {}, {}
+def take_schedules(folder: pathlib.Path) -> Mapping[str, Schedule]:
+    """Read the schedules of the kernels that were compiled since the last call, by name, and empty the folder."""
+    load_by_unit, schedules = {}, {}
     for file in folder.glob("*-final_hlo-static-per-bundle-utilization.txt"):
-        loads[re.sub(r"-\d+-final_hlo.*$", "", file.name)] = busy(file.read_text())
+        load_by_unit[re.sub(r"-\d+-final_hlo.*$", "", file.name)] = parse_unit_loads(file.read_text())
     for file in sorted(folder.glob("*-final_bundles.txt")):
         if "schedule-analysis" not in file.name:
-            kernel = re.sub(r"-\d+-final_bundles.*$", "", file.name)
-            kernel_schedule = dataclasses.replace(schedule(file.read_text()), busy=loads.get(kernel, {}))
-            by_kernel[re.sub(r"^\d+-|\.\d+$", "", kernel)] = kernel_schedule
+            dump_name = re.sub(r"-\d+-final_bundles.*$", "", file.name)
+            schedule = parse_schedule(file.read_text())
+            kernel = re.sub(r"^\d+-|\.\d+$", "", dump_name)
+            schedules[kernel] = dataclasses.replace(schedule, load_by_unit=load_by_unit.get(dump_name, {}))
     shutil.rmtree(folder)
     folder.mkdir()
-    return by_kernel
+    return schedules

@@ -1,22 +1,22 @@
-"""Arguments that every kernel refuses alike, before anything is traced."""
+"""Checks of arguments that all kernels share; they run before anything is traced."""
 
 from typing import Any
 
 from jax.core import Tracer
 
 
-def static(kernel: str, **options: Any) -> None:
-    """Refuse options that are traced: they shape the program.
+def check_static(kernel: str, **options: Any) -> None:
+    """Refuse traced options: options determine the program, so they must be Python values.
 
     Args:
-        kernel: its name, for the message.
-        options: by name.
+        kernel: name of the kernel, for the error message.
+        options: values of the options, by name.
 
     Raises:
-        ValueError: an option is traced.
+        ValueError: an option is a traced value.
 
     Example:
-        >>> static("top_k", k=3, block=None)
+        >>> check_static("top_k", k=3, block=None)
     """
     for name, option in options.items():
         if isinstance(option, Tracer):
@@ -26,22 +26,22 @@ def static(kernel: str, **options: Any) -> None:
             )
 
 
-def arrays(kernel: str, **given: Any) -> None:
-    """Refuse what is no array; `None` passes.
+def check_arrays(kernel: str, **arguments: Any) -> None:
+    """Refuse arguments that are neither arrays nor None.
 
     Args:
-        kernel: its name, for the message.
-        given: by name: arrays of JAX or NumPy, or `jax.ShapeDtypeStruct`.
+        kernel: name of the kernel, for the error message.
+        arguments: by name: arrays of JAX or NumPy, `jax.ShapeDtypeStruct`, or None.
 
     Raises:
-        ValueError: a value is no array.
+        ValueError: an argument is neither an array nor None.
 
     Example:
-        >>> arrays("grouped_matmul", sizes=[3, 5])
+        >>> check_arrays("grouped_matmul", sizes=[3, 5])
         Traceback (most recent call last):
         ValueError: grouped_matmul: got sizes of type list, expected an array: take jnp.asarray(sizes)
     """
-    for name, array in given.items():
-        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            kind = type(array).__name__
-            raise ValueError(f"{kernel}: got {name} of type {kind}, expected an array: take jnp.asarray({name})")
+    for name, argument in arguments.items():
+        if argument is not None and not (hasattr(argument, "shape") and hasattr(argument, "dtype")):
+            type_name = type(argument).__name__
+            raise ValueError(f"{kernel}: got {name} of type {type_name}, expected an array: take jnp.asarray({name})")

@@ -1,4 +1,4 @@
-"""What differs between JAX versions for kernels of either platform, and the types of what kernels return."""
+"""Differences between JAX versions that matter to kernels, and the mesh axes over which their results vary."""
 
 import inspect
 import math
@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 
 Interpret = bool | Literal["races"]
-"""False: compiled; True: interpreted; "races": interpreted, and races are looked for."""
+"""How to run a kernel: False compiles it, True interprets it, "races" interprets it and looks for races."""
 
 
-def interpreter(platform: str, interpret: Interpret) -> Any:
-    """What a Pallas call takes as `interpret`.
+def interpret_params(platform: str, interpret: Interpret) -> Any:
+    """Return the value of the parameter `interpret` of a Pallas call.
 
-    Under `jax.shard_map` the TPU's needs check_vma=False: on JAX 0.10 and 0.12 it mixes types that vary over mesh axes
-    with its own, which do not.
+    Under `jax.shard_map` the TPU interpreter needs check_vma=False: on JAX 0.10 and 0.12 it mixes values that vary over
+    mesh axes with its own values, which do not.
 
     Args:
         platform: "tpu" or "gpu".
-        interpret: whether, and with which care. A race raises from JAX 0.12 on (on the TPU's interpreter; on the GPU's
-            from 0.11 on); before, it prints "RACE DETECTED".
+        interpret: how to run the kernel. With "races", a race raises an error on TPU from JAX 0.12 on, and on GPU from
+            0.11 on; older versions print "RACE DETECTED".
 
     Raises:
         NotImplementedError: JAX up to 0.10 has no interpreter for Mosaic GPU kernels.
@@ -36,80 +36,85 @@ def interpreter(platform: str, interpret: Interpret) -> Any:
         return None
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    params: Any = getattr(plgpu, "InterpretGPUParams", None)
-    if params is None:
+    params_class: Any = getattr(plgpu, "InterpretGPUParams", None)
+    if params_class is None:
         raise NotImplementedError(f"JAX {jax.__version__} cannot interpret Mosaic GPU kernels: take 0.11 or newer")
-    return params(detect_races=interpret == "races")
+    return params_class(detect_races=interpret == "races")
 
 
-def like(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
-    """Type of a kernel's result: it varies over the manual mesh axes (`jax.shard_map`) that any operand varies over.
-
-    Args:
-        shape, dtype: of the result.
-        operands: what the kernel reads.
-    """
-    kinds = [jax.typeof(one).manual_axis_type for one in jax.tree.leaves(operands)]
-    widest = max(kinds, key=lambda kind: len(kind.varying), default=None)
-    varying = frozenset[str]().union(*(kind.varying for kind in kinds))
-    if widest is None or widest.varying == varying:
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=widest)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=widest.update(varying=varying))
-
-
-def varying_alike(*operands: Any) -> tuple[Any, ...]:
-    """Operands of one kernel under `jax.shard_map`: each made to vary over every axis that any of them varies over.
+def result_struct(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """Type of a kernel's result; it varies over every manual mesh axis (`jax.shard_map`) that an operand varies over.
 
     Args:
-        operands: arrays, or None.
+        shape, dtype: shape and dtype of the result.
+        operands: the arrays, or trees of arrays, that the kernel reads.
     """
-    axes = frozenset[str]().union(*(_varying(operand) for operand in operands if operand is not None))
+    axis_types = [jax.typeof(operand).manual_axis_type for operand in jax.tree.leaves(operands)]
+    widest_type = max(axis_types, key=lambda axis_type: len(axis_type.varying), default=None)
+    varying_axes = frozenset[str]().union(*(axis_type.varying for axis_type in axis_types))
+    if widest_type is None or widest_type.varying == varying_axes:
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=widest_type)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=widest_type.update(varying=varying_axes))
+
+
+def align_varying(*operands: Any) -> tuple[Any, ...]:
+    """Make every operand vary over all manual mesh axes (`jax.shard_map`) that any of the operands varies over.
+
+    Args:
+        operands: the operands of one kernel: arrays, or None.
+
+    Returns:
+        The same operands in the same order; None stays None.
+    """
+    axes = frozenset[str]().union(*(_varying_axes(operand) for operand in operands if operand is not None))
     if not axes:
         return operands
     return tuple(
         operand
-        if operand is None or _varying(operand) == axes
-        else jax.lax.pcast(operand, tuple(axes - _varying(operand)), to="varying")
+        if operand is None or _varying_axes(operand) == axes
+        else jax.lax.pcast(operand, tuple(axes - _varying_axes(operand)), to="varying")
         for operand in operands
     )
 
 
 def varying_like(value: Any, *operands: Any) -> Any:
-    """`value`, known to vary over every manual mesh axis that an operand varies over.
+    """Make the type of an array vary over every manual mesh axis that an operand varies over.
 
     Args:
-        value: an array: a Mosaic GPU kernel's result, whose type carries no axes.
-        operands: arrays that it was made of.
+        value: an array, such as the result of a Mosaic GPU kernel, whose type has no axes.
+        operands: the arrays from which it was computed.
     """
-    axes = frozenset[str]().union(*(_varying(one) for one in operands)) - _varying(value)
-    return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
+    operand_axes = frozenset[str]().union(*(_varying_axes(operand) for operand in operands))
+    missing_axes = operand_axes - _varying_axes(value)
+    return jax.lax.pcast(value, tuple(missing_axes), to="varying") if missing_axes else value
 
 
-def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> Any:
-    """An array of one value that varies over every manual mesh axis that an operand varies over: a loop's first carry.
+def full_varying_like(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> Any:
+    """An array of equal elements, such as a loop's initial carry, that varies over every mesh axis of the operands.
 
     Args:
-        shape, dtype: of the array.
-        value: of its elements.
-        operands: arrays that the loop adds.
+        shape, dtype: shape and dtype of the array.
+        value: the value of every element.
+        operands: the arrays that the loop adds to the carry.
     """
     return varying_like(jnp.full(shape, value, dtype), *operands)
 
 
-def varies(one: Any) -> bool:
-    """Whether an array varies over manual mesh axes by its type (`jax.shard_map`, unless check_vma=False)."""
-    return bool(_varying(one))
+def is_varying(array: Any) -> bool:
+    """Whether an array's type varies over a manual mesh axis (`jax.shard_map`, unless check_vma=False)."""
+    return bool(_varying_axes(array))
 
 
-def _varying(one: Any) -> frozenset[str]:
-    return frozenset(jax.typeof(one).manual_axis_type.varying)
+def _varying_axes(array: Any) -> frozenset[str]:
+    """The manual mesh axes over which an array's type varies."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def finite_inverse(x: Any) -> Any:
-    """1 / x on TPU, in float32's precision, where neither is 0, infinite or NaN: without the code that looks for these.
+    """1 / x in full float32 precision, inside a TPU kernel, without the code for 0, infinity and NaN.
 
     Args:
-        x: float32, in a kernel.
+        x: a float32 value; neither it nor its inverse may be 0, infinite or NaN.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -120,13 +125,13 @@ def finite_inverse(x: Any) -> Any:
 
 
 def product_precision(operand: Any) -> Any:
-    """Precision of a kernel's products on TPU, where Mosaic multiplies in one pass or in full, and in no three passes.
+    """Precision of a matrix product in a TPU kernel, where Mosaic offers one pass or full precision only.
 
-    A float32 product for which `jax.default_matmul_precision` asks for three passes ("high") is made in full; one of
+    A float32 product gets full precision if `jax.default_matmul_precision` requires three passes ("high"). A product of
     narrower operands takes one pass, which is exact.
 
     Args:
-        operand: either of the two.
+        operand: one of the two operands; both have the same dtype.
     """
     if operand.dtype != jnp.float32:
         return jax.lax.Precision.DEFAULT
@@ -135,13 +140,13 @@ def product_precision(operand: Any) -> Any:
     return jax.lax.Precision.HIGHEST if precision in ("high", "bfloat16_3x", "tensorfloat32") else None
 
 
-def estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals: int = 0) -> Any:
-    """The cost of a kernel that reads and writes each array once.
+def cost_estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals: int = 0) -> Any:
+    """Estimate the cost of a kernel that reads each operand and writes each result once.
 
     Args:
-        flop: operations, a multiply and add being 2.
-        ins, outs: arrays, or their types.
-        transcendentals: exponentials, logarithms, roots.
+        flop: number of FLOP; a multiply-add counts as 2.
+        ins, outs: operands and results: arrays, or `jax.ShapeDtypeStruct`.
+        transcendentals: number of exponentials, logarithms and roots.
     """
     from jax.experimental import pallas as pl
 
@@ -149,7 +154,7 @@ def estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals
     return pl.CostEstimate(flops=flop, transcendentals=transcendentals, bytes_accessed=bytes_accessed)
 
 
-def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those options that a function of this JAX version has a parameter for."""
+def supported_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Return the options for which `function` has a parameter in this JAX version."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}

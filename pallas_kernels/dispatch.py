@@ -1,14 +1,15 @@
 """Which implementation of a kernel runs: always one that works, never a guess.
 
-A kernel lists its implementations, best first; the last runs anywhere. `choose` asks each whether it can run a case on
-a target. Where the target is not known while tracing (no mesh in force), a choice has one implementation per platform,
-and `by_platform` lets lowering decide (`jax.lax.platform_dependent`): no backend is guessed, so a program compiled for
-a machine that is not here has the kernels of that machine. A custom_vjp calls `by_platform` inside its forward and
-inside its backward, with the same `Choice`: around it every branch's residuals would be kept.
+A kernel lists its implementations, best first; the last one runs anywhere. `choose` takes the first that can run a case
+on a target. If the target is not known during tracing (no mesh is in force), a choice has one implementation per
+platform, and `by_platform` leaves the decision to lowering (`jax.lax.platform_dependent`). No backend is guessed, so a
+program that is compiled for another machine has the kernels of that machine. A custom_vjp calls `by_platform` with the
+same `Choice` inside its forward and inside its backward pass: if `by_platform` surrounded the custom_vjp, JAX would
+keep the residuals of every branch.
 
-An implementation that the caller names runs, or raises an error with the reason. Only a named one may be interpreted.
-What calls inside a program take can be named from outside it (`naming`), and listened to (`noting`): the answer to "am
-I on the fast path?" is what was chosen while the program was traced.
+An implementation that the caller names either runs or raises an error with the reason. Only a named implementation may
+be interpreted. The caller of a program can name implementations for all calls inside it (`naming`) and can record every
+choice (`noting`): the choices that were made during tracing show whether the program is on the fast path.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_kernels.target import PROVED, Target
+from pallas_kernels.target import COMPILED_TPUS, Target
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "adam8": ("tpu", "gpu", "reference"),
@@ -33,14 +34,14 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "rms_norm": ("tpu", "gpu", "reference"),
     "top_k": ("tpu", "gpu", "reference"),
 }
-"""Names of implementations by kernel, which go by their public functions; they are known before a kernel is loaded."""
+"""Names of the implementations of each kernel, by the name of its public function; available before it is loaded."""
 
 
 class CannotRun(NotImplementedError):
     """A named implementation cannot run a case on a target."""
 
 
-def _always(target: Target, case: Any) -> str | None:
+def _refuse_nothing(target: Target, case: Any) -> str | None:
     return None
 
 
@@ -50,50 +51,51 @@ class Implementation:
 
     Args:
         name: "tpu", "gpu", "chunked", "reference", ..
-        platform: "tpu" or "gpu" where it runs there alone; None: anywhere.
-        hopper: it needs a GPU of compute capability 9.0.
-        chips: TPUs for which it was compiled, where it is for TPUs; it runs on no other.
-        named: it runs where it is named, and is never chosen by itself.
-        supports: of (target, case): why it cannot run the case there ("it needs ..., not ..."), None if it can. Asked
-            after the platform is known to be right; shapes, dtypes and options alone decide.
+        platform: "tpu" or "gpu" if it runs on that platform only; None if it runs anywhere.
+        needs_hopper: whether it needs a GPU of compute capability 9.0.
+        needs_name: whether it runs only if the caller names it.
+        chips: for a TPU implementation, the chips for which it was compiled; it runs on no other TPU.
+        why_unsupported: a function of (target, case) that returns the reason why this implementation cannot run the
+            case on the target ("it needs ..., not ..."), or None if it can. It is called for targets of the right
+            platform only, and looks at shapes, dtypes and options only.
     """
 
     name: str
     platform: str | None = None
-    hopper: bool = False
-    named: bool = False
-    chips: Sequence[str] = PROVED
-    supports: Callable[[Target, Any], str | None] = _always
+    needs_hopper: bool = False
+    needs_name: bool = False
+    chips: Sequence[str] = COMPILED_TPUS
+    why_unsupported: Callable[[Target, Any], str | None] = _refuse_nothing
 
     def why_not(self, target: Target, case: Any, *, interpret: bool = False) -> str | None:
-        """Why this one cannot run a case on a target (of a known platform); None if it can.
+        """Return the reason why this implementation cannot run a case on a target, or None if it can.
 
         Args:
-            target: where; when interpreting one of its own platform.
-            case: what the kernel's `supports` functions read.
-            interpret: it is to be interpreted.
+            target: where the case would run; its platform is known, and in interpret mode is this implementation's.
+            case: the shapes, dtypes and options that `why_unsupported` looks at.
+            interpret: whether the implementation would run in Pallas' interpreter.
         """
         if not interpret:
             if self.platform not in (None, target.platform):
-                where = "TPUs" if self.platform == "tpu" else "GPUs"
-                return f"it is for {where}, and the target is {target.platform}"
-            if self.hopper and not target.hopper:
+                devices = "TPUs" if self.platform == "tpu" else "GPUs"
+                return f"it is for {devices}, and the target is {target.platform}"
+            if self.needs_hopper and not target.hopper:
                 if target.chip is None:
                     return "it needs compute capability 9.0 (H100, H200), and the chip is not known: pass platform="
                 return f"it needs compute capability 9.0 (H100, H200), and the target is {target.chip}"
             if self.platform == "tpu" and target.chip not in (None, *self.chips):
                 chips = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
                 return f"it was compiled for TPU {chips} alone, and the target is {target.chip}"
-        return self.supports(target, case)
+        return self.why_unsupported(target, case)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Names of the implementations that run on TPU, on GPU and anywhere else; hashable, for a custom_vjp's statics.
+    """The implementations that run a case; hashable, so that a custom_vjp can take it as a static argument.
 
     Args:
-        tpu, gpu, default: names.
-        kernel: that they are of, for messages.
+        tpu, gpu, default: names of the implementations that run on TPU, on GPU and anywhere else.
+        kernel: name of the kernel, for error messages.
     """
 
     tpu: str
@@ -111,34 +113,34 @@ def choose(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Choice:
-    """The implementations that run a case.
+    """Choose the implementations that run a case.
 
     Args:
-        kernel: its name, for messages.
-        implementations: best first; the last that is not `named` runs anywhere.
-        case: what `supports` reads.
-        target: where it will run.
-        implementation: None for the best one of each platform; a name for that one alone.
-        interpret: the named one is to be interpreted, wherever this runs.
+        kernel: name of the kernel, for error messages.
+        implementations: best first; the last one without `needs_name` runs anywhere.
+        case: the shapes, dtypes and options that `why_unsupported` looks at.
+        target: where the case will run.
+        implementation: None for the best one on each platform; a name to use only that one.
+        interpret: whether to run the named implementation in Pallas' interpreter, on any machine.
 
     Raises:
-        ValueError: an unknown name; nothing named, and yet to be interpreted.
-        CannotRun: the named one cannot run the case on the target.
+        ValueError: the name is unknown, or `interpret` is set and no implementation is named.
+        CannotRun: the named implementation cannot run the case on the target.
 
     Example:
-        >>> ways = (Implementation("tpu", "tpu"), Implementation("reference"))
-        >>> choose("twice", ways, None, Target())
+        >>> implementations = (Implementation("tpu", "tpu"), Implementation("reference"))
+        >>> choose("twice", implementations, None, Target())
         Choice(tpu='tpu', gpu='reference', default='reference')
-        >>> choose("twice", ways, None, Target("cpu"), implementation="tpu")
+        >>> choose("twice", implementations, None, Target("cpu"), implementation="tpu")
         Traceback (most recent call last):
         pallas_kernels.dispatch.CannotRun: twice: implementation 'tpu' cannot run: it is for TPUs, and the target is \
 cpu. Pass implementation=None to take one that can.
     """
     if implementation is None and not interpret:
-        implementation = _names.get().get(kernel)
+        implementation = _implementation_by_kernel.get().get(kernel)
     choice = _choose(kernel, implementations, case, target, implementation, interpret)
-    if listening():
-        note(_explained(kernel, implementations, case, target, implementation, choice), case)
+    if is_noting():
+        note(_explanation(kernel, implementations, case, target, implementation, choice), case)
     return choice
 
 
@@ -150,18 +152,20 @@ def _choose(
     implementation: str | None,
     interpret: bool = False,
 ) -> Choice:
+    """Do what `choose` does, without a note."""
     names = [candidate.name for candidate in implementations]
     if implementation is None:
         if interpret:
             raise ValueError(f"{kernel}: interpret needs a named implementation, one of {', '.join(names)}")
-        where = {name: target if target.platform else target.on(name) for name in ("tpu", "gpu", "cpu")}
-        return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")), kernel=kernel)
+        targets = [target if target.platform else target.on(platform) for platform in ("tpu", "gpu", "cpu")]
+        tpu, gpu, default = (_best(implementations, case, platform_target) for platform_target in targets)
+        return Choice(tpu, gpu, default, kernel)
     if implementation not in names:
-        near = _near(implementation, names)
-        raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{near}")
+        hint = _suggestion(implementation, names)
+        raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{hint}")
     candidate = implementations[names.index(implementation)]
-    place = target if target.platform and not interpret else target.on(candidate.platform or "cpu")
-    reason = candidate.why_not(place, case, interpret=interpret)
+    candidate_target = target if target.platform and not interpret else target.on(candidate.platform or "cpu")
+    reason = candidate.why_not(candidate_target, case, interpret=interpret)
     if reason:
         raise CannotRun(
             f"{kernel}: implementation {implementation!r} cannot run: {reason}. "
@@ -170,77 +174,91 @@ def _choose(
     return Choice(implementation, implementation, implementation, kernel)
 
 
-def _near(given: Any, names: Sequence[str]) -> str:
-    """The end of a message on a name that is not known."""
-    near = difflib.get_close_matches(str(given), names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _suggestion(unknown_name: Any, names: Sequence[str]) -> str:
+    """The end of an error message about an unknown name: "; did you mean ..?", or "" if no name is similar."""
+    similar_names = difflib.get_close_matches(str(unknown_name), names, n=1)
+    return f"; did you mean {similar_names[0]!r}?" if similar_names else ""
 
 
 def _best(implementations: Sequence[Implementation], case: Any, target: Target) -> str:
-    return next(one.name for one in implementations if not one.named and one.why_not(target, case) is None)
+    """Name of the first implementation that can run the case on the target and need not be named by the caller."""
+    return next(
+        candidate.name
+        for candidate in implementations
+        if not candidate.needs_name and candidate.why_not(target, case) is None
+    )
 
 
 def by_platform(choice: Choice, branches: Mapping[str, Callable[..., Any]], *args: Any) -> Any:
-    """Run the chosen implementation; where it depends on the platform, lowering picks.
+    """Run the chosen implementation; if the choice depends on the platform, lowering picks the branch.
 
     Args:
-        choice: of `choose`.
-        branches: by name, functions of `args` that return alike arrays; only the chosen ones are traced.
-        args: arrays, and trees of them.
+        choice: the result of `choose`.
+        branches: by implementation name, functions of `args` that all return arrays of the same shapes and dtypes;
+            only those of the choice are traced.
+        args: arrays, or trees of arrays.
+
+    Returns:
+        The result of the branch that runs.
 
     Raises:
-        CannotRun: under `jax.vmap`, where JAX cannot map what was chosen.
+        CannotRun: this is called under `jax.vmap`, and JAX cannot map a chosen implementation.
     """
-    names = {"tpu": choice.tpu, "cuda": choice.gpu}
-    special = {platform: branches[name] for platform, name in names.items() if name != choice.default}
+    name_by_platform = {"tpu": choice.tpu, "cuda": choice.gpu}
+    branch_by_platform = {
+        platform: branches[name] for platform, name in name_by_platform.items() if name != choice.default
+    }
     try:
-        if not special:
+        if not branch_by_platform:
             return branches[choice.default](*args)
-        return lax.platform_dependent(*args, default=branches[choice.default], **special)
+        return lax.platform_dependent(*args, default=branches[choice.default], **branch_by_platform)
     except NotImplementedError as error:
-        if isinstance(error, CannotRun) or not _mapped(args):
+        if isinstance(error, CannotRun) or not _is_mapped(args):
             raise
-        chosen = " or ".join(dict.fromkeys((*names.values(), choice.default)))
+        names_text = " or ".join(dict.fromkeys((*name_by_platform.values(), choice.default)))
         raise CannotRun(
-            f"{choice.kernel}: JAX {jax.__version__} cannot map implementation {chosen} by jax.vmap: {error}. Give the "
-            "mapped dim as one of the arrays', or pass implementation='reference'"
+            f"{choice.kernel}: JAX {jax.__version__} cannot map implementation {names_text} by jax.vmap: {error}. Make "
+            "the mapped dim a dim of the arrays, or pass implementation='reference'"
         ) from error
 
 
-def _mapped(args: Any) -> bool:
+def _is_mapped(args: Any) -> bool:
     """Whether `jax.vmap` maps any of the arrays."""
     return any(type(leaf).__name__ == "BatchTracer" for leaf in jax.tree.leaves(args))
 
 
-def first_order(
-    kernel: str, run: Callable[..., Any], lacks: str = "second derivatives (nor forward-mode ones)"
+def without_derivatives(
+    kernel: str, function: Callable[..., Any], missing: str = "second derivatives (nor forward-mode ones)"
 ) -> Callable[..., Any]:
-    """A pass of a kernel that refuses to be differentiated itself.
+    """Wrap one pass of a kernel in a function that raises an error if JAX differentiates it.
 
     Args:
-        kernel: its name, for the message.
-        run: a function of arrays.
-        lacks: what there is not, for the message.
+        kernel: name of the kernel, for the error message.
+        function: the pass, a function of arrays.
+        missing: the kind of derivatives that the kernel does not have, for the error message.
+
+    Raises:
+        NotImplementedError: raised by the wrapped function when it is differentiated.
     """
 
     def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(f"{kernel}: kernels have no {lacks}; pass implementation='reference'")
+        raise NotImplementedError(f"{kernel}: kernels have no {missing}; pass implementation='reference'")
 
-    wrapped = jax.custom_jvp(run)
+    wrapped = jax.custom_jvp(function)
     wrapped.defjvp(refuse)
     return wrapped
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What runs a case on a target, and why each other implementation does not; print it.
+    """Which implementation runs a case on a target, and why the others do not; `print` shows it in full.
 
     Args:
-        kernel: its name.
-        target: where.
-        chosen: the implementation that runs.
-        reasons: by name, of every other one.
-        why: why no kernel of the platform runs; None where one does, or where plain JAX is the best there is.
+        kernel: name of the kernel.
+        target: where the case runs.
+        chosen: name of the implementation that runs.
+        reasons: by name of every other implementation, the reason why it does not run.
+        why: why no kernel for the platform runs; None if one does, or if no kernel would be better than plain JAX.
     """
 
     kernel: str
@@ -250,44 +268,45 @@ class Explanation:
     why: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel} on {self.target}: {self.chosen}"]
-        return "\n".join([*lines, *(f"  not {name}: {reason}" for name, reason in self.reasons.items())])
+        reason_lines = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([f"{self.kernel} on {self.target}: {self.chosen}", *reason_lines])
 
 
 def explain(
     kernel: str, implementations: Sequence[Implementation], case: Any, target: Target, implementation: str | None = None
 ) -> Explanation:
-    """What would run a case on a target of a known platform.
+    """Explain which implementation would run a case on a target of a known platform.
 
-    Where nothing is named and notes are taken it is one of them: who asks while tracing goes by the answer.
+    If no implementation is named, the explanation is also added to the notes that are being taken (`noting`), because
+    code that asks during tracing acts on the answer.
 
     Args:
-        kernel: its name.
+        kernel: name of the kernel.
         implementations: best first.
-        case: what `supports` reads.
-        target: where; its platform must be known.
-        implementation: the named one, if any.
+        case: the shapes, dtypes and options that `why_unsupported` looks at.
+        target: where the case would run; its platform must be known.
+        implementation: name of the implementation to use; None for the best one.
 
     Raises:
-        ValueError: the target's platform is not known; an unknown name.
-        CannotRun: the named one cannot run there.
+        ValueError: the target has no platform, or the name is unknown.
+        CannotRun: the named implementation cannot run the case on the target.
 
     Example:
-        >>> ways = (Implementation("gpu", "gpu", hopper=True), Implementation("reference"))
-        >>> print(explain("twice", ways, None, Target("gpu", "a100")))
+        >>> implementations = (Implementation("gpu", "gpu", needs_hopper=True), Implementation("reference"))
+        >>> print(explain("twice", implementations, None, Target("gpu", "a100")))
         twice on gpu a100: reference
           not gpu: it needs compute capability 9.0 (H100, H200), and the target is a100
     """
     if target.platform is None:
         raise ValueError(f"{kernel}: explain needs a platform, such as 'gpu h200' or 'tpu v5e'")
     choice = _choose(kernel, implementations, case, target, implementation)
-    explanation = _explained(kernel, implementations, case, target, implementation, choice)
+    explanation = _explanation(kernel, implementations, case, target, implementation, choice)
     if implementation is None:
         note(explanation, case)
     return explanation
 
 
-def _explained(
+def _explanation(
     kernel: str,
     implementations: Sequence[Implementation],
     case: Any,
@@ -295,42 +314,49 @@ def _explained(
     implementation: str | None,
     choice: Choice,
 ) -> Explanation:
-    """A choice, and why it was not another."""
+    """The explanation of a choice that was made."""
     if target.platform is None and len({choice.tpu, choice.gpu, choice.default}) > 1:
         return Explanation(kernel, target, f"{choice.tpu} on TPU, {choice.gpu} on GPU, else {choice.default}", {})
-    chosen, reasons = choice.default, {}
-    for one in implementations:
-        if one.name != chosen:
-            place = target if target.platform else target.on(one.platform or "cpu")
-            reason = one.why_not(place, case) or ("it runs only where it is named" if one.named else None)
-            reasons[one.name] = reason or (f"{chosen} is named" if implementation else f"{chosen} comes before it")
-    kernels = [one for one in implementations if one.platform is not None]
-    if chosen in [one.name for one in kernels]:
-        return Explanation(kernel, target, chosen, reasons)
-    platform_kernels = [one.name for one in kernels if target.platform in (None, one.platform) and not one.named]
-    why = reasons[platform_kernels[0]] if platform_kernels else None
-    if not platform_kernels and any(not one.named for one in kernels):
-        why = "kernels are for " + " and ".join(sorted({f"{one.platform}".upper() for one in kernels})[::-1])
-    return Explanation(kernel, target, chosen, reasons, why)
+    chosen_name, reasons = choice.default, {}
+    for candidate in implementations:
+        if candidate.name != chosen_name:
+            candidate_target = target if target.platform else target.on(candidate.platform or "cpu")
+            reason = candidate.why_not(candidate_target, case)
+            if reason is None and candidate.needs_name:
+                reason = "it runs only where it is named"
+            order = f"{chosen_name} is named" if implementation else f"{chosen_name} comes before it"
+            reasons[candidate.name] = reason or order
+    kernels = [candidate for candidate in implementations if candidate.platform is not None]
+    if chosen_name in [candidate.name for candidate in kernels]:
+        return Explanation(kernel, target, chosen_name, reasons)
+    automatic_kernels = [candidate for candidate in kernels if not candidate.needs_name]
+    usable_names = [candidate.name for candidate in automatic_kernels if target.platform in (None, candidate.platform)]
+    why = reasons[usable_names[0]] if usable_names else None
+    if automatic_kernels and not usable_names:
+        platforms = {f"{candidate.platform}".upper() for candidate in kernels}
+        why = "kernels are for " + " and ".join(sorted(platforms, reverse=True))
+    return Explanation(kernel, target, chosen_name, reasons, why)
 
 
 Notes = list[tuple[Explanation, Any]]
-"""What was chosen, and for which case, each pair once."""
+"""Pairs of a choice's explanation and the case that it is for, without duplicates."""
 
 _notes: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("notes", default=None)
-_nothing: Mapping[str, str] = {}
-_names: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names", default=_nothing)
+_NO_NAMES: Mapping[str, str] = {}
+_implementation_by_kernel: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "implementation_by_kernel", default=_NO_NAMES
+)
 
 
 @contextlib.contextmanager
 def noting(notes: Notes) -> Iterator[None]:
-    """While tracing inside, every choice is added to `notes`.
+    """Add every choice that is made inside the context to `notes`.
 
     Example:
-        >>> notes, ways = [], (Implementation("tpu", "tpu"), Implementation("reference"))
+        >>> notes, implementations = [], (Implementation("tpu", "tpu"), Implementation("reference"))
         >>> with noting(notes):
-        ...     _ = choose("twice", ways, (128, 128), Target("cpu"))
-        >>> [(found.kernel, found.chosen, found.why, case) for found, case in notes]
+        ...     _ = choose("twice", implementations, (128, 128), Target("cpu"))
+        >>> [(explanation.kernel, explanation.chosen, explanation.why, case) for explanation, case in notes]
         [('twice', 'reference', 'kernels are for TPU', (128, 128))]
     """
     token = _notes.set(notes)
@@ -340,49 +366,51 @@ def noting(notes: Notes) -> Iterator[None]:
         _notes.reset(token)
 
 
-def listening() -> bool:
-    """Whether notes are being taken."""
+def is_noting() -> bool:
+    """Whether choices are being recorded (`noting`)."""
     return _notes.get() is not None
 
 
-def note(found: Explanation, case: Any = None) -> None:
-    """Add a choice to the notes that are being taken, if any: one that no `choose` has made.
+def note(explanation: Explanation, case: Any = None) -> None:
+    """Add an explanation to the notes that are being taken, if any; a caller that does not use `choose` calls this.
 
     Args:
-        found: what runs.
-        case: of which shapes and options.
+        explanation: which implementation runs.
+        case: the shapes, dtypes and options that it runs for.
     """
     notes = _notes.get()
-    if notes is not None and (found, case) not in notes:
-        notes.append((found, case))
+    if notes is not None and (explanation, case) not in notes:
+        notes.append((explanation, case))
 
 
 @contextlib.contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """While tracing inside, calls that name no implementation take the one that is named for their kernel here.
+    """Name the implementation for all calls inside the context that name none themselves.
 
     Args:
-        names: implementation by kernel, of `NAMES`.
+        names: name of the implementation, by name of the kernel; both as in `NAMES`.
 
     Raises:
-        ValueError: an unknown kernel, or an unknown implementation of it.
+        ValueError: a kernel or an implementation is unknown.
 
     Example:
-        >>> ways = (Implementation("tpu", "tpu"), Implementation("reference"))
+        >>> implementations = (Implementation("tpu", "tpu"), Implementation("reference"))
         >>> with naming({"top_k": "reference"}):
-        ...     choose("top_k", ways, None, Target("tpu", "v5e")).default
+        ...     choose("top_k", implementations, None, Target("tpu", "v5e")).default
         'reference'
     """
     for kernel, name in names.items():
         if kernel not in NAMES:
-            raise ValueError(f"unknown kernel {kernel!r}: expected one of {list(NAMES)}{_near(kernel, list(NAMES))}")
+            raise ValueError(
+                f"unknown kernel {kernel!r}: expected one of {list(NAMES)}{_suggestion(kernel, list(NAMES))}"
+            )
         if name not in NAMES[kernel]:
             raise ValueError(
                 f"{kernel}: unknown implementation {name!r}: expected one of {list(NAMES[kernel])}"
-                f"{_near(name, NAMES[kernel])}"
+                f"{_suggestion(name, NAMES[kernel])}"
             )
-    token = _names.set(names)
+    token = _implementation_by_kernel.set(names)
     try:
         yield
     finally:
-        _names.reset(token)
+        _implementation_by_kernel.reset(token)

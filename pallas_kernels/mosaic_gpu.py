@@ -1,9 +1,9 @@
-"""What our Mosaic GPU kernels share: launching, tiles in shared memory, wgmma, a ring of TMA copies; and what differs
-between JAX 0.10, 0.11 and 0.12.
+"""Functions that all Mosaic GPU kernels share: launching, tiles in shared memory, wgmma and a ring of TMA copies.
 
-All of them are written for Lane semantics, in which a warpgroup's code works on its own registers (the default became
-Warpgroup in 0.11). JAX's interpreter lacks wgmma on registers and `run_state`: where it runs a kernel, `plain`
-is True and products are `jnp.dot`. Importing this module imports Mosaic GPU (and absl): import it where it is used.
+They hide the differences between JAX 0.10, 0.11 and 0.12. The kernels are written for Lane semantics, in which the code
+of a warpgroup works on its own registers (the default became Warpgroup in 0.11). JAX's interpreter has neither wgmma on
+registers nor `run_state`: with `is_interpreted`, products are `jnp.dot` instead. Importing this module imports Mosaic
+GPU (and absl), so import it inside the functions that use it.
 """
 
 import functools
@@ -18,22 +18,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, accepted, interpreter, varying_like
+from pallas_kernels.compat import Interpret, interpret_params, supported_options, varying_like
 
 WGMMA = plgpu.Layout.WGMMA
-"""Layout of a wgmma result in a warpgroup's registers: 64 rows or a multiple, columns by 8."""
+"""Layout of a wgmma result in a warpgroup's registers: a multiple of 64 rows and of 8 columns."""
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
-"""Layouts of a value per row, and of a value per column, of such a result."""
+"""Layouts of an array with one value per row, and with one value per column, of a wgmma result."""
 
-MAX_SHARED = 232448
+MAX_SHARED_BYTES = 232448
 """Bytes of shared memory that a block may take on H100 and H200 (CUDA C programming guide, table of capabilities)."""
 
 
-def params(**options: Any) -> Any:
-    """Compiler parameters, with Lane semantics.
+def compiler_params(**options: Any) -> Any:
+    """Return compiler parameters with Lane semantics.
 
     Args:
-        options: of `plgpu.CompilerParams`, such as `approx_math=True`.
+        options: options of `plgpu.CompilerParams`, such as `approx_math=True`.
     """
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
 
@@ -55,71 +55,82 @@ def launch(
     """Run a kernel.
 
     Args:
-        body: of the references of `args`, of the results, of `scratch`.
-        args: arrays.
-        out_type: types of the results (`compat.like`).
-        grid, grid_names: blocks, and the names of their axes (`jax.lax.axis_index`).
-        name: of the kernel, in profiles and in the compiled program.
+        body: the kernel, a function of the references of `args`, of the results and of `scratch`.
+        args: the operands, arrays.
+        out_type: shapes and dtypes of the results (`compat.result_struct`).
+        grid, grid_names: numbers of blocks along each axis of the grid, and the names of the axes for
+            `jax.lax.axis_index`.
+        name: name of the kernel in profiles and in the compiled program.
         scratch: shared memory and barriers.
-        warpgroups: per block, distinguished by the axis "wg"; one that has no name by default.
-        approx_math: the fast versions of exp2, tanh, ...
-        cost: FLOP and bytes, for who counts them.
-        interpret: see `compat.interpreter`.
+        warpgroups: number of warpgroups per block, with the axis name "wg"; by default one without an axis.
+        approx_math: whether to use the fast versions of exp2, tanh, ...
+        cost: FLOP and bytes, for JAX's and XLA's cost analysis.
+        interpret: how to run the kernel, see `compat.interpret_params`.
+
+    Returns:
+        The results, in the structure of `out_type`.
     """
-    more: dict[str, Any] = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "wg"}
-    interpreted = {"interpret": interpreter("gpu", interpret)} if interpret else {}
-    settings = {"out_type": out_type, "compiler_params": params(approx_math=approx_math), **interpreted}
-    run: Callable[..., Any] = plgpu.kernel(
+    thread_options: dict[str, Any] = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "wg"}
+    interpret_option = {"interpret": interpret_params("gpu", interpret)} if interpret else {}
+    options = {"out_type": out_type, "compiler_params": compiler_params(approx_math=approx_math), **interpret_option}
+    kernel: Callable[..., Any] = plgpu.kernel(
         body,
         grid=grid,
         grid_names=grid_names,
         scratch_types=list(scratch),
         kernel_name=name,
-        **settings,
-        **more,
-        **accepted(plgpu.kernel, cost_estimate=cost),
+        **options,
+        **thread_options,
+        **supported_options(plgpu.kernel, cost_estimate=cost),
     )
     if cost is not None and "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
-        mesh = plgpu.Mesh(grid=grid, grid_names=grid_names, **more)
-        run = _estimated(body, run, mesh, name, scratch, cost, settings)
-    return jax.tree.map(lambda made: varying_like(made, *args), _run_once(run(*args)))
+        mesh = plgpu.Mesh(grid=grid, grid_names=grid_names, **thread_options)
+        kernel = _kernel_with_cost(body, kernel, mesh, name, scratch, cost, options)
+    return jax.tree.map(lambda result: varying_like(result, *args), _guard_results(kernel(*args)))
 
 
-def _run_once(made: Any) -> Any:
-    """Results of a kernel that XLA is kept from running twice, on JAX 0.11.
+def _guard_results(results: Any) -> Any:
+    """Return a kernel's results behind a barrier on JAX 0.11, where XLA might otherwise run the kernel twice.
 
-    In a loop that stacks a result and uses it too (a scan that keeps residuals), XLA's dynamic-slice fusion takes a
-    second copy of the kernel into the fusion that writes the stack (openxla/xla pull request 45799): before JAX 0.11
-    it was off, from 0.12 on it leaves such results alone. A barrier keeps the two apart, and costs nothing.
-
-    Args:
-        made: the results.
+    If a loop both stacks a result and uses it (a scan that keeps residuals), XLA's dynamic-slice fusion copies the
+    kernel into the fusion that writes the stack (openxla/xla pull request 45799). The fusion was off before JAX 0.11,
+    and from 0.12 on it does not touch such results. The barrier prevents the copy, and costs nothing.
     """
-    return lax.optimization_barrier(made) if jax.__version_info__[:2] == (0, 11) else made
+    return lax.optimization_barrier(results) if jax.__version_info__[:2] == (0, 11) else results
 
 
-def _estimated(
-    body: Callable[..., None], plain: Callable[..., Any], mesh: Any, name: str, scratch: Any, cost: Any, settings: Any
+def _kernel_with_cost(
+    body: Callable[..., None],
+    kernel_without_cost: Callable[..., Any],
+    mesh: Any,
+    name: str,
+    scratch: Any,
+    cost: Any,
+    options: Any,
 ) -> Callable[..., Any]:
-    """What `plgpu.kernel` does, with an estimate of the cost, which JAX up to 0.11 takes one floor below alone.
+    """Build a kernel that has a cost estimate, on JAX up to 0.11, where only `pl.kernel` takes one.
 
     Args:
-        body, mesh, name, scratch, cost, settings: of the kernel.
-        plain: the kernel without an estimate, which supports `jax.vmap`.
+        body, name, scratch, cost: as in `launch`.
+        kernel_without_cost: the kernel that `plgpu.kernel` built, which supports `jax.vmap`.
+        mesh: the grid and the warpgroups.
+        options: the other options of `pl.kernel`.
     """
     axes = mesh.thread_name or ()
 
-    def scoped(*refs: Any) -> None:
+    def body_with_scratch(*refs: Any) -> None:
         pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes=axes)
 
-    run = jax.custom_batching.custom_vmap(pl.kernel(scoped, mesh=mesh, name=name, cost_estimate=cost, **settings))
+    kernel = jax.custom_batching.custom_vmap(
+        pl.kernel(body_with_scratch, mesh=mesh, name=name, cost_estimate=cost, **options)
+    )
 
-    @run.def_vmap
-    def rule(size: int, batched: Any, *args: Any) -> Any:
-        out = jax.vmap(plain, [0 if one else None for one in batched])(*args)
-        return out, jax.tree.map(lambda _: True, out)
+    @kernel.def_vmap
+    def run_mapped(size: int, is_batched: Any, *args: Any) -> Any:
+        results = jax.vmap(kernel_without_cost, [0 if is_arg_batched else None for is_arg_batched in is_batched])(*args)
+        return results, jax.tree.map(lambda _: True, results)
 
-    return run
+    return kernel
 
 
 def launch_in_place(
@@ -135,176 +146,183 @@ def launch_in_place(
     cost: pl.CostEstimate | None = None,
     interpret: Interpret = False,
 ) -> tuple[Any, ...]:
-    """Run a kernel that reads `args` and changes `state` where it lies, with nothing copied if it was donated.
+    """Run a kernel that reads `args` and changes `state` in place; nothing is copied if the state was donated.
 
     Args:
-        body: of the references of `args`, of `state`, of `scratch`.
-        args: arrays.
-        state: arrays to change.
-        grid, grid_names, name, scratch, approx_math, cost, interpret: as of `launch`.
+        body: the kernel, a function of the references of `args`, of `state` and of `scratch`.
+        args: arrays that the kernel only reads.
+        state: arrays that the kernel changes.
+        grid, grid_names, name, scratch, approx_math, cost, interpret: as in `launch`.
 
     Returns:
         The changed state.
     """
-    more = {"interpret": interpreter("gpu", interpret)} if interpret else {}
-    refs = [jax.new_ref(array) for array in state]
+    interpret_option = {"interpret": interpret_params("gpu", interpret)} if interpret else {}
+    state_refs = [jax.new_ref(array) for array in state]
 
-    def scoped(*operand_refs: Any) -> None:
+    def body_with_scratch(*operand_refs: Any) -> None:
         pl.run_scoped(lambda *scratch_refs: body(*operand_refs, *scratch_refs), *scratch, collective_axes=())
 
     pl.kernel(
-        scoped,
+        body_with_scratch,
         out_type=(),
         mesh=plgpu.Mesh(grid=grid, grid_names=grid_names),
         name=name,
-        compiler_params=params(approx_math=approx_math),
+        compiler_params=compiler_params(approx_math=approx_math),
         cost_estimate=cost,
-        **more,
-    )(*args, *refs)
-    return tuple(jax.freeze(array) for array in refs)
+        **interpret_option,
+    )(*args, *state_refs)
+    return tuple(jax.freeze(ref) for ref in state_refs)
 
 
-def wide(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory as TMA and wgmma want it: tiles of 8 rows, swizzled.
+def tiled_smem(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+    """Shared memory in the layout that TMA and wgmma need: swizzled tiles of 8 rows.
 
     Args:
-        shape, dtype: of the array; its last dim is a multiple of `swizzle` bytes.
-        swizzle: bytes: 32, 64, 128.
+        shape, dtype: shape and dtype of the array; its last dim is a multiple of `swizzle` bytes.
+        swizzle: bytes of a row that are swizzled together: 32, 64 or 128.
     """
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def load(ref: Any, layout: Any = WGMMA) -> Any:
-    """What a reference holds, in registers of a layout."""
+    """Load the array of a reference into registers of a layout."""
     return plgpu.layout_cast(ref[...], layout)
 
 
-def over_lanes(width: int, *, lone: bool = False) -> Any:
-    """Layout of rows that lie in one warp each, over its lanes: what is reduced along them needs no shared memory.
+def row_per_warp_layout(width: int, *, is_one_row: bool = False) -> Any:
+    """Layout that puts each row into one warp, over its lanes, so that reductions along rows need no shared memory.
 
     Args:
-        width: of a row, a multiple of 32; of 128 where a lane is to read 4 numbers at once.
-        lone: of one row, an array of one dim, which every warp has; else of 4 rows or a multiple.
+        width: elements of a row, a multiple of 32 (of 128 to let a lane read 4 elements at once).
+        is_one_row: whether the array has one dim, a row that every warp stores; if not, it has a multiple of 4 rows.
     """
-    vector = next(n for n in (4, 2, 1) if width % (32 * n) == 0)
-    tile = (32 * vector,) if lone else (4, 32 * vector)
+    vector_width = next(n for n in (4, 2, 1) if width % (32 * n) == 0)
+    tile = (32 * vector_width,) if is_one_row else (4, 32 * vector_width)
     return plgpu.Layout.TILED(
-        Tiling((tile, (vector,))), warp_dims=(Replicated(4) if lone else -3,), lane_dims=(-2,), vector_dim=-1
+        Tiling((tile, (vector_width,))),
+        warp_dims=(Replicated(4) if is_one_row else -3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
     )
 
 
 def load_rows(ref: Any, layout: Any) -> Any:
-    """What a reference to HBM holds, in registers of a layout (JAX 0.10 requires an index)."""
+    """Load the array of a reference to global memory into registers of a layout (JAX 0.10 requires an index)."""
     index = inspect.signature(plgpu.load).parameters.get("idx")
-    more: dict[str, Any] = {"idx": None} if index is not None and index.default is index.empty else {}
-    return plgpu.load(ref, **more, layout=layout, optimized=False)
+    index_option: dict[str, Any] = {"idx": None} if index is not None and index.default is index.empty else {}
+    return plgpu.load(ref, **index_option, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: Any) -> None:
-    """Registers to untiled shared memory, whatever bank conflicts that has (JAX 0.11 and newer require the flag)."""
-    write: Any = getattr(plgpu, "store", None)
-    if write is None:
+    """Store registers to untiled shared memory, even with bank conflicts (which JAX 0.11 and newer must be told)."""
+    plgpu_store: Any = getattr(plgpu, "store", None)
+    if plgpu_store is None:
         ref[...] = value
     else:
-        write(ref, value, optimized=False)
+        plgpu_store(ref, value, optimized=False)
 
 
 def along_rows(x: Any, shape: tuple[int, ...]) -> Any:
-    """A value per row, spread over the row."""
+    """Broadcast an array with one value per row to `shape`, along the rows."""
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
 def along_columns(x: Any, shape: tuple[int, ...]) -> Any:
-    """A value per column, spread over the column."""
+    """Broadcast an array with one value per column to `shape`, along the columns."""
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
-def full(shape: tuple[int, ...], layout: Any = WGMMA, value: float = 0.0) -> Any:
-    """Float32 registers of one value."""
+def full_registers(shape: tuple[int, ...], layout: Any = WGMMA, value: float = 0.0) -> Any:
+    """A float32 array of equal elements in registers of a layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def sqrt(x: Any) -> Any:
-    """The root of x >= 0 (0 up to 2**-126): `lax.sqrt` has no rule in JAX 0.10's Mosaic GPU."""
+    """The square root of x, x >= 0; 0 at 0. Mosaic GPU of JAX 0.10 cannot lower `lax.sqrt`."""
     return x * lax.rsqrt(jnp.maximum(x, 2.0**-126))
 
 
-def matmul(a: Any, b: Any, shape: tuple[int, int], *, plain: bool, flip: bool = False) -> Any:
-    """`a @ b` (`a @ b.T` if `flip`) in float32.
+def matmul(a: Any, b: Any, shape: tuple[int, int], *, is_interpreted: bool, flip: bool = False) -> Any:
+    """Compute `a @ b`, or `a @ b.T` if `flip`, in float32.
 
     Args:
-        a: registers, or a reference of shared memory.
-        b: a reference of shared memory.
-        shape: of the result.
-        plain: the interpreter runs it.
-        flip: multiply by the transposed `b`.
+        a: an array in registers, or a reference to shared memory.
+        b: a reference to shared memory.
+        shape: shape of the result.
+        is_interpreted: whether Pallas' interpreter runs the kernel.
+        flip: whether to multiply by the transposed `b`.
     """
-    if plain:
-        a = a if isinstance(a, jax.Array) else a[...]
-        b = b[...]
-        return jnp.dot(a, b.T if flip else b, preferred_element_type=jnp.float32)
+    if is_interpreted:
+        a_array, b_array = a if isinstance(a, jax.Array) else a[...], b[...]
+        return jnp.dot(a_array, b_array.T if flip else b_array, preferred_element_type=jnp.float32)
 
-    def run(acc: Any) -> Any:
+    def multiply(acc: Any) -> Any:
         plgpu.wgmma(acc, a, b.transpose((1, 0)) if flip else b)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def matmul_add(c: Any, a: Any, b: Any, *, plain: bool) -> Any:
-    """`c + a @ b`, as `matmul`; `c` lies in registers of the WGMMA layout."""
-    if plain:
-        return c + matmul(a, b, c.shape, plain=True)
+def matmul_add(c: Any, a: Any, b: Any, *, is_interpreted: bool) -> Any:
+    """Compute `c + a @ b` in float32; `c` is in registers of the WGMMA layout, `a` and `b` are as in `matmul`."""
+    if is_interpreted:
+        return c + matmul(a, b, c.shape, is_interpreted=True)
 
-    def run(acc: Any) -> None:
+    def multiply_add(acc: Any) -> None:
         plgpu.wgmma(acc, a, b)
         plgpu.wgmma_wait(0)
 
-    return pl.run_state(run)(plgpu.ACC.init(c))  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_state(multiply_add)(plgpu.ACC.init(c))  # pyright: ignore[reportPrivateImportUsage]
 
 
-Stream = tuple[Callable[[Any, Any], Sequence[tuple[Any, Any]]], Any, Any]
-"""What is copied: pairs (from, to) of a step into a slot of the ring; the barriers ready and free, one per slot."""
+CopyStream = tuple[Callable[[Any, Any], Sequence[tuple[Any, Any]]], Any, Any]
+"""One ring of buffers that `feed` fills, as a triple.
+
+Its members are a function of (step, slot) that lists the copies, pairs of references (from, to), of a step into a slot;
+the barriers on which readers wait for a full slot; and the barriers on which `feed` waits for a free slot. There is one
+barrier of each kind per slot.
+"""
 
 
-def feed(first: Any, end: Any, stages: int, streams: Sequence[Stream]) -> None:
-    """The copying warpgroup: keep rings of buffers full, step by step.
+def feed(first: Any, end: Any, stages: int, streams: Sequence[CopyStream]) -> None:
+    """Fill rings of buffers, step by step; this is the code of the copying warpgroup.
 
     Args:
-        first, end: the steps.
-        stages: slots of a ring.
-        streams: what is copied; the barrier `ready` expects an arrival per pair.
+        first, end: the first step, and the end of the steps (exclusive).
+        stages: number of slots in a ring.
+        streams: the rings; a barrier for a full slot expects one arrival per copy.
     """
     plgpu.set_max_registers(40, action="decrease")
 
-    def one(step: Any, _: None) -> None:
+    def copy_step(step: Any, _: None) -> None:
         slot = lax.rem(step - first, stages)
-        for pairs, ready, free in streams:
+        for list_copies, ready, free in streams:
 
             @pl.when(step - first >= stages)
             def wait(free: Any = free) -> None:
                 plgpu.barrier_wait(free.at[slot])
 
-            for source, to in pairs(step, slot):
-                plgpu.copy_gmem_to_smem(source, to, ready.at[slot])
+            for source, destination in list_copies(step, slot):
+                plgpu.copy_gmem_to_smem(source, destination, ready.at[slot])
 
-    def drain(step: Any, _: None) -> None:
-        # every phase must be waited for: the interpreter of JAX 0.11 insists
-        for _pairs, _ready, free in streams:
+    def wait_for_readers(step: Any, _: None) -> None:
+        # the interpreter of JAX 0.11 requires that someone waits for every phase of a barrier
+        for _list_copies, _ready, free in streams:
             plgpu.barrier_wait(free.at[lax.rem(step - first, stages)])
 
-    lax.fori_loop(first, end, one, None)
-    lax.fori_loop(lax.max(first, end - stages), end, drain, None)
+    lax.fori_loop(first, end, copy_step, None)
+    lax.fori_loop(lax.max(first, end - stages), end, wait_for_readers, None)
 
 
-def release(free: Any, *, read: bool) -> None:
-    """Give a slot back to the copying warpgroup.
+def release(free: Any, *, was_loaded: bool) -> None:
+    """Return a slot to the copying warpgroup.
 
     Args:
-        free: the slot's barrier.
-        read: the slot was read by ordinary loads, and not by wgmma alone: TMA must not write before they are done.
+        free: the slot's barrier on which the copying warpgroup waits.
+        was_loaded: whether ordinary loads, and not only wgmma, have read the slot: TMA must wait until they finish.
     """
-    if read:
+    if was_loaded:
         plgpu.commit_smem()
     plgpu.barrier_arrive(free)

@@ -1,4 +1,4 @@
-"""Which implementation of each kernel a platform gets, for one shape of everyday size each."""
+"""Which implementation of each kernel runs on a platform, for one case of typical size per kernel."""
 
 import dataclasses
 import importlib
@@ -9,35 +9,37 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Explanation
 
 KERNELS = ("adam8", "quantize", "top_k", "grouped_matmul", "norm", "cross_entropy")
-"""Folders beside attention's."""
+"""Folders of the kernels other than attention."""
 
 
 def overview(platform: str) -> tuple[Explanation, ...]:
-    """What runs on a platform, kernel by kernel, and why each other implementation does not.
+    """Explain for every kernel which implementation runs on a platform, and why the others do not.
 
     Args:
         platform: "tpu v5e", "gpu h200", "cpu".
 
+    Returns:
+        One explanation per kernel, attention first.
+
     Raises:
-        ValueError: an unknown platform.
+        ValueError: the platform is unknown.
 
     Example:
-        >>> {one.kernel: one.chosen for one in overview("gpu a100")}["rms_norm"]
+        >>> {explanation.kernel: explanation.chosen for explanation in overview("gpu a100")}["rms_norm"]
         'reference'
     """
-    from pallas_kernels.attention.api import explain as attention
+    from pallas_kernels.attention.api import explain as explain_attention
 
     apis = {name: importlib.import_module(f"pallas_kernels.{name}.api") for name in KERNELS}
-    cases = {name: importlib.import_module(f"pallas_kernels.{name}.cases").CASES for name in KERNELS}
+    cases_by_kernel = {name: importlib.import_module(f"pallas_kernels.{name}.cases").CASES for name in KERNELS}
     q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (16, 4))
-    # blocks of codecs lie along rows
-    row_cases = {
-        name: [case for case in kernel_cases if getattr(case, "axis", -1) == -1] for name, kernel_cases in cases.items()
+    # of quantize and top_k take a case with blocks along rows, as the codecs of jaxscale use them
+    typical_cases = {
+        name: next(case for case in cases if getattr(case, "axis", -1) == -1 and "aot" in case.tags)
+        for name, cases in cases_by_kernel.items()
     }
-    everyday = {
-        name: next(case for case in kernel_cases if "aot" in case.tags) for name, kernel_cases in row_cases.items()
-    }
-    others = [apis[name].explain(case, platform) for name, case in everyday.items()]
-    # two kernels of one folder
-    others.append(apis["norm"].explain(dataclasses.replace(everyday["norm"], center=True), platform))
-    return (attention(q, k, k, platform=platform), *others)
+    explanations = [explain_attention(q, k, k, platform=platform)]
+    explanations += [apis[name].explain(case, platform) for name, case in typical_cases.items()]
+    # the folder "norm" has two kernels: add the layer norm to the RMS norm
+    layer_norm_case = dataclasses.replace(typical_cases["norm"], center=True)
+    return (*explanations, apis["norm"].explain(layer_norm_case, platform))

@@ -1,4 +1,4 @@
-"""Target: the platform and the chip that a kernel is being traced for, which need not be on this machine."""
+"""The platform and chip for which a kernel is traced; the chip need not be on this machine."""
 
 import dataclasses
 import difflib
@@ -13,12 +13,12 @@ from jax.core import Tracer
 PLATFORMS = ("tpu", "gpu", "cpu")
 
 HOPPER = ("h100", "h200", "h800", "h20", "gh200")
-"""How the names of GPUs of compute capability 9.0 begin."""
+"""Prefixes of the names of GPUs with compute capability 9.0."""
 
-PROVED = ("v5e", "v5p", "v6e", "7x")
-"""TPUs for which every kernel was compiled; a kernel that was for others too lists them."""
+COMPILED_TPUS = ("v5e", "v5p", "v6e", "7x")
+"""TPUs for which every kernel was compiled; a kernel that was compiled for other TPUs too lists them itself."""
 
-_TPUS = {
+_TPU_CHIPS = {
     "tpu v2": "v2",
     "tpu v3": "v3",
     "tpu v4 lite": "v4i",
@@ -33,16 +33,16 @@ _TPUS = {
     "tpu7x": "7x",
     "tpu8i": "8i",
 }
-"""Chips by JAX's `device_kind`, in small letters (jax/_src/pallas/mosaic/tpu_info.py)."""
+"""Short names of TPUs, by JAX's `device_kind` in lower case (jax/_src/pallas/mosaic/tpu_info.py)."""
 
-_GPUS = (
+_GPU_CHIPS = (
     *HOPPER,
     *("p100", "v100", "t4", "a10", "a10g", "a16", "a30", "a40", "a100", "a800", "l4", "l20", "l40", "l40s"),
     *("b100", "b200", "b300", "gb200", "gb300"),
 )
-"""Short names of GPUs; "-" and more may follow."""
-_FAMILIES = re.compile(r"(rtx|gtx|mi) ?\d")
-"""How those of GPUs begin that have too many."""
+"""Short names of GPUs; a suffix that starts with "-" may follow."""
+_GPU_FAMILIES = re.compile(r"(rtx|gtx|mi) ?\d")
+"""Prefixes of the short names of GPU families that have too many members to list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Target:
     """Where a kernel will run.
 
     Args:
-        platform: "tpu", "gpu", "cpu"; None where lowering decides.
-        chip: "v5e", "h200", ..; None where it is not given.
+        platform: "tpu", "gpu" or "cpu"; None if lowering will decide.
+        chip: "v5e", "h200", ..; None if the chip is unknown.
 
     Raises:
-        ValueError: an unknown platform.
+        ValueError: the platform is unknown.
     """
 
     platform: str | None = None
@@ -66,15 +66,15 @@ class Target:
 
     @property
     def hopper(self) -> bool:
-        """Whether this is a GPU with wgmma: compute capability 9.0."""
+        """Whether this is a GPU of compute capability 9.0, which has wgmma."""
         return self.platform == "gpu" and self.chip is not None and self.chip.startswith(HOPPER)
 
     def on(self, platform: str) -> "Target":
-        """This target if `platform` is the one that lowering decides for; the chip stays if it is one of them."""
+        """The target if lowering decides for `platform`; it keeps the chip only if the platform has such chips."""
         if self.platform == platform:
             return self
-        tpu = self.chip in _TPUS.values() or (self.chip or "").startswith("tpu")
-        return Target(platform, self.chip if tpu == (platform == "tpu") else None)
+        is_tpu = self.chip in _TPU_CHIPS.values() or (self.chip or "").startswith("tpu")
+        return Target(platform, self.chip if is_tpu == (platform == "tpu") else None)
 
     def __str__(self) -> str:
         if self.platform == "cpu":
@@ -84,38 +84,39 @@ class Target:
 
 
 def target(platform: str | None = None, *arrays: Any) -> Target:
-    """The target of what is being traced, or run at once.
+    """Return the target for which a kernel is being traced, or on which it runs eagerly.
 
-    A TPU of which no chip is named is taken for one for which kernels were compiled (`PROVED`): where programs are
-    lowered for a TPU that is not here, its chip is not known. A GPU without a named chip is not taken for a Hopper.
+    If the chip of a TPU is unknown, it is assumed to be one for which the kernels were compiled (`COMPILED_TPUS`),
+    because the chip of an absent TPU is unknown when a program is lowered for it. A GPU of an unknown chip is not
+    assumed to be a Hopper.
 
     Args:
-        platform: "tpu v5e", "gpu h200", "gpu", "cpu"; in place of the chip JAX's `device_kind`, which need not be a
-            known one; by default that of the mesh in force (`jax.set_mesh`, or inside `jax.shard_map`), whose devices
-            may be described ones; without a mesh that of the arrays' device, where nothing is traced; else lowering
-            decides among the platforms, and the chip is that of the first device here.
-        arrays: what a kernel is called with, and trees of it.
+        platform: "tpu v5e", "gpu h200", "gpu", "cpu". The chip may also be any `device_kind` of JAX, known here or not.
+            By default the target is that of the mesh in force (`jax.set_mesh`, or inside `jax.shard_map`), even if its
+            devices are only descriptions. Without a mesh it is that of the arrays' device. If there is no mesh and the
+            call is being traced, lowering decides on the platform, and the chip is that of this machine's first device.
+        arrays: the arguments of the kernel: arrays, or trees of arrays.
 
     Raises:
-        ValueError: an unknown platform, or an unknown short name of a chip.
+        ValueError: the platform or the short name of the chip is unknown.
 
     Example:
         >>> str(target("gpu NVIDIA H200")), target("tpu v5e").chip, target("TPU v6 lite").chip
         ('gpu h200', 'v5e', 'v6e')
     """
     if platform is not None:
-        return _named(platform.strip())
+        return _parse_platform(platform.strip())
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        device = _device(jax.tree.leaves(arrays))
+        device = _device_of(jax.tree.leaves(arrays))
     if device is None:
-        return Target(None, _chip(jax.devices()[0].device_kind))
-    kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
-    return Target(kind if kind in PLATFORMS else "cpu", _chip(device.device_kind))
+        return Target(None, _chip_name(jax.devices()[0].device_kind))
+    device_platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+    return Target(device_platform if device_platform in PLATFORMS else "cpu", _chip_name(device.device_kind))
 
 
-def _device(arrays: Sequence[Any]) -> Any:
-    """Where these arrays are computed with; None where something is being traced: it may be for another machine."""
+def _device_of(arrays: Sequence[Any]) -> Any:
+    """The device on which operations on these arrays run; None during tracing, which may be for another machine."""
     if not arrays or any(isinstance(array, Tracer) for array in arrays):
         return None
     if isinstance(lax.neg(0.0), Tracer):  # the arrays are constants of a program
@@ -124,37 +125,39 @@ def _device(arrays: Sequence[Any]) -> Any:
     if device_arrays:
         return next(iter(device_arrays[0].sharding.device_set))
     config: Any = jax.config
-    default = config.jax_default_device
-    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    default_device = config.jax_default_device
+    return default_device if isinstance(default_device, jax.Device) else jax.devices(default_device)[0]
 
 
-def _named(platform: str) -> Target:
-    """The target of a platform's name."""
-    if platform.lower() in _TPUS:
-        return Target("tpu", _TPUS[platform.lower()])
-    kind, _, chip = platform.partition(" ")
-    chip = chip.strip()
-    if kind not in ("tpu", "gpu") or not chip:
-        return Target(kind)
-    name = _chip(chip)
-    known_chips = _GPUS if kind == "gpu" else tuple(dict.fromkeys(_TPUS.values()))
-    is_device_kind = re.match("tpu" if kind == "tpu" else "nvidia |tesla |quadro |amd |gfx", chip.lower())
-    is_known_family = kind == "gpu" and (f"{name}".partition("-")[0] in known_chips or _FAMILIES.match(chip.lower()))
-    if not (is_device_kind or name in known_chips or is_known_family):
-        near = difflib.get_close_matches(chip.lower(), known_chips, n=1)
-        hint = f"; did you mean {kind + ' ' + near[0]!r}?" if near else ""
+def _parse_platform(text: str) -> Target:
+    """Parse the text form of a platform: "tpu v5e", "gpu NVIDIA H200", "TPU v5 lite", "gpu", "cpu"."""
+    if text.lower() in _TPU_CHIPS:
+        return Target("tpu", _TPU_CHIPS[text.lower()])
+    platform, _, chip_text = text.partition(" ")
+    chip_text = chip_text.strip()
+    if platform not in ("tpu", "gpu") or not chip_text:
+        return Target(platform)
+    chip = _chip_name(chip_text)
+    known_chips = _GPU_CHIPS if platform == "gpu" else tuple(dict.fromkeys(_TPU_CHIPS.values()))
+    is_device_kind = re.match("tpu" if platform == "tpu" else "nvidia |tesla |quadro |amd |gfx", chip_text.lower())
+    is_known_family = platform == "gpu" and (
+        f"{chip}".partition("-")[0] in known_chips or _GPU_FAMILIES.match(chip_text.lower())
+    )
+    if not (is_device_kind or chip in known_chips or is_known_family):
+        similar_chips = difflib.get_close_matches(chip_text.lower(), known_chips, n=1)
+        hint = f"; did you mean {platform + ' ' + similar_chips[0]!r}?" if similar_chips else ""
         raise ValueError(
-            f"platform {platform!r}: unknown chip {chip!r}, expected one of {', '.join(known_chips)}, the device_kind "
-            f"that JAX prints, or {kind!r} alone{hint}"
+            f"platform {text!r}: unknown chip {chip_text!r}, expected one of {', '.join(known_chips)}, the device_kind "
+            f"that JAX prints, or {platform!r} alone{hint}"
         )
-    return Target(kind, name)
+    return Target(platform, chip)
 
 
-def _chip(kind: str) -> str | None:
-    """A chip's short name: `kind` is JAX's `device_kind`, or the short name. A TPU that is not known keeps its kind."""
-    kind = kind.strip().lower()
+def _chip_name(text: str) -> str | None:
+    """Short name of a chip, from JAX's `device_kind` or the short name; an unknown TPU keeps its `device_kind`."""
+    kind = text.strip().lower()
     if kind in ("", "cpu"):
         return None
     if kind.startswith("tpu"):
-        return _TPUS.get(kind, kind)
+        return _TPU_CHIPS.get(kind, kind)
     return re.sub("^(nvidia|tesla) ", "", kind).split(" ")[0]

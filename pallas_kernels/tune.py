@@ -1,19 +1,21 @@
-"""Find tiles of a kernel on a chip: `python -m pallas_kernels.tune KERNEL --chip CHIP [--case CASE] [--write]`.
+"""Find the best tiles of a kernel: `python -m pallas_kernels.tune KERNEL --chip CHIP [--case CASE] [--write]`.
 
-Every case tagged "bench" or "aot" is tried with every tiling that the kernel proposes. Those that the chip's compiler
-refuses, or (of adam8, quantize, top_k) for which it needs temporary memory, are dropped; that needs no device, only the
-compiler. The rest are timed where the chip is at hand: random data, everything compiled and warm, the median of ten
-rounds of each, in turns. Where it is not, nothing is claimed to be fast, and what is found is marked "static":
+Every case tagged "bench" or "aot" is compiled with every tiling that the kernel proposes. A tiling is dropped if the
+chip's compiler refuses it or (for adam8, quantize and top_k) needs temporary memory for it. Compiling needs no device.
+If this machine has the chip, the remaining tilings are timed on random data: everything is compiled and warm, and each
+tiling gets the median of ten rounds, in which the tilings take turns. Without the chip, no tiling is claimed to be
+fast, and the result is marked "static":
 
-    attention on a TPU   cycles of the compiler's schedule, pass by pass; the rule's tiles, but for a pass that others
-                         take at least 3 % fewer cycles for
+    attention on a TPU   for each pass, the tiles with the fewest cycles in the compiler's schedule, if they save at
+                         least 3 % of the cycles of the kernel's rule; else the rule's tiles
     attention on a GPU   the rule's tiles, unless ptxas spills less with others
-    other kernels        the first tiling by the kernel's rule that compiles
+    other kernels        the first tiling, in the order of the kernel's rule, that compiles
 
-`--write` puts the outcome into `tiles/<chip>.json`, with date, JAX version and command; where attention's rule is kept
-there is nothing to write, and an older entry of the case goes unless it was timed. GPU kernels but attention have tiles
-fixed by registers. Nothing is tuned in a user's run. A tiling of attention on an absent TPU takes
-about a minute on a busy machine, for libtpu writes all stages of its schedule.
+`--write` puts the result into `tiles/<chip>.json`, with the date, the JAX version and the command. If the rule's tiles
+are the best for attention, no entry is written, and an older entry for the case is deleted unless it was timed. On GPUs
+only attention can be tuned: registers determine the tiles of the other kernels. A user's run never tunes anything. One
+tiling of attention for an absent TPU takes about a minute on a busy machine, because libtpu dumps every stage of its
+schedule.
 """
 
 import argparse
@@ -36,29 +38,30 @@ from pallas_kernels import tiles as files
 from pallas_kernels.target import Target
 
 ROUNDS = 10
+"""Timed calls of each tiling."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuned:
-    """How a kernel is tuned.
+class KernelTuning:
+    """What `tune` needs from a kernel.
 
     Args:
-        facts: of a case: what `tiles.tiles` looks it up by.
-        shapes: of a case: trees of shapes of its arguments.
-        run: of a case and tiles: the function of these arguments.
-        tilings: of a case and a chip: what to try, the first by rule.
-        donated: positions of arguments that are changed in place.
+        facts_of: returns the facts of a case by which `tiles.tiles` looks up its entry.
+        shapes_of: returns the shapes of a case's arguments, one tree per argument.
+        function_of: returns the function of these arguments that runs a case with some tiles.
+        tilings_of: returns the tilings of a case to try on a chip, the first by the kernel's rule.
+        donated: indices of the arguments that are changed in place.
     """
 
-    facts: Callable[[Any], dict[str, int | str]]
-    shapes: Callable[[Any], tuple[Any, ...]]
-    run: Callable[[Any, Any], Callable[..., Any]]
-    tilings: Callable[[Any, str], Sequence[Any]]
+    facts_of: Callable[[Any], dict[str, int | str]]
+    shapes_of: Callable[[Any], tuple[Any, ...]]
+    function_of: Callable[[Any, Any], Callable[..., Any]]
+    tilings_of: Callable[[Any, str], Sequence[Any]]
     donated: tuple[int, ...] = ()
 
 
-def adam8() -> Tuned:
-    """Of 8-bit AdamW."""
+def adam8() -> KernelTuning:
+    """How to tune 8-bit AdamW."""
     import jax
     import jax.numpy as jnp
 
@@ -66,92 +69,96 @@ def adam8() -> Tuned:
     from pallas_kernels.adam8.maps import MAPS
     from pallas_kernels.adam8.reference import HYPER
 
-    def shapes(case: Any) -> tuple[Any, ...]:
-        make, shape = jax.ShapeDtypeStruct, (case.layers, case.rows, case.cols)
-        scale = make((case.layers, case.rows // case.block, case.cols), jnp.float32)
-        moments = [(make(shape, dtype), scale) for dtype in (MAPS[case.map].m_dtype, jnp.uint8)]
-        return make(shape, jnp.float32), make(shape, jnp.dtype(case.gradient)), *moments, make((HYPER,), jnp.float32)
+    def shapes_of(case: Any) -> tuple[Any, ...]:
+        shape, struct = (case.layers, case.rows, case.cols), jax.ShapeDtypeStruct
+        scales = struct((case.layers, case.rows // case.block, case.cols), jnp.float32)
+        mu, nu = ((struct(shape, dtype), scales) for dtype in (MAPS[case.map].m_dtype, jnp.uint8))
+        weight, gradient = struct(shape, jnp.float32), struct(shape, jnp.dtype(case.gradient))
+        return weight, gradient, mu, nu, struct((HYPER,), jnp.float32)
 
-    def run(case: Any, tiles: Any) -> Callable[..., Any]:
+    def function_of(case: Any, tiles: Any) -> Callable[..., Any]:
         settings = api.Settings(case.block, weight_decay=case.weight_decay, map=case.map)
         return functools.partial(api.adam8, settings=settings, implementation="tpu", tiles=tiles)
 
-    return Tuned(api.facts, shapes, run, tpu.candidates, donated=(0, 2, 3))
+    return KernelTuning(api.tile_facts, shapes_of, function_of, tpu.candidates, donated=(0, 2, 3))
 
 
-def quantize() -> Tuned:
-    """Of quantization."""
+def quantize() -> KernelTuning:
+    """How to tune quantization."""
     from pallas_kernels.quantize import api, tpu
 
-    def run(case: Any, tiles: Any) -> Callable[..., Any]:
+    def function_of(case: Any, tiles: Any) -> Callable[..., Any]:
         return lambda x: api.quantize(
             x, bits=case.bits, block=case.block, axis=case.axis, implementation="tpu", tiles=tiles
         )
 
-    return Tuned(api.facts, _matrix, run, lambda case, chip: tpu.candidates(case))
+    return KernelTuning(api.tile_facts, _matrix_shapes, function_of, lambda case, chip: tpu.candidates(case))
 
 
-def top_k() -> Tuned:
-    """Of block top-k."""
+def top_k() -> KernelTuning:
+    """How to tune block top-k."""
     from pallas_kernels.top_k import api, tpu
 
-    def run(case: Any, tiles: Any) -> Callable[..., Any]:
+    def function_of(case: Any, tiles: Any) -> Callable[..., Any]:
         return lambda x: api.top_k(x, case.k, block=case.block, axis=case.axis, implementation="tpu", tiles=tiles)
 
-    return Tuned(api.facts, _matrix, run, lambda case, chip: tpu.candidates(case))
+    return KernelTuning(api.tile_facts, _matrix_shapes, function_of, lambda case, chip: tpu.candidates(case))
 
 
-def _matrix(case: Any) -> tuple[Any, ...]:
+def _matrix_shapes(case: Any) -> tuple[Any, ...]:
+    """The shape of the only argument of a kernel that reads one matrix, as a tuple of one."""
     import jax
     import jax.numpy as jnp
 
     return (jax.ShapeDtypeStruct((case.rows, case.cols), jnp.dtype(case.dtype)),)
 
 
-KERNELS: dict[str, Callable[[], Tuned]] = {"adam8": adam8, "quantize": quantize, "top_k": top_k}
-"""Those with tiles for one pass, by the name of their folder."""
+KERNELS: dict[str, Callable[[], KernelTuning]] = {"adam8": adam8, "quantize": quantize, "top_k": top_k}
+"""By the name of its folder, each kernel that has a single pass to tune."""
 NAMES = ("attention", *KERNELS)
+"""Names of all kernels that can be tuned."""
 CHIPS = (*ahead.TPUS, *ahead.GPUS)
+"""Names of all chips that kernels can be tuned for."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
-    """One tiling of one case.
+class TilingResult:
+    """What compiling, and perhaps timing, a case with one tiling gave.
 
     Args:
-        tiles: the kernel's `Tiles`.
-        refused: why it was dropped; `None` where it was not.
-        seconds: median of a call; `None` where nothing was timed.
+        tiles: the tiling, a value of the kernel's `Tiles`.
+        refusal: why the tiling was dropped; `None` if it was not.
+        seconds: median time of a call; `None` if nothing was timed.
     """
 
     tiles: Any
-    refused: str | None = None
+    refusal: str | None = None
     seconds: float | None = None
 
 
-def best(tried: Sequence[Tried]) -> Tried | None:
-    """The fastest; where nothing was timed, the first that compiles; `None` where nothing does.
+def fastest(results: Sequence[TilingResult]) -> TilingResult | None:
+    """Return the fastest tiling; the first that compiles if none was timed; `None` if none compiles.
 
     Example:
-        >>> best([Tried("a", "too large"), Tried("b"), Tried("c")]).tiles
+        >>> fastest([TilingResult("a", "too large"), TilingResult("b"), TilingResult("c")]).tiles
         'b'
-        >>> best([Tried("a", seconds=2.0), Tried("b", seconds=1.0)]).tiles
+        >>> fastest([TilingResult("a", seconds=2.0), TilingResult("b", seconds=1.0)]).tiles
         'b'
     """
-    compiled = [one for one in tried if one.refused is None]
-    timed_ones = [one for one in compiled if one.seconds is not None]
-    return min(timed_ones, key=lambda one: one.seconds or 0.0) if timed_ones else (compiled[0] if compiled else None)
+    usable = [result for result in results if result.refusal is None]
+    timed = [result for result in usable if result.seconds is not None]
+    return min(timed, key=lambda result: result.seconds or 0.0) if timed else next(iter(usable), None)
 
 
 def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, command: str) -> dict[str, Any]:
-    """The entry of `tiles/<chip>.json` for a case.
+    """Make the entry of `tiles/<chip>.json` for a case.
 
     Args:
-        kernel: its name.
-        facts: of the case.
-        tiles: the best.
-        measured: how that was found.
-        command: that gave it.
+        kernel: name of the kernel.
+        facts: the facts by which `tiles.tiles` looks up the case.
+        tiles: the best tiles.
+        measured: how the tiles were found to be the best.
+        command: the command that found them.
     """
     import jax
 
@@ -166,207 +173,261 @@ def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, c
     }
 
 
-def measured(found: Tried, count: int) -> str:
-    """How the best of `count` tilings was found."""
-    if found.seconds is None:
+def measurement_text(result: TilingResult, count: int) -> str:
+    """Describe how a result was found to be the best of `count` tilings."""
+    if result.seconds is None:
         return f"static: the first of {count} tilings by rule that compiles; not timed"
-    return f"median of {ROUNDS}: {found.seconds * 1e6:.1f} us, the fastest of {count} tilings"
+    return f"median of {ROUNDS}: {result.seconds * 1e6:.1f} us, the fastest of {count} tilings"
 
 
-def written(entries: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Entries of a file with others added; one of the same kernel and case is replaced, unless it was timed and the
-    new one was not. One without tiles takes its place and is left out.
+def merged_entries(
+    old_entries: Sequence[Mapping[str, Any]], new_entries: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Merge new entries into the entries of a file.
+
+    A new entry replaces an old one for the same kernel and case, unless only the old one was timed. A new entry whose
+    tiles are None deletes the old entry that it would replace.
 
     Example:
         >>> old = {"kernel": "a", "case": {"C": 8}, "measured": "median of 10: 3.0 us", "tiles": {"n": 1}}
         >>> new = {**old, "measured": "static: ..", "tiles": {"n": 2}}
-        >>> written([old], [new]) == [old], written([new], [old]) == [old]
+        >>> merged_entries([old], [new]) == [old], merged_entries([new], [old]) == [old]
         (True, True)
     """
 
-    def key(one: Mapping[str, Any]) -> str:
-        return json.dumps([one["kernel"], one["case"]], sort_keys=True)
+    def key(entry: Mapping[str, Any]) -> str:
+        return json.dumps([entry["kernel"], entry["case"]], sort_keys=True)
 
-    by_case = {key(one): one for one in entries}
-    for one in more:
-        earlier = by_case.get(key(one))
-        if earlier is None or earlier["measured"].startswith("static") or not one["measured"].startswith("static"):
-            by_case[key(one)] = one
-    return [one for one in by_case.values() if one["tiles"] is not None]
+    entry_by_key = {key(entry): entry for entry in old_entries}
+    for new_entry in new_entries:
+        old_entry = entry_by_key.get(key(new_entry))
+        only_old_was_timed = (
+            old_entry is not None
+            and not old_entry["measured"].startswith("static")
+            and new_entry["measured"].startswith("static")
+        )
+        if not only_old_was_timed:
+            entry_by_key[key(new_entry)] = new_entry
+    return [entry for entry in entry_by_key.values() if entry["tiles"] is not None]
 
 
-def _timed(shapes: tuple[Any, ...], programs: Sequence[Any], device: Any, donated: tuple[int, ...] = ()) -> list[float]:
-    """Median seconds of each compiled kernel, in turns on the same random numbers."""
+def median_seconds(
+    arg_shapes: tuple[Any, ...], programs: Sequence[Any], device: Any, donated: tuple[int, ...] = ()
+) -> list[float]:
+    """Time compiled programs, which take turns on the same random arguments; return the median seconds of each."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     rng = np.random.default_rng(0)
 
-    def random(a: Any) -> Any:
-        low, high = (-1.0, 1.0) if jnp.issubdtype(a.dtype, jnp.floating) else (0, 127)
-        return jax.device_put(jnp.asarray(rng.uniform(low, high, a.shape)).astype(a.dtype), device)
+    def random_array(shape: Any) -> Any:
+        low, high = (-1.0, 1.0) if jnp.issubdtype(shape.dtype, jnp.floating) else (0, 127)
+        return jax.device_put(jnp.asarray(rng.uniform(low, high, shape.shape)).astype(shape.dtype), device)
 
-    args = list(jax.tree.map(random, shapes))
-    times: list[list[float]] = [[] for _ in programs]
-    for turn in range(ROUNDS + 1):
-        for i, run in enumerate(programs):
+    args = list(jax.tree.map(random_array, arg_shapes))
+    seconds_by_program: list[list[float]] = [[] for _ in programs]
+    for round_index in range(ROUNDS + 1):
+        for program, program_seconds in zip(programs, seconds_by_program, strict=True):
             start = time.perf_counter()
-            out = jax.block_until_ready(run(*args))
-            times[i].append(time.perf_counter() - start)
-            for position, changed in zip(donated, out, strict=False):
-                args[position] = changed
-        if turn == 0:
-            times = [[] for _ in programs]
-    return [statistics.median(seconds) for seconds in times]
+            results = jax.block_until_ready(program(*args))
+            program_seconds.append(time.perf_counter() - start)
+            for arg_index, changed_arg in zip(donated, results, strict=False):
+                args[arg_index] = changed_arg
+        if round_index == 0:  # the first round only warms up
+            seconds_by_program = [[] for _ in programs]
+    return [statistics.median(program_seconds) for program_seconds in seconds_by_program]
 
 
-def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+def tune(kernel: str, chip: str, command: str, case_names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Try every tiling of every case, and print the results.
 
     Args:
         kernel: a name of `NAMES`.
-        chip: a name of `CHIPS`; a TPU for kernels but attention.
-        command: that gave it, for the file.
-        only: names of cases; all of them by default.
+        chip: a name of `CHIPS`; a TPU unless the kernel is attention.
+        command: the command that called this, for the file.
+        case_names: names of the cases to tune; by default all.
 
     Returns:
-        Entries of the chip's file; one with tiles `None` means that the rule's tiles are best.
+        New entries of the chip's file; an entry whose tiles are `None` means that the rule's tiles are the best.
 
     Raises:
-        ValueError: an unknown kernel, chip or case; a chip that is not here, and whose compiler is not installed.
+        ValueError: the kernel, the chip or a case is unknown; or the chip is not on this machine, and its compiler is
+            not installed.
     """
-    _known("kernel", kernel, NAMES)
-    _known("chip", chip, CHIPS)
+    _check_known("kernel", kernel, NAMES)
+    _check_known("chip", chip, CHIPS)
     platform = "tpu" if chip in ahead.TPUS else "gpu"
     if platform == "gpu" and kernel != "attention":
         raise ValueError(
             f"tune: got chip {chip!r}, expected one of {', '.join(ahead.TPUS)}: on GPUs the tiles of {kernel} are "
             "fixed by registers"
         )
-    cases = importlib.import_module(f"pallas_kernels.{kernel}.cases").CASES
-    cases = {case.name: case for case in cases if {"bench", "aot"} & set(case.tags)}
-    for name in only:
-        _known("case", name, tuple(cases))
-    selected_cases = [case for name, case in cases.items() if not only or name in only]
-    dumping = ahead.dumping() if platform == "tpu" and kernel == "attention" else contextlib.nullcontext()
-    with dumping as folder:
-        device, here = ahead.device(chip)
+    tagged_cases = {
+        case.name: case
+        for case in importlib.import_module(f"pallas_kernels.{kernel}.cases").CASES
+        if {"bench", "aot"} & set(case.tags)
+    }
+    for name in case_names:
+        _check_known("case", name, tuple(tagged_cases))
+    selected_cases = [tagged_cases[name] for name in tagged_cases if not case_names or name in case_names]
+    needs_schedules = platform == "tpu" and kernel == "attention"
+    with ahead.schedule_folder() if needs_schedules else contextlib.nullcontext() as folder:
+        device, is_local = ahead.device(chip)
         if kernel == "attention":
-            tuned_entries = [
-                _attention(case, chip, device, folder if not here else None, command, here) for case in selected_cases
-            ]
+            entries = [_tune_attention(case, chip, device, is_local, folder, command) for case in selected_cases]
         else:
-            tuned_entries = [_one_pass(kernel, case, chip, device, command, here) for case in selected_cases]
-    return [tuned_entry for tuned_entry in tuned_entries if tuned_entry is not None]
+            entries = [_tune_one_pass(kernel, case, chip, device, is_local, command) for case in selected_cases]
+    return [entry for entry in entries if entry is not None]
 
 
-def _known(what: str, name: str, names: Sequence[str]) -> None:
+def _check_known(kind: str, name: str, names: Sequence[str]) -> None:
+    """Refuse a name that is not one of `names`; `kind` is "kernel", "chip" or "case"."""
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"tune: got {what} {name!r}, expected one of {', '.join(names)}{hint}")
+        similar_names = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {similar_names[0]!r}?" if similar_names else ""
+        raise ValueError(f"tune: got {kind} {name!r}, expected one of {', '.join(names)}{hint}")
 
 
-def _one_pass(kernel: str, case: Any, chip: str, device: Any, command: str, here: bool) -> dict[str, Any] | None:
-    """Of a kernel of `KERNELS`."""
-    tuned, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
-    refusal = module.supports(Target("tpu", chip), case)
-    if refusal is not None:
-        print(f"{kernel} {case.name} on {chip}: {refusal}", flush=True)
+def _tune_one_pass(
+    kernel: str, case: Any, chip: str, device: Any, is_local: bool, command: str
+) -> dict[str, Any] | None:
+    """Tune a case of a kernel of `KERNELS`; return its entry, or None if the kernel or the compiler refuses the case.
+
+    Args:
+        kernel, chip, command: as in `tune`.
+        case: the case to tune.
+        device: the device, or the description of one, to compile for.
+        is_local: whether the device is on this machine, so that the tilings are timed.
+    """
+    tuning, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
+    reason = module.why_unsupported(Target("tpu", chip), case)
+    if reason is not None:
+        print(f"{kernel} {case.name} on {chip}: {reason}", flush=True)
         return None
-    tilings, shapes = tuned.tilings(case, chip), tuned.shapes(case)
-    results = [ahead.compiled(tuned.run(case, tiles), shapes, device, donated=tuned.donated) for tiles in tilings]
+    tilings, arg_shapes = tuning.tilings_of(case, chip), tuning.shapes_of(case)
+    compiled_tilings = [
+        ahead.compile_for(device, tuning.function_of(case, tiles), arg_shapes, donated=tuning.donated)
+        for tiles in tilings
+    ]
     refusals = [
-        one.refused or (f"{one.temporary} bytes of temporary memory" if one.temporary else None) for one in results
+        compiled.refusal
+        or (f"{compiled.temporary_bytes} bytes of temporary memory" if compiled.temporary_bytes else None)
+        for compiled in compiled_tilings
     ]
-    programs = [one.program for one, refused in zip(results, refusals, strict=True) if refused is None]
-    seconds = iter(_timed(shapes, programs, device, tuned.donated) if here else [None] * len(programs))
-    tried = [
-        Tried(tiles, refused) if refused else Tried(tiles, seconds=next(seconds))
-        for tiles, refused in zip(tilings, refusals, strict=True)
+    programs = [
+        compiled.program for compiled, refusal in zip(compiled_tilings, refusals, strict=True) if refusal is None
     ]
-    chosen = best(tried)
-    for one in tried:
-        outcome = one.refused or ("compiles; not timed" if one.seconds is None else f"{one.seconds * 1e6:.1f} us")
-        print(f"{kernel} {case.name} on {chip}: {one.tiles}: {outcome}{' <-' if one is chosen else ''}", flush=True)
-    if chosen is None:
+    seconds = iter(median_seconds(arg_shapes, programs, device, tuning.donated) if is_local else [None] * len(programs))
+    results = [
+        TilingResult(tiles, refusal) if refusal else TilingResult(tiles, seconds=next(seconds))
+        for tiles, refusal in zip(tilings, refusals, strict=True)
+    ]
+    best = fastest(results)
+    for result in results:
+        time_text = "compiles; not timed" if result.seconds is None else f"{result.seconds * 1e6:.1f} us"
+        mark = " <-" if result is best else ""
+        print(f"{kernel} {case.name} on {chip}: {result.tiles}: {result.refusal or time_text}{mark}", flush=True)
+    if best is None:
         return None
-    return entry(kernel, tuned.facts(case), chosen.tiles, measured(chosen, len(tilings)), command)
+    return entry(kernel, tuning.facts_of(case), best.tiles, measurement_text(best, len(tilings)), command)
 
 
-def _attention(case: Any, chip: str, device: Any, folder: Any, command: str, here: bool) -> dict[str, Any] | None:
-    """Of attention, pass by pass."""
+def _tune_attention(
+    case: Any, chip: str, device: Any, is_local: bool, folder: Any, command: str
+) -> dict[str, Any] | None:
+    """Tune a case of attention, pass by pass; return its entry, or None if the kernel refuses the case.
+
+    Args:
+        case: the case to tune.
+        chip, command: as in `tune`.
+        device: the device, or the description of one, to compile for.
+        is_local: whether the device is on this machine, so that the tilings are timed.
+        folder: where libtpu dumps its schedules; read for a TPU that is not on this machine.
+    """
     from pallas_kernels.attention import tuning
 
     platform = "tpu" if chip in ahead.TPUS else "gpu"
-    if tuning.supports(case, platform) is not None:
+    if tuning.why_unsupported(case, platform) is not None:
         return None
-    problem = tuning.problem(case, platform)
-    tried = tuning.candidates(problem, platform)
-    unit = "us" if here else "cycles" if platform == "tpu" else "bytes spilled"
-    costs = tuning.timed(case, tried, device, platform, _timed) if here else []
-    for i, candidate in enumerate(tried):
-        cost = costs[i] if here else tuning.static(case, candidate, device, platform, folder)
-        costs += [] if here else [cost]
+    problem = tuning.problem_of(case, platform)
+    candidates = tuning.candidates_for(problem, platform)
+    # costs are in seconds, cycles or bytes
+    unit, units_per_cost = ("us", 1e6) if is_local else ("cycles" if platform == "tpu" else "bytes spilled", 1)
+    costs = tuning.time_passes(case, candidates, device, platform, median_seconds) if is_local else []
+    for i, candidate in enumerate(candidates):
+        cost = costs[i] if is_local else tuning.static_costs(case, candidate, device, platform, folder)
+        costs += [] if is_local else [cost]
         for name, sizes in candidate.passes.items():
-            cost_text = cost if isinstance(cost, str) else f"{cost[name] * (1e6 if here else 1):,.0f} {unit}"
+            cost_text = cost if isinstance(cost, str) else f"{cost[name] * units_per_cost:,.0f} {unit}"
             print(f"attention {case.name} on {chip}: {name} {sizes}: {cost_text}", flush=True)
-    tiles, costs_by_pass = tuning.best(tried, costs, platform, 0.0 if here else tuning.GAIN)
-    how = ", ".join(
-        f"{name} {cost * (1e6 if here else 1):.0f} (by rule {rule * (1e6 if here else 1):.0f}) {unit}"
-        for name, (cost, rule) in costs_by_pass.items()
+    tiles, costs_by_pass = tuning.best_tiles(candidates, costs, platform, 0.0 if is_local else tuning.MIN_GAIN)
+    costs_text = ", ".join(
+        f"{name} {cost * units_per_cost:.0f} (by rule {rule_cost * units_per_cost:.0f}) {unit}"
+        for name, (cost, rule_cost) in costs_by_pass.items()
     )
     method = (
         f"median of {ROUNDS}, the fastest"
-        if here
+        if is_local
         else "static: cycles of the compiler's schedule, the fewest"
         if platform == "tpu"
         else "static: bytes that ptxas spills, the fewest"
     )
-    rule_is_best = tiles == tried[0].tiles
-    print(f"attention {case.name} on {chip}: {tiles}{', the rule' if rule_is_best else ''}: {how} <-", flush=True)
-    tuned_entry = entry("attention", problem.case, tiles, f"{method} of {len(tried)} tilings: {how}", command)
-    return tuned_entry | ({"tiles": None} if rule_is_best and not here else {})
+    rule_is_best = tiles == candidates[0].tiles
+    print(
+        f"attention {case.name} on {chip}: {tiles}{', the rule' if rule_is_best else ''}: {costs_text} <-", flush=True
+    )
+    measured = f"{method} of {len(candidates)} tilings: {costs_text}"
+    case_entry = entry("attention", problem.case, tiles, measured, command)
+    return case_entry | ({"tiles": None} if rule_is_best and not is_local else {})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command; `arguments` are the words of its command line, by default those of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kernel", help=f"one of {', '.join(NAMES)}")
-    parser.add_argument("--chip", required=True, help=f"one of {', '.join(CHIPS)}; a GPU for attention alone")
-    parser.add_argument("--case", action="append", default=[], help="of the kernel's cases.py; may be repeated; all")
-    parser.add_argument("--write", action="store_true", help="into tiles/CHIP.json")
+    parser.add_argument("kernel", help=f"the kernel to tune: one of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--chip",
+        required=True,
+        help=f"the chip to tune for: one of {', '.join(CHIPS)}; a GPU only for attention",
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        help="name of a case in the kernel's cases.py; may be repeated (default: all cases)",
+    )
+    parser.add_argument("--write", action="store_true", help="write the best tiles into tiles/CHIP.json")
     options = parser.parse_args(arguments)
     ahead.prepare()
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        tuned_entries = tune(options.kernel, options.chip, command, options.case)
+        new_entries = tune(options.kernel, options.chip, command, options.case)
     except ValueError as error:
         parser.error(str(error))
     if options.write:
-        write(options.chip, tuned_entries)
+        write(options.chip, new_entries)
 
 
-def write(chip: str, tuned_entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write entries into a chip's file, and print whether it changed.
+def write(chip: str, new_entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write new entries into a chip's file, and print whether it changed.
 
     Args:
-        chip: its name.
-        tuned_entries: by `tune`.
+        chip: name of the chip.
+        new_entries: what `tune` returned.
     """
-    before = files.entries(chip)
-    after = written(before, tuned_entries)
-    if after == list(before):
+    old_entries = files.entries(chip)
+    entries = merged_entries(old_entries, new_entries)
+    if entries == list(old_entries):
         print(f"nothing to write: the rule's tiles are the best that was found on {chip}")
         return
     file = files.FOLDER / f"{chip}.json"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(after, indent=1) + "\n")
+    file.write_text(json.dumps(entries, indent=1) + "\n")
     print(f"wrote {file.name}")
 
 

@@ -88,6 +88,6 @@ def test_a_treatment_holds_back_outside_loops_alone():
             run = blocks.run_again(lambda x: jnp.sin(x), rolled=rolled)
         return "custom_vjp" in str(jax.make_jaxpr(run)(jnp.ones(3)))
 
-    assert held(False, held=True)
-    assert not held(True, held=True)
+    assert held(False, is_held_back=True)
+    assert not held(True, is_held_back=True)
     assert not held(False)

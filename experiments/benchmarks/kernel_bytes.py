@@ -93,10 +93,10 @@ def program(devices: Sequence[Any], asked: Asked, file: str) -> Any:
     import jax
     from jax.sharding import AbstractMesh, NamedSharding
 
-    from jaxscale.compiler.described import abstract, lower_for
+    from jaxscale.compiler.described import abstract_device, lower_for
 
     function, shapes, donated = _made(asked)
-    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract(devices[0]))
+    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(devices[0]))
     place = NamedSharding(mesh, jax.P())
     given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
     name = devices[0].platform
@@ -247,10 +247,10 @@ def cycles(chip: str, case: str) -> dict[str, float]:
     from pallas_kernels.target import target
 
     given = cases("adam8")[case]
-    with ahead.dumping() as folder:
+    with ahead.schedule_folder() as folder:
         recipe = functools.partial(program, asked=Asked("adam8", case), file=str(folder / "told"))
         report = compile_report(recipe, PLATFORMS.get(chip, f"tpu {chip}:2x2x1"), cache=False)
-        found = [one for name, one in ahead.schedules(folder).items() if name.startswith("adam8")]
+        found = [one for name, one in ahead.take_schedules(folder).items() if name.startswith("adam8")]
     if len(found) != 1:
         raise SystemExit(f"adam8 {case} on {chip}: {len(found)} schedules; {report}")
     block, around = max(found[0].loops, default=0), found[0].step - sum(found[0].loops)

@@ -39,7 +39,7 @@ On a noisier day the causal case took 3.6 and 14.2 s, and 6.1 and 17.4, beyond t
 For H200, JAX 0.12.0.1: attention 1.3 s at most, gradients 2.7, adam8 0.7 and 1.1, all others 0.5 at most.
 
 With its rounds and blocks unrolled top_k took 1.1 s of columns_4k (k of 4), 4.6 with a k of 16, 20.3 with 64, 53.0 with
-128; as loops 0.7, 0.5, 0.1 and 0.2, one after another in a process (`pallas_kernels.ahead.compiled`). By libtpu's
+128; as loops 0.7, 0.5, 0.1 and 0.2, one after another in a process (`pallas_kernels.ahead.compile_for`). By libtpu's
 schedule of v5e a round takes at most 137 bundles, unrolled 119. Whether XLA's sort is as fast for many rounds was not
 measured.
 
@@ -139,11 +139,11 @@ def schedules(recipe: Any, chip: str) -> Mapping[str, ahead.Schedule]:
     """
     from jaxscale.compiler.compile import compile_report
 
-    with ahead.dumping() as folder:
+    with ahead.schedule_folder() as folder:
         report = compile_report(recipe, TPUS[chip], cache=False)
         if report.crashed or report.oom:
             raise RuntimeError(f"{recipe} for {chip}: {report.crashed or report.oom}")
-        return ahead.schedules(folder)
+        return ahead.take_schedules(folder)
 
 
 def cycles(who: str, chip: str, tile: str) -> dict[str, dict[str, Any]]:
@@ -164,10 +164,10 @@ def cycles(who: str, chip: str, tile: str) -> dict[str, dict[str, Any]]:
         kernels = [one for name, one in found.items() if re.search(patterns[who == "splash"], name)]
         if not kernels:
             raise RuntimeError(f"no kernel of {who} for {one} among {sorted(found)}")
-        kernel = max(kernels, key=lambda kernel: kernel.bundles)
-        shares = {unit: round(kernel.busy.get(unit, 0), 3) for unit in SHOWN}
+        kernel = max(kernels, key=lambda kernel: kernel.total)
+        shares = {unit: round(kernel.load_by_unit.get(unit, 0), 3) for unit in SHOWN}
         pairs = math.prod(TILES[tile][one != "forward"])
-        passes[one] = {"cycles": kernel.bundles * 512**2 / pairs, "tile": tile, **shares}
+        passes[one] = {"cycles": kernel.total * 512**2 / pairs, "tile": tile, **shares}
     return passes
 
 

@@ -187,7 +187,7 @@ def full_copies(text: str, shapes: frozenset[str]) -> tuple[int, int]:
     """
     program, copied, staged = HloProgram(text), 0, 0
     for computation in program.computations.values():
-        if not program.runs(computation.name)[1]:
+        if not program.executions(computation.name)[1]:
             continue
         for op in computation.instructions.values():
             if op.opcode not in UPDATES and any(dims in shapes for _, dims in ARRAY.findall(op.type)):

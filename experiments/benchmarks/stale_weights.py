@@ -141,9 +141,9 @@ class StaleWeights:
                     return y
                 raise _Reached(y)
 
-            cut = blocks.Cut(jnp.array([s]), tuple(range(self.count)), padded=False, between=between)
+            cut = blocks.StageView(jnp.array([s]), tuple(range(self.count)), has_padding=False, run_stage=between)
             try:
-                with blocks.cutting(cut):
+                with blocks.viewing_stage(cut):
                     loss = plain.experiment.model.loss(plain.pure_model.module(weights, {}), batch, context)
             except _Reached as reached:
                 return reached.found, jnp.zeros(()), jnp.zeros(())

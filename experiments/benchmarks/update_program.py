@@ -156,9 +156,9 @@ def program(devices: Sequence[Any], update: Update, file: str) -> Any:
     import optax
     from jax.sharding import AbstractMesh
 
-    from jaxscale.compiler.described import abstract, lower_for
+    from jaxscale.compiler.described import abstract_device, lower_for
 
-    mesh = AbstractMesh((FSDP,), ("fsdp",), abstract_device=abstract(devices[0]))
+    mesh = AbstractMesh((FSDP,), ("fsdp",), abstract_device=abstract_device(devices[0]))
     rule, params, state = _shapes(update, mesh)
     gradients = {name: jax.ShapeDtypeStruct(p.shape, "bfloat16", sharding=p.sharding) for name, p in params.items()}
 

@@ -67,7 +67,7 @@ from flax import nnx
 from jaxscale.blocks import Context, Loss
 from jaxscale.compiler.collectives import Collective
 from jaxscale.compiler.compile import compile_report
-from jaxscale.compiler.described import abstract, lower_for, without_memories
+from jaxscale.compiler.described import abstract_device, lacks_memories, lower_for
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Stack
 from jaxscale.planning.program import described_step
@@ -231,7 +231,7 @@ class Case:
 
 def program(devices: Sequence[Any], case: Case) -> Any:
     """The recipe: the lowered step."""
-    on = [abstract(device) for device in devices] if without_memories(devices) else devices
+    on = [abstract_device(device) for device in devices] if lacks_memories(devices) else devices
     step = build(case.experiment, case.plan, devices=on)
     if case.fault:
         function = step.parts.step_function

@@ -6,10 +6,11 @@ their position in the mesh (row-major), not by their id, and spells replica grou
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
 XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion. So an all-reduce over n devices is listed as a
-reduce-scatter if every use takes 1/n of its result (apart from copies, converts and tuples). A collective that a TPU
-overlaps with products is printed in every fusion it overlaps, all under one channel, and is listed where it starts. A
-transfer between TPU slices goes through the hosts (`platforms/megascale.py`), and is listed with the bytes that leave a
-device. Left out: transfers inside a kernel (remote copies of Pallas), and other host transfers.
+reduce-scatter if every use takes 1/n of its result (apart from copies, converts and tuples). XLA:TPU prints a
+collective that overlaps with products in every fusion with which it overlaps, always with the same channel; it is
+listed only where it starts. A transfer between TPU slices goes through the hosts (`platforms/megascale.py`), and is
+listed with the bytes that leave a device. Left out: transfers inside a kernel (remote copies of Pallas), and other host
+transfers.
 """
 
 import dataclasses
@@ -90,7 +91,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     continuations = _continuations(program)
     records = []
     for computation, op in program.instructions():
-        count, in_loop, trips_known = program.runs(computation.name)  # number of executions
+        count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
         if not count or (computation.name, op.name) in continuations:
             continue

@@ -106,12 +106,12 @@ def compile_report(
         timeout: seconds after which the child is stopped.
 
     Returns:
-        The report, also of a program that does not fit, of a compiler that dies and of a time-out.
+        The report; it also describes a program that does not fit, a compiler that dies, or a time-out.
 
     Raises:
         UserError: the platform's compiler is missing or untrusted, or its hardware is unknown. The recipe cannot be
             pickled, or builds no program for these devices. Or the compiler has no such option.
-        RecipeFailed: the recipe raised an error.
+        RecipeFailed: the recipe raised another error.
 
     Example:
         >>> report = compile_report(ProgramRecipe("jaxscale.compiler.compile_child:example"), "cpu x 2", cache=False)
@@ -163,7 +163,7 @@ def _check_libtpu(child_target: Target, timeout: float) -> None:
         if verdict_file is not None:
             with contextlib.suppress(OSError):
                 verdict_file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
-    if not trust.agrees(device_bytes):
+    if not trust.is_right(device_bytes):
         raise UserError(
             f"libtpu {identity} is not trusted: it reports {device_bytes / trust.MIB:.0f} MiB for a program of "
             f"{trust.KNOWN_BYTES / trust.MIB:.0f} MiB; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"

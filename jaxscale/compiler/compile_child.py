@@ -1,7 +1,7 @@
-"""The compiler's process: builds a recipe's program, compiles it and writes a report.
+"""The child process of a compilation: it builds a recipe's program, compiles it and writes a report.
 
-The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported. It reads one
-file, which has a report, a user's mistake or the recipe's error. If the file is missing, the process died.
+The parent (`compiler/compile.py`) sets the environment, which JAX reads when it is first imported. The child writes one
+file with a report, a user's mistake or the recipe's error. If the file is missing, the child has died.
 """
 
 import importlib.metadata
@@ -29,11 +29,11 @@ from jaxscale.platforms.platform import Platform
 
 
 def main() -> None:
-    """Answer the request in the folder that the command line names."""
+    """Read the request from the folder that the command line names, and write the reply into it."""
     folder = pathlib.Path(sys.argv[2])
     request = pickle.loads((folder / "request").read_bytes())
     try:
-        reply = {"report": answer(request).json()}
+        reply = {"report": make_report(request).json()}
     except UserError as error:
         reply = {"mistake": str(error)}
     except _DevicesUnavailable:
@@ -45,8 +45,8 @@ def main() -> None:
     partial_file.rename(folder / "result")
 
 
-def answer(request: Mapping[str, Any]) -> CompileReport:
-    """Answer a request with a report, from the cache or from the compiler."""
+def make_report(request: Mapping[str, Any]) -> CompileReport:
+    """Return the report that a request asks for, from the cache or from the compiler."""
     platform: Platform = request["platform"]
     if request["main"] is not None:
         _import_main(request["main"])
@@ -61,15 +61,15 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
         )
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib")}
     versions |= target.compiler
-    key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], target.attached)
+    key = report_cache.report_key(lowered, platform, versions, request["options"], request["explain"], target.attached)
     if request["cache"] is not None:
-        cached_report = report_cache.find(pathlib.Path(request["cache"]), key)
+        cached_report = report_cache.read_report(pathlib.Path(request["cache"]), key)
         if cached_report is not None:
             return cached_report
     fields = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
     report = _compile(lowered, devices, fields, request["options"], request["explain"])
     if request["cache"] is not None and report.crashed is None:
-        report_cache.keep(pathlib.Path(request["cache"]), report)
+        report_cache.store_report(pathlib.Path(request["cache"]), report)
     return report
 
 
@@ -87,7 +87,7 @@ def example(devices: Sequence[Any]) -> Any:
 
 
 def _import_main(path: str) -> None:
-    """Run the parent's script as the module in which pickles look up its functions."""
+    """Run the parent's script as a module, in which `pickle` finds the script's functions."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
     assert spec is not None, f"the parent has run {path}, so it can be imported"
     assert spec.loader is not None

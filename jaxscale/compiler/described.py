@@ -31,18 +31,18 @@ class LoweredFor:
         return self.lowered.compile(compiler_options, device_assignment=self.devices)
 
 
-def without_memories(devices: Sequence[Any]) -> bool:
-    """Return whether JAX lists no memories of these devices.
+def lacks_memories(devices: Sequence[Any]) -> bool:
+    """Return whether JAX lists no memories for these devices.
 
     Example:
         >>> import jax
-        >>> without_memories(jax.devices())
+        >>> lacks_memories(jax.devices())
         False
     """
     return not devices[0].addressable_memories()
 
 
-def abstract(device: Any) -> Any:
+def abstract_device(device: Any) -> Any:
     """Return the `AbstractDevice` of a device, for `jax.sharding.AbstractMesh`."""
     from jax.sharding import AbstractDevice
 
@@ -59,7 +59,7 @@ def lower_for(devices: Sequence[Any], traced: Any) -> LoweredFor:
     Example:
         >>> import jax
         >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-        >>> mesh = AbstractMesh((1,), ("x",), abstract_device=abstract(jax.devices()[0]))
+        >>> mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(jax.devices()[0]))
         >>> x = jax.ShapeDtypeStruct((4,), "float32", sharding=NamedSharding(mesh, PartitionSpec("x")))
         >>> compiled = lower_for(jax.devices()[:1], jax.jit(lambda x: x + 1).trace(x)).compile()
         >>> compiled.memory_analysis().argument_size_in_bytes

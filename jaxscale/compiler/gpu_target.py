@@ -1,6 +1,6 @@
 """XLA's target configuration of a GPU, as text, to compile for a GPU that is not attached.
 
-The rows hold what the driver reports for each card, as recorded in XLA's own specifications (openxla/xla,
+`TARGETS` has the values that the driver reports for each card, as recorded in XLA's own specifications (openxla/xla,
 xla/backends/gpu/target_config/specs). The memory bandwidth comes from the chip table (`platforms/gpu.py`). Left out:
 autotuning, which needs the card. XLA uses its defaults instead, so that a program takes the memory, but not the time,
 of a tuned one.
@@ -20,34 +20,36 @@ class GpuTarget:
 
     Args:
         capability: CUDA compute capability (major, minor).
-        cores: number of streaming multiprocessors.
-        units: number of float32 units of one multiprocessor.
-        clock: clock rate in GHz.
-        cache: bytes of the L2 cache.
-        shared: bytes of shared memory of one multiprocessor; a block may use 1 KiB less.
-        memory: bytes of device memory as the driver reports them.
-        source: source of the numbers.
+        core_count: number of streaming multiprocessors.
+        units_per_core: number of float32 units of one multiprocessor.
+        clock_ghz: clock rate in GHz.
+        cache_bytes: bytes of the L2 cache.
+        shared_bytes: bytes of shared memory of one multiprocessor; a block may use 1 KiB less.
+        memory_bytes: bytes of device memory as the driver reports them.
+        source: file from which the numbers come.
     """
 
     capability: tuple[int, int]
-    cores: int
-    units: int
-    clock: float
-    cache: int
-    shared: int
-    memory: int
+    core_count: int
+    units_per_core: int
+    clock_ghz: float
+    cache_bytes: int
+    shared_bytes: int
+    memory_bytes: int
     source: str
 
 
 _A100 = GpuTarget((8, 0), 108, 64, 1.41, 41943040, 167936, 85100068864, f"{_SPECS}/a100_sxm_80.txtpb")
 _H100 = GpuTarget((9, 0), 132, 128, 1.98, 52428800, 233472, 84942979072, f"{_SPECS}/h100_sxm.txtpb")
 TARGETS = {
-    "a100-40": dataclasses.replace(_A100, memory=42331013120, source=f"{_SPECS}/a100_sxm_40.txtpb"),
+    "a100-40": dataclasses.replace(_A100, memory_bytes=42331013120, source=f"{_SPECS}/a100_sxm_40.txtpb"),
     "a100-80": _A100,
-    "a100-80-pcie": dataclasses.replace(_A100, clock=1.1105, memory=79050250240, source=f"{_SPECS}/a100_pcie_80.txtpb"),
+    "a100-80-pcie": dataclasses.replace(
+        _A100, clock_ghz=1.1105, memory_bytes=79050250240, source=f"{_SPECS}/a100_pcie_80.txtpb"
+    ),
     "h100": _H100,
-    "h100-pcie": dataclasses.replace(_H100, cores=114, clock=1.755, source=f"{_SPECS}/h100_pcie.txtpb"),
-    "h200": dataclasses.replace(_H100, memory=151397597184, source=f"{_SPECS}/h200.txtpb"),
+    "h100-pcie": dataclasses.replace(_H100, core_count=114, clock_ghz=1.755, source=f"{_SPECS}/h100_pcie.txtpb"),
+    "h200": dataclasses.replace(_H100, memory_bytes=151397597184, source=f"{_SPECS}/h200.txtpb"),
     "b200": GpuTarget((10, 0), 148, 128, 1.965, 132644864, 233472, 191514411008, f"{_SPECS}/b200.txtpb"),
 }
 
@@ -73,18 +75,18 @@ def target_config(chip: Chip) -> str:
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_core": target.shared,
-        "shared_memory_per_block_optin": target.shared - 1024,
+        "shared_memory_per_core": target.shared_bytes,
+        "shared_memory_per_block_optin": target.shared_bytes - 1024,
         "threads_per_core_limit": 2048,
-        "core_count": target.cores,
-        "fpus_per_core": target.units,
+        "core_count": target.core_count,
+        "fpus_per_core": target.units_per_core,
         "block_dim_limit_x": 2147483647,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
         "memory_bandwidth": int(chip.memory_bandwidth or 0),
-        "l2_cache_size": target.cache,
-        "clock_rate_ghz": target.clock,
-        "device_memory_size": target.memory,
+        "l2_cache_size": target.cache_bytes,
+        "clock_rate_ghz": target.clock_ghz,
+        "device_memory_size": target.memory_bytes,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
     }

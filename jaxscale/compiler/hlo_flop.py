@@ -68,7 +68,7 @@ def program_flop(program: HloProgram) -> ProgramFlop:
         op_flop = sum(callee_flops, _flop_without_callees(computation, op))
         if op.opcode != "while":
             return op_flop
-        trip_count = program.trips(op)
+        trip_count = program.trip_count(op)
         unknown_loops = op_flop.unknown_loops + (trip_count is None and op_flop.total > 0)
         return ProgramFlop(op_flop.total * (trip_count or 1), unknown_loops, op_flop.silent_kernels)
 

@@ -83,8 +83,8 @@ class Computation:
         """The instruction whose result is the computation's; `None` if the text does not show it."""
         return next((op for op in self.instructions.values() if op.is_root), None)
 
-    def behind(self, op: Op, opcodes: Collection[str]) -> Op:
-        """Go from `op` back along first operands; return the first instruction whose opcode is not one of these."""
+    def skip_back(self, op: Op, opcodes: Collection[str]) -> Op:
+        """Follow first operands, from `op` on; return the first instruction whose opcode is not one of these."""
         while op.opcode in opcodes and op.operands[0] in self.instructions:
             op = self.instructions[op.operands[0]]
         return op
@@ -100,12 +100,17 @@ class HloProgram:
 
     Args:
         text: `compiled.as_text()`, or a dumped module.
+
+    Attributes:
+        text: the text.
+        computations: the computations, by name.
+        callers: by name of a computation, the instructions that call it, as pairs (their computation, instruction).
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.computations: dict[str, Computation] = {}
-        self._runs: dict[str, tuple[int, bool, bool]] = {}  # results of `runs`, by the computation's name
+        self._executions: dict[str, tuple[int, bool, bool]] = {}  # results of `executions`, by the computation's name
         open_computation = None
         for line in _whole_lines(text):
             if open_computation is None:
@@ -118,7 +123,6 @@ class HloProgram:
             elif match := _INSTRUCTION.match(line):
                 op = _instruction(match[2], match[3], bool(match[1]))
                 open_computation.instructions[op.name] = op
-        # the instructions that call each computation, by its name, as pairs (their computation, instruction)
         self.callers: dict[str, list[tuple[Computation, Op]]] = {}
         for computation, op in self.instructions():
             for callee_name in dict.fromkeys(callees(op.attributes)):
@@ -129,25 +133,29 @@ class HloProgram:
         for computation in self.computations.values():
             yield from ((computation, op) for op in computation.instructions.values())
 
-    def runs(self, name: str) -> tuple[int, bool, bool]:
-        """Return how often a computation runs, whether in a loop, and whether all trip counts around it are known."""
-        if name not in self._runs:
-            runs_of_calls = [(1, False, True)] if self.computations[name].is_entry else []
-            for caller, op in self.callers.get(name, []):
-                run_count, in_loop, trips_known = self.runs(caller.name)
-                if op.opcode == "while":
-                    trip_count = self.trips(op)
-                    run_count, in_loop = run_count * (trip_count or 1), True
-                    trips_known = trips_known and trip_count is not None
-                runs_of_calls.append((run_count, in_loop, trips_known))
-            self._runs[name] = (
-                sum(run_count for run_count, _, _ in runs_of_calls),
-                any(in_loop for _, in_loop, _ in runs_of_calls),
-                all(trips_known for _, _, trips_known in runs_of_calls),
-            )
-        return self._runs[name]
+    def executions(self, name: str) -> tuple[int, bool, bool]:
+        """Return facts about the executions of the computation with this name in one run of the program.
 
-    def trips(self, loop: Op) -> int | None:
+        Returns:
+            The number of executions, whether they are in a loop, and whether all trip counts around them are known.
+        """
+        if name not in self._executions:
+            by_caller = [(1, False, True)] if self.computations[name].is_entry else []
+            for caller, op in self.callers.get(name, []):
+                count, in_loop, trips_known = self.executions(caller.name)
+                if op.opcode == "while":
+                    trip_count = self.trip_count(op)
+                    count, in_loop = count * (trip_count or 1), True
+                    trips_known = trips_known and trip_count is not None
+                by_caller.append((count, in_loop, trips_known))
+            self._executions[name] = (
+                sum(count for count, _, _ in by_caller),
+                any(in_loop for _, in_loop, _ in by_caller),
+                all(trips_known for _, _, trips_known in by_caller),
+            )
+        return self._executions[name]
+
+    def trip_count(self, loop: Op) -> int | None:
         """Return a while loop's trip count: the compiler's, or the only bound in the condition; None if unknown."""
         if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(trip_count)
@@ -180,7 +188,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _name_elements(computation: Computation) -> None:
-    """Add a get-tuple-element for each operand such as `tuple#2`, which XLA prints instead of one."""
+    """Add a get-tuple-element for each operand such as `tuple#2`, which XLA prints in place of such an instruction."""
     element_names = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
     for name in dict.fromkeys(element_names):
         tuple_name, *indices = name.split("#")

@@ -1,13 +1,13 @@
-"""Filter JAX's persistent compile cache: on a CPU it keeps no program with collectives in a loop or a branch.
+"""A filter of JAX's persistent compile cache: on a CPU, programs with collectives in a loop or a branch are not cached.
 
 XLA:CPU starts an instruction as soon as its operands are available, and a collective blocks a thread until every device
 has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
 every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
 `platforms/cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's
-collectives are not ordered with those outside it. Each blocks threads that the
-partners of the other need, and the program hangs. If both have one channel, as all collectives of `jax.shard_map` have,
-devices join different collectives, and the program crashes. Collectives of the entry computation alone share one
-sequence, and stay in order.
+collectives are not ordered with those outside it. Two such collectives then block threads that the other one needs, and
+the program hangs. If both use one channel, as all collectives of `jax.shard_map` do, devices join different
+collectives, and the program crashes. If all collectives are in the entry computation, they share one sequence and stay
+in order.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` creates new resources
@@ -30,7 +30,7 @@ _excluded_names: list[str] = []
 """Names of the compiled programs that the cache does not keep."""
 
 
-def stays_ordered(text: str) -> bool:
+def is_ordered(text: str) -> bool:
     """Return whether every collective of a compiled program is in its entry computation.
 
     Args:
@@ -38,7 +38,7 @@ def stays_ordered(text: str) -> bool:
 
     Example:
         >>> loop = "%body (x: f32[]) -> f32[] {\\n  ROOT %y = f32[] all-reduce(%x), to_apply=%add\\n}"
-        >>> stays_ordered(loop), stays_ordered(loop.replace("%body", "ENTRY %main"))
+        >>> is_ordered(loop), is_ordered(loop.replace("%body", "ENTRY %main"))
         (False, True)
     """
     in_entry = False
@@ -66,10 +66,10 @@ def count_excluded() -> int:
 
 
 def _may_be_kept(name: str, executable: Any) -> bool:
-    """Return whether a program may be cached; count one that may not and is newly compiled (`name` is not "")."""
+    """Return whether a program may be cached; if it may not and was just compiled (`name` is not ""), count it."""
     if executable.client.platform != "cpu" or (jax.process_count() == 1 and len(executable.local_devices()) == 1):
         return True
-    if all(stays_ordered(module.to_string()) for module in executable.hlo_modules()):
+    if all(is_ordered(module.to_string()) for module in executable.hlo_modules()):
         return True
     config: Any = jax.config
     if name and config.jax_compilation_cache_dir is not None:

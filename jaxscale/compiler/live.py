@@ -176,7 +176,7 @@ def _whole_run_kind(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """Return the last use of each value, by (buffer, start); adjoining values of one shape in a buffer count as one."""
+    """Return the last use of each value, by (buffer, start); adjacent values of one shape in a buffer count as one."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
         values_by_buffer[value.buffer, value.shape].append(value)
@@ -235,13 +235,14 @@ def _peak_and_timeline(
 
 
 def _rank(value: _Value) -> tuple[int, int]:
-    """Return a sort key for the values in a buffer: the buffer is described by the largest, of equals by the latest."""
+    """Return a sort key for the values in a buffer: the largest value describes it; of equally large ones, the last."""
     return value.bytes, value.start
 
 
 def _sample(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
-    """Return the moment with most bytes of each of about `MOMENTS` stretches, so that all peaks stay."""
-    stretch = -(-len(moments) // MOMENTS)  # number of moments
+    """Return the moment with the most bytes of each of about `MOMENTS` intervals, so that every peak stays visible."""
+    moments_per_interval = max(1, -(-len(moments) // MOMENTS))
     return tuple(
-        max(moments[i : i + stretch], key=lambda moment: moment.total) for i in range(0, len(moments), stretch or 1)
+        max(moments[i : i + moments_per_interval], key=lambda moment: moment.total)
+        for i in range(0, len(moments), moments_per_interval)
     )

@@ -68,8 +68,10 @@ class ValueNames:
     """Names for the values of a program, in the user's terms.
 
     Attributes:
-        arguments: instruction of each argument, by the argument's number.
-        ops: each instruction, by its name, with its computation.
+        program: the program.
+        sources: its stack frames.
+        ops: by name of an instruction, the pair (its computation, the instruction).
+        arguments: by number of an argument (a text), the name of the instruction that stands for it.
     """
 
     def __init__(self, program: HloProgram, sources: Sources) -> None:
@@ -89,10 +91,10 @@ class ValueNames:
 
     def in_loop(self, name: str) -> bool:
         """Return whether the instruction with this name is inside a loop."""
-        return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
+        return name in self.ops and self.program.executions(self.ops[name][0].name)[1]
 
     def writer_scopes(self, name: str, index: BufferIndex) -> str:
-        """Return the scopes of the operation that writes a value, or if it has none, of the value's own instruction."""
+        """Return the scopes of the operation that writes a value; if it has none, those of the value's instruction."""
         writer = self._origin(name, index, through_stacks=False)
         return self.op_name(writer) or self.op_name(name)
 
@@ -113,7 +115,7 @@ class ValueNames:
         return self.sources.file_and_line(self.ops[origin][1]) if origin in self.ops else None
 
     def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
-        """Find the instruction that computes a value, behind copies, tuples and loop carries; return its name.
+        """Find the instruction that computes a value, through copies, tuples and loop carries; return its name.
 
         With `through_stacks`, a value that is stacked or sliced from a stack is traced to the value that was stacked.
         """
@@ -168,7 +170,7 @@ class ValueNames:
         if name not in self.ops:
             return False
         computation, op = self.ops[name]
-        op = computation.behind(op, ("bitcast", "copy"))
+        op = computation.skip_back(op, ("bitcast", "copy"))
         if op.opcode != "get-tuple-element" or not op.attributes.lstrip(", ").startswith(f"index={index}"):
             return False
         return computation.instructions[op.operands[0]].opcode == "parameter"
@@ -194,10 +196,10 @@ class ValueNames:
             return None
         if root.opcode == "tuple" and index:
             root, index = callee.instructions[root.operands[index[0]]], index[1:]
-        root = callee.behind(root, ("bitcast", "copy", "convert"))
+        root = callee.skip_back(root, ("bitcast", "copy", "convert"))
         if root.opcode == "fusion":
             return self._stacked_slice(root, index)
         if root.opcode not in _SLICE_OPERAND:
             return None
         slice_op = callee.instructions[root.operands[_SLICE_OPERAND[root.opcode]]]
-        return callee.behind(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()
+        return callee.skip_back(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()

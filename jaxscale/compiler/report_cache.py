@@ -21,7 +21,7 @@ FORMAT = 5
 """Increased when the meaning of reports changes."""
 
 
-def key(
+def report_key(
     lowered: Any,
     platform: Platform,
     versions: Mapping[str, str],
@@ -53,17 +53,17 @@ def key(
     return digest.hexdigest()
 
 
-def find(folder: pathlib.Path, report_key: str) -> CompileReport | None:
+def read_report(folder: pathlib.Path, key: str) -> CompileReport | None:
     """Read the report stored under a key; None if there is none, or it is unreadable."""
     try:
-        report_json = json.loads((folder / f"{report_key}.json").read_bytes())
+        report_json = json.loads((folder / f"{key}.json").read_bytes())
         report = CompileReport.from_json(report_json, str(folder))
     except (OSError, ValueError, UserError):  # missing, truncated, or of another version of jaxscale
         return None
-    return dataclasses.replace(report, cached=True) if report.key == report_key else None
+    return dataclasses.replace(report, cached=True) if report.key == key else None
 
 
-def keep(folder: pathlib.Path, report: CompileReport) -> None:
+def store_report(folder: pathlib.Path, report: CompileReport) -> None:
     """Store a report under its key, unless the disk is full or not writable."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:

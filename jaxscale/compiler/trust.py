@@ -1,9 +1,9 @@
-"""Trusted versions of libtpu: 0.0.51, and any other that reports the right bytes for one program of known bytes.
+"""Trusted versions of libtpu: 0.0.51, and any other that reports the right bytes for a program whose bytes are known.
 
 The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) report
 up to one and a half times the right number, so that a program that fits is rejected. The program of this module keeps
-the inputs of eight layers, of 128 MiB each. With four more such arrays for the pass itself it takes 1696 MiB in 0.0.51,
-and 2080 MiB in the two others.
+the inputs of eight layers, 128 MiB each. With four more arrays of this size, for the pass itself, it takes 1696 MiB by
+0.0.51, and 2080 MiB by the other two versions.
 """
 
 import hashlib
@@ -64,18 +64,18 @@ def program(devices: Sequence[Any]) -> Any:
     return jax.jit(jax.value_and_grad(loss, 1)).lower(x, w)
 
 
-def agrees(device_bytes: int | None) -> bool:
-    """Return whether the bytes that a libtpu reports for `program` are within 2 % of the known bytes."""
+def is_right(device_bytes: int | None) -> bool:
+    """Return whether the bytes that a version of libtpu reports for `program` are within 2 % of the known bytes."""
     return device_bytes is not None and abs(device_bytes - KNOWN_BYTES) <= 0.02 * KNOWN_BYTES
 
 
 def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
-    """Return the file for the bytes that a libtpu reports; `identity` is the text that `libtpu` returned."""
+    """Return the file that stores the bytes reported by the libtpu with this identity (the result of `libtpu`)."""
     return folder / f"libtpu-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def read_verdict(file: pathlib.Path) -> int | None:
-    """Read the bytes that a libtpu reported for `program` from its file; return None if it was not tested."""
+    """Read the bytes that a version of libtpu reported for `program` from its file; None if it was not tested."""
     try:
         device_bytes = json.loads(file.read_bytes())["device_bytes"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -6,7 +6,7 @@ from jaxscale.compiler.gpu_target import TARGETS
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
-POOL = 0.75
+POOL_SHARE = 0.75
 """Share of a GPU's memory that JAX allocates for arrays (JAX documentation, GPU memory allocation)."""
 
 
@@ -32,7 +32,7 @@ def usable_bytes(platform: Platform) -> int | None:
         return None if memory_bytes is None else memory_bytes // platform.chips
     if chip.kind == "gpu" and chip.usable_memory is None and chip.memory is not None:
         # the driver reports a few per cent more than the datasheet
-        memory_bytes = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
+        memory_bytes = TARGETS[chip.name].memory_bytes if chip.name in TARGETS else chip.memory
         return int(memory_bytes * _fraction())
     return platform.device_memory
 
@@ -51,13 +51,13 @@ def host_share(platform: Platform) -> int | None:
 
 
 def _fraction() -> float:
-    """Return the share of a GPU's memory in JAX's pool: `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default `POOL`."""
+    """Return the share of a GPU's memory in JAX's pool: `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default `POOL_SHARE`."""
     variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    text = os.environ.get(variable) or str(POOL)
+    text = os.environ.get(variable) or str(POOL_SHARE)
     try:
         fraction = float(text)
     except ValueError:
         fraction = 0.0
     if not fraction > 0:
-        raise UserError(f"{variable}={text!r}: expected a number above 0, such as 0.9; the default is {POOL}")
+        raise UserError(f"{variable}={text!r}: expected a number above 0, such as 0.9; the default is {POOL_SHARE}")
     return min(fraction, 1.0)

@@ -127,7 +127,7 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
     grouped_shape = (batch_size, query_count, kv_head_count, head_count // kv_head_count, head_dim)
     scaled_q, remaining_scale = _scale_queries(q.reshape(grouped_shape) if is_grouped else q, scale)
     attention_scores = scores(scaled_q, k, remaining_scale, soft_cap)
-    if visibility.trivial:
+    if visibility.is_trivial:
         probabilities = jax.nn.softmax(attention_scores, -1)
     else:
         is_visible = visibility.mask(jnp.arange(query_count), jnp.arange(key_count))

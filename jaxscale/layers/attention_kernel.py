@@ -28,7 +28,7 @@ _QUERY_DIMS = ("batch", "inner_seq", "heads", "head_dim")
 
 def why_not_static(visibility: Visibility) -> str | None:
     """Return why kernels, which need static masks, do not support this visibility; `None` if they do."""
-    if not visibility.ordered_by_index:
+    if not visibility.is_ordered_by_index:
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
         return "got a traced window, expected a whole number: pass windows as the argument `cycle` of a Stack"

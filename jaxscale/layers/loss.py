@@ -126,7 +126,7 @@ def cross_entropy(
         reason = "no chunk: all logits at once" if chunk is None else "one chunk holds all"
         note_selection("cross_entropy", "reference", reason)
         float_logits = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
-        losses, penalties = reference.score(float_logits, targets, terms, gather=can_gather)
+        losses, penalties = reference.row_losses(float_logits, targets, terms, gather=can_gather)
         penalty = jnp.sum(penalties * weights) if z_loss else jnp.zeros(())
         return Loss(jnp.sum(losses * weights), weight_sum, penalty)
     note_selection("cross_entropy", "chunked")

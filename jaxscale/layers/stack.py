@@ -2,7 +2,7 @@
 
 Every block is called through `blocks.wrap`, by which remat, offload and pipelines act on a model from outside. A
 block's arrays enter the wrapped function as arguments, never by closure, and the state it mutates (running statistics)
-is returned. In a pipeline, a `blocks.Cut` describes the stage that this device runs.
+is returned. In a pipeline, a `blocks.StageView` describes the stage that this device runs.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale import blocks
-from jaxscale.blocks import BlockFunction, Call, Context, Cut, Wrapper
+from jaxscale.blocks import BlockFunction, Call, Context, StageView, Wrapper
 from jaxscale.errors import UserError
 from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack, slice_layers
 from jaxscale.typing import PyTree
@@ -132,17 +132,17 @@ class Stack(nnx.Module):
 
             return run
 
-        cut = blocks.cut()
-        if cut is not None:
+        view = blocks.stage_view()
+        if view is not None:
             if per_layer or outputs:
                 raise UserError(
                     "pipeline: the blocks of this model take arguments or return outputs per layer, but a stage sends "
                     "only x to the next stage; put them into x, or train without a pipeline"
                 )
             block_makers = [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
-            return cut.between(self._stage(cut, block_makers), x)
+            return view.run_stage(self._stage(view, block_makers), x)
 
-        wrapped_ranges = treatment.runs(self.count)
+        wrapped_ranges = treatment.wrapped_ranges(self.count)
         for span in self._spans():
             module = getattr(self, group_name(span.start))
             graphdef, params, state = _split_module(module)
@@ -182,11 +182,11 @@ class Stack(nnx.Module):
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, stacked_outputs) if outputs else x
 
-    def _stage(self, cut: Cut, block_makers: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
+    def _stage(self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
         """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of this stage only.
 
         Args:
-            cut: description of the stage.
+            view: description of the stage.
             block_makers: for each layer of a cycle, a function that makes its block function from the block's graphdef.
 
         Raises:
@@ -198,21 +198,21 @@ class Stack(nnx.Module):
                 "pipeline: the blocks of this model hold running statistics, which each microbatch would change in "
                 "turn; use layer or group norm, or train without a pipeline"
             )
-        uneven_starts = [start for start in cut.starts if start % len(block_makers)]
+        uneven_starts = [start for start in view.starts if start % len(block_makers)]
         if uneven_starts:
             raise UserError(
                 f"pipeline: a stage begins with layer {uneven_starts[0]}, but the layers of this model repeat every "
                 f"{len(block_makers)} layers: give each stage a multiple of {len(block_makers)} layers"
             )
-        treatment, stage_layer_count = blocks.treatment(), len(cut.numbers)
-        stage_inputs = (params, state, cut.numbers, {})
+        treatment, stage_layer_count = blocks.treatment(), len(view.layer_numbers)
+        stage_inputs = (params, state, view.layer_numbers, {})
 
         def run_stage(x: Any) -> Any:
             """Return `x` after the layers of the stage."""
-            for start, stop, wrapper in treatment.runs(stage_layer_count):
+            for start, stop, wrapper in treatment.wrapped_ranges(stage_layer_count):
                 group = LayerGroup(
-                    [_with_gathering(make_block(graphdef), cut) for make_block in block_makers],
-                    _skip_padding(wrapper) if cut.padded else wrapper,
+                    [_with_gathering(make_block(graphdef), view) for make_block in block_makers],
+                    _skip_padding(wrapper) if view.has_padding else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
@@ -226,11 +226,11 @@ class Stack(nnx.Module):
         return run_stage
 
 
-def _with_gathering(block: BlockFunction, cut: Cut) -> BlockFunction:
-    """Return a function that gathers the block's parameters if the cut shards them, and then calls `block`."""
-    if cut.gather is None:
+def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
+    """Return a function that gathers the block's parameters if the view shards them, and then calls `block`."""
+    if view.gather is None:
         return block
-    gather = cut.gather
+    gather = view.gather
     return lambda params, *inputs: block(gather(params), *inputs)
 
 
@@ -311,8 +311,8 @@ class Chain(nnx.Module):
 
             return Call(blocks.wrap(run, rolled=False), (params, state))
 
-        cut = blocks.cut()
-        if cut is not None:
+        view = blocks.stage_view()
+        if view is not None:
 
             def make_stage(start: int, stop: int, params_by_block: Sequence[Any] | None = None) -> Callable[[Any], Any]:
                 """Return a function that runs blocks `start` to `stop - 1`, by default with their own parameters."""
@@ -322,7 +322,7 @@ class Chain(nnx.Module):
                     calls = [call._replace(before=(block_params, call.before[1])) for call, block_params in pairs]
                 return lambda x: blocks.run(calls, x)[0]
 
-            return cut.between(make_stage, x)
+            return view.run_stage(make_stage, x)
         calls = [make_call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
         x, new_states = blocks.run(calls, x)
         for block, new_state in zip(self.layers, new_states, strict=True):

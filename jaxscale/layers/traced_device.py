@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxscale.sharding.place import current
-from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.dispatch import Explanation, is_noting, note
 from pallas_kernels.target import target
 
 
@@ -25,8 +25,8 @@ def note_selection(kernel: str, implementation: str, reason: str | None = None) 
 
     Args:
         kernel: name of the operation, "attention" or "cross_entropy".
-        selected: name of the implementation.
+        implementation: name of the implementation.
         reason: a few words on why no kernel of the platform was selected; `None` if no implementation is better.
     """
-    if listening():
+    if is_noting():
         note(Explanation(kernel, target(" ".join(traced_device())), implementation, {}, reason))

@@ -102,7 +102,7 @@ def _wrap(block: Callable[..., Any], make_rematerialized: Callable[[], Callable[
     def rematerialized_block(*args: Any) -> Any:
         """Run the block; on a backend that would recompute too early, recomputation waits for the gradient."""
         is_early = jax.default_backend() == "cpu" and runs_recomputation_early()
-        with treating(dataclasses.replace(treatment(), held=is_early)):
+        with treating(dataclasses.replace(treatment(), is_held_back=is_early)):
             return make_rematerialized()(*args)
 
     return rematerialized_block

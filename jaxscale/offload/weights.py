@@ -128,7 +128,7 @@ def offloading_later(treatment: Treatment) -> Treatment:
         return dataclasses.replace(wrapper, is_offload_deferred=True) if isinstance(wrapper, Keeping) else wrapper
 
     hosted_names = frozenset().union(*(wrapper.deferred_names for wrapper in keeping_wrappers))
-    return dataclasses.replace(treatment.with_wrappers(set_later), hosted=hosted_names)
+    return dataclasses.replace(treatment.with_wrappers(set_later), host_names=hosted_names)
 
 
 def fetch_weights(args: Any) -> Any:

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.offload.updates import Advance, update_on_device
 from jaxscale.typing import Array, Params
-from pallas_kernels.adam8.api import Settings, adam8, hyper, runs
+from pallas_kernels.adam8.api import Settings, adam8, has_kernel, hyper
 
 _KERNEL_MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
 """Name of the kernel's map, by the names of the quantization maps of the first and the second moment."""
@@ -118,7 +118,9 @@ def fused(
         new_params = optax.apply_updates(masked_params, updates)
         new_params, new_state = optax.tree.where(is_good, (new_params, new_state), (masked_params, masked_state))
         rate, update_count = adamw.rate(schedule_state.count), optax.safe_increment(adam_state.count)
-        hyperparams = hyper(rate, update_count, Settings(b1=adamw.b1, b2=adamw.b2), factor=clip_factor, go=is_good)
+        hyperparams = hyper(
+            rate, update_count, Settings(b1=adamw.b1, b2=adamw.b2), factor=clip_factor, is_applied=is_good
+        )
         new_weights, new_mus, new_nus = map(treedef.flatten_up_to, (new_params, new_state[0].mu, new_state[0].nu))
         for index in [index for index, uses_kernel in enumerate(kernel_flags) if uses_kernel]:
             decay = adamw.weight_decay if decay_flags[index] else 0.0
@@ -149,7 +151,7 @@ def _kernel_supports(weight: Array, gradient: Array, mu: Any, nu: Any, sharding:
     shard_shape = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
     if math.prod(shard_shape) == 0 or shard_shape[-2] % mu.block:
         return False
-    return runs(shard_shape, mu.block, platform, kernel_map)
+    return has_kernel(shard_shape, mu.block, platform, kernel_map)
 
 
 def _step_leaf(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from jaxscale.compiler.described import abstract, lower_for, without_memories
+from jaxscale.compiler.described import abstract_device, lacks_memories, lower_for
 from jaxscale.planning import accuracy
 from jaxscale.planning.fusion import Compiler
 from jaxscale.platforms.platform import Platform
@@ -113,7 +113,7 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
         UserError: the plan is not valid, or it names a kernel that the step does not use.
     """
     experiment = make()
-    step_devices = [abstract(device) for device in devices] if without_memories(devices) else devices
+    step_devices = [abstract_device(device) for device in devices] if lacks_memories(devices) else devices
     step = build(experiment, plan, devices=step_devices)
     trace = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
     step.check_kernels()

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.compat import backend_runs
+from jaxscale.compat import is_backend_started
 
 THREADS_PER_DEVICE = 3
 """One for the device's program, one for a collective after a loop, and one for a collective after a nested loop."""
@@ -33,7 +33,7 @@ def provide_threads() -> str:
     Returns:
         A note to append to an error message if the backend already runs with fewer threads; otherwise "".
     """
-    is_running = backend_runs()
+    is_running = is_backend_started()
     if os.environ.get(VARIABLE) or (is_running and jax.default_backend() != "cpu"):
         return ""
     device_count = len(jax.local_devices()) if is_running else _configured_device_count()

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.typing import Array, Float, Int, Key
-from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.dispatch import Explanation, is_noting, note
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.quantize.reference import levels
+from pallas_kernels.quantize.reference import max_code
 from pallas_kernels.target import target
 
 
@@ -50,16 +50,16 @@ def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key:
     if key is None and bits in (8, 4) and x.size:
         codes, scale = quantize(blocks.reshape(-1, block), bits=bits, block=block, axis=-1)
         return IntegerCodes(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
-    if listening() and x.size:
+    if is_noting() and x.size:
         rounding = "at random" if key is not None else f"to {bits} bits"
         reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding}"
         note(Explanation("quantize", target(), "reference", {}, reason))
     scale = jnp.max(jnp.abs(blocks), -1)
     # a block becomes zeros if its scale is zero or has an infinite inverse
-    codes_per_unit = jnp.where(scale > 2.0**-100, levels(bits) / scale, 0.0)
+    codes_per_unit = jnp.where(scale > 2.0**-100, max_code(bits) / scale, 0.0)
     raw_codes = blocks * codes_per_unit[..., None]
     integers = jnp.round(raw_codes) if key is None else jnp.floor(raw_codes + jax.random.uniform(key, raw_codes.shape))
-    codes = jnp.clip(integers, -levels(bits), levels(bits)).astype(jnp.int8)
+    codes = jnp.clip(integers, -max_code(bits), max_code(bits)).astype(jnp.int8)
     return IntegerCodes(_pack_nibbles(codes) if bits <= 4 else codes, scale)
 
 
@@ -71,7 +71,7 @@ def decode_integers(coded: IntegerCodes, bits: int) -> Float[Array, "... element
         bits: number of bits of each code.
     """
     codes = _unpack_nibbles(coded.codes) if bits <= 4 else coded.codes
-    blocks = codes.astype(jnp.float32) * (coded.scale / levels(bits))[..., None]
+    blocks = codes.astype(jnp.float32) * (coded.scale / max_code(bits))[..., None]
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 

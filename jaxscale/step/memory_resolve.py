@@ -153,7 +153,7 @@ def treatment_of(plan: Plan, decision: Decision | None, platform: str) -> Treatm
         treatment = Treatment(wrapper(plan.memory), unroll=plan.unroll)
     else:
         treatment = treatment_for(decision, unroll=plan.unroll)
-    return dataclasses.replace(treatment, held=platform == "cpu" and runs_recomputation_early())
+    return dataclasses.replace(treatment, is_held_back=platform == "cpu" and runs_recomputation_early())
 
 
 def depths_of_groups(decision: Decision | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The public function of 8-bit AdamW: checks, and the choice of what runs."""
+"""The public function of 8-bit AdamW: it checks the arguments and chooses the implementation."""
 
 import functools
 import math
@@ -13,62 +13,64 @@ from pallas_kernels.adam8 import reference, tpu
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import HYPER, Settings
-from pallas_kernels.compat import Interpret, varies
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
+from pallas_kernels.compat import Interpret, is_varying
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, without_derivatives
 from pallas_kernels.dispatch import explain as explain_choice
-from pallas_kernels.target import PROVED, Target, target
+from pallas_kernels.target import COMPILED_TPUS, Target, target
 
 GPU_COLS = 32
-"""Columns that one block of threads takes, see `gpu.COLS`."""
+"""Columns that one block of threads updates, see `gpu.COLS`."""
 GPU_BLOCKS = (64, 128, 256)
-"""Rows that a warpgroup holds in registers; 256 with the dynamic map spill a few."""
+"""Blocks (in rows) that fit a warpgroup's registers; 256 rows with the dynamic map spill a few."""
 
 
-def _gpu_supports(where: Target, case: Case) -> str | None:
+def _why_unsupported_on_gpu(_: Target, case: Case) -> str | None:
+    """The reason why the GPU kernel cannot run a case, or None if it can; here, so that no GPU module is imported."""
     if case.block not in GPU_BLOCKS:
         return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))} rows, not {case.block}"
     if case.cols % GPU_COLS:
         return f"it needs columns that are a multiple of {GPU_COLS}, not {case.cols}"
     if case.varying and jax.__version_info__ >= (0, 11):
         return (
-            f"kernels of JAX {jax.__version__} change no array in place whose type says that it varies over mesh "
-            "axes: give jax.shard_map check_vma=False"
+            f"kernels of JAX {jax.__version__} cannot change an array in place if its type varies over mesh axes: "
+            "give jax.shard_map check_vma=False"
         )
     return None
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=tpu.why_unsupported),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),
     Implementation("reference"),
 )
-"""Best first."""
+"""All implementations, best first."""
 
 Moment = tuple[Array, Array]
-"""Codes and scales."""
+"""The codes and the scales of a moment."""
 DEFAULT = Settings()
+"""The default hyperparameters."""
 
 
-def hyper(learning_rate: Any, count: Any, settings: Settings, *, factor: Any = 1.0, go: Any = True) -> Array:
-    """The numbers that change from step to step, as `adam8` takes them.
+def hyper(learning_rate: Any, count: Any, settings: Settings, *, factor: Any = 1.0, is_applied: Any = True) -> Array:
+    """Compute the hyperparameters that change from step to step, for `adam8`.
 
     Args:
-        learning_rate: of this step.
-        count: updates made, this one included.
-        settings: of `adam8`.
-        factor: of the gradient, such as what clips it.
-        go: false leaves everything as it is.
+        learning_rate: learning rate of this step.
+        count: number of updates, this one included.
+        settings: the settings that `adam8` gets.
+        factor: factor of the gradient, such as one that clips its norm.
+        is_applied: whether to update anything; False leaves the parameters and moments unchanged.
 
     Returns:
-        float32 (5,).
+        An array of the five numbers that `reference.HYPER` lists, float32 (5,).
 
     Example:
-        >>> [round(one) for one in hyper(2.0, 1, Settings()).tolist()]
+        >>> [round(number) for number in hyper(2.0, 1, Settings()).tolist()]
         [2, 10, 1000, 1, 1]
     """
-    count = jnp.asarray(count, jnp.float32)
-    numbers = (learning_rate, 1 / (1 - settings.b1**count), 1 / (1 - settings.b2**count), factor, go)
-    return jnp.stack([jnp.asarray(one, jnp.float32) for one in numbers])
+    t = jnp.asarray(count, jnp.float32)
+    numbers = (learning_rate, 1 / (1 - settings.b1**t), 1 / (1 - settings.b2**t), factor, is_applied)
+    return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
 
 def adam8(
@@ -84,34 +86,34 @@ def adam8(
     tiles: tpu.Tiles | None = None,
     interpret: Interpret = False,
 ) -> tuple[Array, Moment, Moment]:
-    r"""One step of AdamW whose moments are kept in 8 bits, in place where the arrays are donated.
+    r"""Take one step of AdamW with moments in 8 bits, in place if the arrays are donated.
 
     .. math:: m' = b_1 m + (1 - b_1) g, \quad v' = b_2 v + (1 - b_2) g^2, \quad
         p' = p - \eta \left(\frac{m' / (1 - b_1^t)}{\sqrt{v' / (1 - b_2^t)} + \epsilon} + \lambda p\right)
 
-    It is code of one device: under a mesh call it inside `jax.shard_map`, where blocks divide the shards; on Hopper
-    from JAX 0.11 on with `check_vma=False`, without which it is the reference. An element
-    with a NaN or infinity in its gradient stays as it is. There is no gradient of its kernels. Give leading dims, or
-    map it by `jax.vmap` (on Hopper from JAX 0.12 on).
+    The step runs on one device: under a mesh, call it inside `jax.shard_map`; blocks must divide the shards. On Hopper
+    with JAX 0.11 or newer, pass `check_vma=False` to `jax.shard_map`; otherwise the reference runs. An element whose
+    gradient is NaN or infinite is not updated. The kernels have no derivatives. Stacked matrices may be leading dims of
+    the arrays, or a dim that `jax.vmap` maps (on Hopper from JAX 0.12 on).
 
     Args:
         p: parameters (..., R, C), float32.
-        g: gradients of that shape, float32 or bfloat16.
+        g: gradients (..., R, C), float32 or bfloat16.
         m: codes (..., R, C) in the dtype of the map, and scales (..., R / block, C), float32, of the first moment.
-        v: codes uint8 and scales of the second moment.
-        hyper: of `hyper`.
-        settings: block, decays, map.
-        implementation: "tpu", "gpu", "reference"; `None`: the best one that can.
-        platform: "tpu v5e", "gpu h200", ...; by default what is being traced for.
-        tiles: of the TPU's kernel; by default what was tuned, else a rule.
-        interpret: interpret the named implementation; "races" also looks for races.
+        v: codes (..., R, C), uint8, and scales (..., R / block, C), float32, of the second moment.
+        hyper: hyperparameters that change from step to step, the result of `hyper`.
+        settings: hyperparameters that do not change: block, decays, eps, weight decay, map.
+        implementation: "tpu", "gpu" or "reference"; `None` for the best one that can run.
+        platform: "tpu v5e", "gpu h200", ...; by default that of the mesh in force, or of the arrays.
+        tiles: tiles of the TPU kernel; by default tuned ones, else those of a rule.
+        interpret: whether to run the named implementation in Pallas' interpreter; "races" also looks for races.
 
     Returns:
         Parameters and both moments after the step.
 
     Raises:
-        ValueError: shapes, dtypes or names do not fit.
-        NotImplementedError: the named implementation cannot run this.
+        ValueError: shapes or dtypes do not fit, or a name is unknown.
+        NotImplementedError: the named implementation cannot run this case on the platform.
 
     Example:
         >>> settings = Settings(block=2)
@@ -125,38 +127,42 @@ def adam8(
         Dettmers et al. 2021, arXiv 2110.02861; Gonzalez Ortiz et al. 2026, arXiv 2602.23349.
     """
     case = _case(p, g, m, v, hyper, settings)
-    where = target(platform, p, g, m, v, hyper)
-    choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
+    call_target = target(platform, p, g, m, v, hyper)
+    choice = choose(
+        "adam8", IMPLEMENTATIONS, case, call_target, implementation=implementation, interpret=bool(interpret)
+    )
     if tiles is not None:
-        files.check("adam8", tiles, implementation, tpu.candidates(case, where.chip))
+        files.check_tiles("adam8", tiles, implementation, tpu.candidates(case, call_target.chip))
 
-    # of the arguments alone: what writes where they lie takes no rule around it
-    refusing = first_order("adam8", lambda *given: given, "derivatives")
+    # wrap the identity, since a custom rule cannot surround a kernel that works in place
+    refuse_derivatives = without_derivatives("adam8", lambda *args: args, "derivatives")
 
-    def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
-        p, g, m, v, hyper = refusing(p, g, m, v, hyper)
-        return tpu.step(
-            p, g, m, v, hyper, settings, case=case, tiles=tiles or tiles_for(case, where), interpret=interpret
-        )
+    def step_on_tpu(*args: Any) -> Any:
+        tpu_tiles = tiles or tiles_for(case, call_target)
+        return tpu.step(*refuse_derivatives(*args), settings=settings, case=case, tiles=tpu_tiles, interpret=interpret)
 
-    def on_gpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
+    def step_on_gpu(*args: Any) -> Any:
         from pallas_kernels.adam8 import gpu
 
-        p, g, m, v, hyper = refusing(p, g, m, v, hyper)
-        return gpu.step(p, g, m, v, hyper, settings, case=case, interpret=interpret)
+        return gpu.step(*refuse_derivatives(*args), settings=settings, case=case, interpret=interpret)
 
-    branches = {"tpu": on_tpu, "gpu": on_gpu, "reference": functools.partial(reference.step, settings=settings)}
-    flat = [one.reshape(case.layers, -1, case.cols) for one in (p, g, *m, *v)]
-    new, new_m, new_v = by_platform(choice, branches, *flat[:2], tuple(flat[2:4]), tuple(flat[4:]), hyper)
+    branches = {
+        "tpu": step_on_tpu,
+        "gpu": step_on_gpu,
+        "reference": functools.partial(reference.step, settings=settings),
+    }
+    stacked_p, stacked_g, *stacked_moments = (array.reshape(case.layers, -1, case.cols) for array in (p, g, *m, *v))
+    stacked_m, stacked_v = tuple(stacked_moments[:2]), tuple(stacked_moments[2:])
+    new_p, new_m, new_v = by_platform(choice, branches, stacked_p, stacked_g, stacked_m, stacked_v, hyper)
     return (
-        new.reshape(p.shape),
+        new_p.reshape(p.shape),
         (new_m[0].reshape(p.shape), new_m[1].reshape(m[1].shape)),
         (new_v[0].reshape(p.shape), new_v[1].reshape(v[1].shape)),
     )
 
 
 def explain(case: Case, platform: str) -> Explanation:
-    """What runs a case on a platform, and why each other implementation does not.
+    """Explain which implementation runs a case on a platform, and why not the others.
 
     Args:
         case: shapes and options.
@@ -174,60 +180,63 @@ def explain(case: Case, platform: str) -> Explanation:
 adam8.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def runs(shape: tuple[int, ...], block: int, platform: str, map: Any = "soft8") -> bool:
-    """Whether a kernel steps parameters of a shape on a platform; else it is the reference.
+def has_kernel(shape: tuple[int, ...], block: int, platform: str, map: Any = "soft8") -> bool:
+    """Whether a kernel, and not the reference, updates parameters of a shape on a platform.
 
     Args:
-        shape: of the parameters on one device, two dims or more.
-        block: rows of a column that share a scale.
+        shape: shape of the parameters on one device, with two dims or more.
+        block: number of consecutive elements of a column that share a scale.
         platform: "tpu v5e", "gpu h200", "cpu".
-        map: of the codes, a name of `maps.MAPS`.
+        map: name of the map between moments and codes, in `maps.MAPS`.
 
     Example:
-        >>> runs((4, 512, 64), 256, "tpu v5e"), runs((512, 64), 86, "tpu v5e")
+        >>> has_kernel((4, 512, 64), 256, "tpu v5e"), has_kernel((512, 64), 86, "tpu v5e")
         (True, False)
     """
     case = Case("", math.prod(shape[:-2]), shape[-2], shape[-1], block, map)
     return explain(case, platform).chosen != "reference"
 
 
-def facts(case: Case) -> dict[str, int | str]:
-    """What tiles of a case are looked up by."""
+def tile_facts(case: Case) -> dict[str, int | str]:
+    """The facts of a case on which tiles depend, by which `tiles.tiles` looks up a tuned entry."""
     return {"map": case.map, "block": case.block, "R": case.rows, "C": case.cols}
 
 
-def tiles_for(case: Case, where: Target) -> tpu.Tiles:
-    """Tiles of the TPU kernel for a case on a chip: the tuned ones, else the rule's."""
-    allowed = tpu.candidates(case, where.chip)
-    return files.tiles("adam8", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+def tiles_for(case: Case, target: Target) -> tpu.Tiles:
+    """The TPU kernel's tiles for a case on a target: tuned ones if there are any, else those of the rule."""
+    allowed = tpu.candidates(case, target.chip)
+    return files.tiles(
+        "adam8", target.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda tiles: tiles in allowed
+    )
 
 
 def _case(p: Array, g: Array, m: Moment, v: Moment, hyper: Array, settings: Settings) -> Case:
-    """Shapes and options of a call that makes sense."""
+    """The shapes and options of a call; raises a ValueError if the arrays do not fit together."""
     if p.ndim < 2 or not p.size:
-        raise ValueError(f"adam8: got parameters of shape {p.shape}, expected (..., R, C), none of them 0")
+        raise ValueError(f"adam8: got parameters of shape {p.shape}, expected (..., R, C) without a dim of size 0")
     rows, cols = p.shape[-2:]
     if rows % settings.block:
         raise ValueError(f"adam8: blocks of {settings.block} rows do not divide R of {p.shape}: give another block")
-    scale = (*p.shape[:-2], rows // settings.block, cols)
-    f32, float_types = (jnp.float32,), (jnp.float32, jnp.bfloat16)
-    expected = {
+    scale_shape = (*p.shape[:-2], rows // settings.block, cols)
+    f32, grad_dtypes = (jnp.float32,), (jnp.float32, jnp.bfloat16)
+    expected_by_name = {
         "p": (p, p.shape, f32),
-        "g": (g, p.shape, float_types),
+        "g": (g, p.shape, grad_dtypes),
         "codes of m": (m[0], p.shape, (MAPS[settings.map].m_dtype,)),
-        "scales of m": (m[1], scale, f32),
+        "scales of m": (m[1], scale_shape, f32),
         "codes of v": (v[0], p.shape, (jnp.uint8,)),
-        "scales of v": (v[1], scale, f32),
+        "scales of v": (v[1], scale_shape, f32),
         "hyper": (hyper, (HYPER,), f32),
     }
-    for name, (array, shape, dtypes) in expected.items():
-        names = [jnp.dtype(dtype).name for dtype in dtypes]
-        if array.shape != shape or array.dtype.name not in names:
-            raise ValueError(
-                f"adam8: got {name} {array.dtype.name}{list(array.shape)}, expected {' or '.join(names)}{list(shape)}"
-            )
-    gradient: Any = g.dtype.name
-    kind: Any = settings.map
-    varying = any(varies(dtype) for dtype in (p, g, *m, *v, hyper))
+    for name, (array, shape, dtypes) in expected_by_name.items():
+        dtype_names = [jnp.dtype(dtype).name for dtype in dtypes]
+        if array.shape != shape or array.dtype.name not in dtype_names:
+            expected_text = f"{' or '.join(dtype_names)}{list(shape)}"
+            raise ValueError(f"adam8: got {name} {array.dtype.name}{list(array.shape)}, expected {expected_text}")
+    gradient_dtype: Any = g.dtype.name
+    map_name: Any = settings.map
+    has_varying = any(is_varying(array) for array in (p, g, *m, *v, hyper))
     layers = math.prod(p.shape[:-2])
-    return Case("", layers, rows, cols, settings.block, kind, gradient, settings.weight_decay, varying, tags=())
+    return Case(
+        "", layers, rows, cols, settings.block, map_name, gradient_dtype, settings.weight_decay, has_varying, tags=()
+    )

@@ -1,4 +1,4 @@
-"""Named shapes of 8-bit Adam: what tests, benchmarks and tuning run."""
+"""Cases of 8-bit AdamW that tests, benchmarks and tuning run: named shapes and options."""
 
 import dataclasses
 from typing import Literal
@@ -6,19 +6,20 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One use of 8-bit Adam.
+    """A call of 8-bit AdamW.
 
     Args:
-        name: in ids of tests and rows of tables.
-        layers: L, stacked matrices.
-        rows: R of each, which the block divides.
-        cols: C.
-        block: rows of a column that share a scale.
-        map: of the codes, a name of `maps.MAPS`.
+        name: name of the case, in test ids and rows of tables.
+        layers: number L of stacked matrices.
+        rows: number R of rows of each matrix, a multiple of the block.
+        cols: number C of columns of each matrix.
+        block: number of consecutive elements of a column that share a scale.
+        map: name of the map between moments and codes, in `maps.MAPS`.
         gradient: dtype of the gradient.
-        weight_decay: decoupled.
-        varying: whether types of arrays carry the mesh axes over which they vary, the default of `jax.shard_map`.
-        tags: "small" runs in the interpreter, "aot" is compiled for absent chips, "bench" is timed on a device.
+        weight_decay: factor of the decoupled weight decay.
+        varying: whether the arrays' types vary over mesh axes, as they do by default in `jax.shard_map`.
+        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+            for absent chips, "bench" is timed on a device.
     """
 
     name: str

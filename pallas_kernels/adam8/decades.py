@@ -1,11 +1,11 @@
-"""The dynamic map on TPU: what `maps.py` defines of codes and values, with less arithmetic.
+"""The dynamic map on TPU: the codes and values that `maps.py` defines, with less arithmetic.
 
-Within a decade values are a line over codes, and codes a line over values. What depends on the decade alone is looked
-up among 8 sublanes, an instruction or two of the vector unit, where `maps.py` compares with every decade. The decade of
-a code is the exponent of its distance from zero. That of a value is its logarithm's whole part, which need not be
-exact: a value just beyond the bound between two decades, or just below it, has the lower one's last code. Values are
-those of `maps.py` to 1e-6 of each. So are codes, but where a number is within 1e-4 of a step of the middle between two:
-there they may be either.
+Within a decade, values are a linear function of codes, and codes of values. `maps.py` finds the coefficients by
+comparison with every decade. Here they are looked up among 8 sublanes, with an instruction or two of the vector unit.
+The decade of a code is the exponent of its distance from the code of zero. The decade of a value is the rounded
+logarithm, which need not be exact: values just above and just below the bound between two decades both get the last
+code of the lower decade. Values agree with `maps.py` to a relative 1e-6. Codes agree, too, except for numbers within
+1e-4 of a step of the midpoint between two values, which may get either code.
 """
 
 import dataclasses
@@ -20,70 +20,81 @@ from jax import Array, lax
 from pallas_kernels.adam8.maps import DECADES, dynamic_values
 
 SUBLANES = 8
+"""Sublanes of a vector register, and entries of a row of a table."""
 LANES = 128
-LINE = 2
-"""Rows of a map's table to decode by: slope, start; of the signed map with their signs turned."""
+"""Lanes of a vector register."""
+DECODE_ROWS = 2
+"""The first rows of a map's table, for decoding: slope and intercept (for the signed map, both negated)."""
 ROWS = 6
-"""Of a map's table: those, and to encode by slope, start, lower bound, last distance below."""
+"""All rows of a map's table: those for decoding, then slope, intercept, lower bound and rank below it for encoding."""
 MAGIC = 3 * 2.0**22
-"""A float32 whose last bits count ones."""
+"""The last bits of a float32 are an integer after this number is added."""
 TINY = 2e-7
-"""A size below all bounds but the lowest, of which the decade is known."""
+"""Magnitudes below this count as this: it is in the lowest decade, below the bound of its first value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decades:
-    """A map's numbers by decade.
+    """The numbers that a dynamic map needs for each of its decades.
+
+    A rank is the number of steps between a code and the code of zero, as in `maps.py`.
 
     Args:
-        signed: that of first moments, whose codes are 127 more than a number's distance from zero, or less.
+        signed: True for the map of first moments, which has codes for negative numbers.
     """
 
     signed: bool
 
     @property
     def values(self) -> np.ndarray:
-        """Those above zero, ascending; the last is one."""
+        """The positive values of the map, ascending; the last is 1."""
         return dynamic_values(self.signed)
 
     @property
     def unit(self) -> float:
-        """What sizes are multiplied by before they are encoded.
+        """The factor of magnitudes before they are encoded.
 
-        With it the logarithm rounds to a decade, and to the next from the middle below one, the highest value, on.
+        With it, the rounded logarithm is the decade; from the midpoint below 1, the highest value, on, it is the next.
         """
         return 10**-0.5 / (float(self.values[-2] + self.values[-1]) / 2)
 
     def table(self) -> np.ndarray:
-        """Eight numbers of each row: by the last bits of a float32's exponent, or of a logarithm's whole part."""
-        first, decade = int(not self.signed), np.arange(DECADES)
-        n, ten = 2.0 ** (decade + first), 10.0 ** (decade - DECADES + 1)
+        """The table of the map, float32 (ROWS, 8).
+
+        A column is selected by the last three bits of an integer: of the exponent of a rank plus a half in the rows for
+        decoding, of the rounded logarithm of a magnitude in those for encoding.
+        """
+        first_exponent, decades = int(not self.signed), np.arange(DECADES)
+        n, power_of_ten = 2.0 ** (decades + first_exponent), 10.0 ** (decades - DECADES + 1)
         table = np.zeros((ROWS, SUBLANES))
-        at = (127 + first + decade) % SUBLANES
-        table[0, at], table[1, at] = 0.9 / n * ten, -0.8 * ten
-        # zero and one are on no decade, and share the sublane that is left: a line from one to the other
-        lowest, last = (0.5, 128.5) if self.signed else (1.5, 256.5)
-        free = (126 + first) % SUBLANES
-        slope = round(2**29 / (last - lowest)) / 2**29  # of so few bits that zero is exact
-        table[0, free], table[1, free] = slope, -lowest * slope
+        decode_columns = (127 + first_exponent + decades) % SUBLANES
+        table[0, decode_columns], table[1, decode_columns] = 0.9 / n * power_of_ten, -0.8 * power_of_ten
+        # the values 0 and 1 belong to no decade, and share the column that is left: a line from one to the other
+        zero_rank, one_rank = (0.5, 128.5) if self.signed else (1.5, 256.5)
+        shared_column = (126 + first_exponent) % SUBLANES
+        slope = round(2**29 / (one_rank - zero_rank)) / 2**29  # has so few bits that 0 is exact
+        table[0, shared_column], table[1, shared_column] = slope, -zero_rank * slope
         if self.signed:
-            table[:LINE] *= -1
-        below = n - n[0]
-        middles = (self.values[:-1] + self.values[1:]) / 2
-        at = (decade - DECADES) % SUBLANES
-        table[2, at], table[3, at] = n / ten / 0.9 / self.unit, below + 0.5 - n / 9
-        table[4, at] = np.append(self.values[0] / 2, middles[below[1:].astype(int) - 1]) * self.unit
-        table[5, at] = below
-        table[3, 0] = len(self.values)  # one's
+            table[:DECODE_ROWS] *= -1
+        ranks_below = n - n[0]
+        midpoints = (self.values[:-1] + self.values[1:]) / 2
+        encode_columns = (decades - DECADES) % SUBLANES
+        table[2, encode_columns] = n / power_of_ten / 0.9 / self.unit
+        table[3, encode_columns] = ranks_below + 0.5 - n / 9
+        lower_bounds = np.append(self.values[0] / 2, midpoints[ranks_below[1:].astype(int) - 1])
+        table[4, encode_columns] = lower_bounds * self.unit
+        table[5, encode_columns] = ranks_below
+        table[3, 0] = len(self.values)  # the rank of the value 1
         return table.astype(np.float32)
 
 
 M, V = Decades(True), Decades(False)
+"""The maps of first and of second moments."""
 
 
 @functools.cache
 def tables() -> np.ndarray:
-    """Rows of both maps, first moments' first, along sublanes.
+    """Return the tables of both maps, that of first moments first, with their entries along sublanes.
 
     Returns:
         float32 (2 * ROWS * 8, 128), the same for every lane.
@@ -97,80 +108,99 @@ def tables() -> np.ndarray:
 
 
 def look_up(table: Array, index: Array) -> Array:
-    """Numbers of each lane's table.
+    """Select an entry of a row of a table for every element of an index.
 
     Args:
-        table: (8, 128).
-        index: (a multiple of 8, a multiple of 128), from 0 to 7.
+        table: one row of a table, (8, 128).
+        index: the selected sublanes, from 0 to 7, int32 (a multiple of 8, a multiple of 128).
+
+    Returns:
+        The selected entries, in the shape of `index`.
     """
 
-    def one(part: Array) -> Array:
-        return jnp.take_along_axis(table, part, 0, mode="promise_in_bounds", wrap_negative_indices=False)
+    def look_up_tile(tile: Array) -> Array:
+        return jnp.take_along_axis(table, tile, 0, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    rows = [jnp.split(part, index.shape[1] // LANES, 1) for part in jnp.split(index, index.shape[0] // SUBLANES)]
-    return jnp.concatenate([jnp.concatenate([one(part) for part in row], 1) for row in rows])
+    tile_rows = [jnp.split(rows, index.shape[1] // LANES, 1) for rows in jnp.split(index, index.shape[0] // SUBLANES)]
+    return jnp.concatenate([jnp.concatenate([look_up_tile(tile) for tile in row], 1) for row in tile_rows])
 
 
 def _bits(x: Array) -> Array:
+    """The bits of float32 numbers, as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _sign(x: Array) -> Array:
+    """The sign bits of float32 numbers, as int32 with all other bits 0."""
     return _bits(x) & jnp.int32(-(2**31))
 
 
-def _value(distance: Array, table: Sequence[Array]) -> Array:
-    """Of a distance from zero, and a half."""
-    slope, start = (look_up(one, (_bits(distance) >> 23) & (SUBLANES - 1)) for one in table[:LINE])
-    return distance * slope + start
+def _decode(shifted_rank: Array, table: Sequence[Array]) -> Array:
+    """The values of ranks plus a half, float32 (for the unsigned map, plus one more); negated for the signed map."""
+    slope, intercept = (look_up(row, (_bits(shifted_rank) >> 23) & (SUBLANES - 1)) for row in table[:DECODE_ROWS])
+    return shifted_rank * slope + intercept
 
 
-def decode_m(less: Array, table: Sequence[Array]) -> Array:
-    """Values of first moments.
-
-    Args:
-        less: 127 less codes, int32.
-        table: the first map's rows.
-    """
-    distance = less.astype(jnp.float32)
-    turned = _bits(_value(jnp.abs(distance) + 0.5, table)) ^ _sign(distance)
-    return lax.bitcast_convert_type(turned, jnp.float32)
-
-
-def decode_v(less: Array, table: Sequence[Array]) -> Array:
-    """Values of second moments.
+def decode_m(negated_codes: Array, table: Sequence[Array]) -> Array:
+    """Decode first moments.
 
     Args:
-        less: codes less 128, int32.
-        table: the second map's rows.
+        negated_codes: 127 minus the codes, int32.
+        table: the rows of the map of first moments.
+
+    Returns:
+        The moments, float32 in [-1, 1].
     """
-    return _value(less.astype(jnp.float32) + 129.5, table)
+    negated_ranks = negated_codes.astype(jnp.float32)
+    bits = _bits(_decode(jnp.abs(negated_ranks) + 0.5, table)) ^ _sign(negated_ranks)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _distance(a: Array, table: Sequence[Array], unit: float) -> Array:
-    """From zero, of the level nearest to a, but for up to a half."""
-    whole = lax.log(jnp.maximum(a, TINY * unit)) * (1 / math.log(10)) + MAGIC
-    slope, start, bound, below = (look_up(one, _bits(whole) & (SUBLANES - 1)) for one in table[LINE:])
-    return jnp.where(a > bound, a * slope + start, below)
-
-
-def encode_m(size: Array, sign: Array, table: Sequence[Array]) -> Array:
-    """Codes of first moments, as int32 of which the last eight bits count.
+def decode_v(shifted_codes: Array, table: Sequence[Array]) -> Array:
+    """Decode second moments.
 
     Args:
-        size: from 0 to `M.unit`.
-        sign: numbers that have the moments'.
-        table: the first map's rows.
+        shifted_codes: the codes minus 128, int32.
+        table: the rows of the map of second moments.
+
+    Returns:
+        The moments, float32 in [0, 1].
     """
-    distance = lax.bitcast_convert_type(_bits(_distance(size, table, M.unit)) | _sign(sign), jnp.float32)
-    return _bits(jnp.maximum(distance + (MAGIC + 127), MAGIC))  # one has no opposite
+    return _decode(shifted_codes.astype(jnp.float32) + 129.5, table)
 
 
-def encode_v(size: Array, table: Sequence[Array]) -> Array:
-    """Codes of second moments, as `encode_m`.
+def _encode(magnitude: Array, table: Sequence[Array], unit: float) -> Array:
+    """The ranks, before rounding, of magnitudes that are multiplied by `unit`."""
+    rounded_log = lax.log(jnp.maximum(magnitude, TINY * unit)) * (1 / math.log(10)) + MAGIC
+    slope, intercept, lower_bound, rank_below = (
+        look_up(row, _bits(rounded_log) & (SUBLANES - 1)) for row in table[DECODE_ROWS:]
+    )
+    return jnp.where(magnitude > lower_bound, magnitude * slope + intercept, rank_below)
+
+
+def encode_m(magnitude: Array, signed: Array, table: Sequence[Array]) -> Array:
+    """Encode first moments.
 
     Args:
-        size: from 0 to `V.unit`.
-        table: the second map's rows.
+        magnitude: magnitudes of the moments times `M.unit`.
+        signed: numbers that have the signs of the moments, float32.
+        table: the rows of the map of first moments.
+
+    Returns:
+        The codes, in the last eight bits of int32.
     """
-    return _bits(_distance(size, table, V.unit) + MAGIC)
+    ranks = lax.bitcast_convert_type(_bits(_encode(magnitude, table, M.unit)) | _sign(signed), jnp.float32)
+    return _bits(jnp.maximum(ranks + (MAGIC + 127), MAGIC))  # there is no code for -1
+
+
+def encode_v(magnitude: Array, table: Sequence[Array]) -> Array:
+    """Encode second moments.
+
+    Args:
+        magnitude: the moments times `V.unit`.
+        table: the rows of the map of second moments.
+
+    Returns:
+        The codes, in the last eight bits of int32.
+    """
+    return _bits(_encode(magnitude, table, V.unit) + MAGIC)

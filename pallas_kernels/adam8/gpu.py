@@ -1,9 +1,12 @@
 """8-bit AdamW on Hopper (Mosaic GPU): one pass over memory, in place.
 
-A block of threads (one warpgroup) owns the `block` rows of 32 columns: copied in by TMA, held in registers in the WGMMA
-layout (whose maximum over a column Mosaic knows), written back over the same shared memory. Three such blocks fit a
-multiprocessor, so their copies overlap without a software pipeline. References make it in place: with plain results
-XLA copies the whole state first.
+A block of threads (one warpgroup) updates `block` rows of 32 columns. TMA copies them into shared memory; they are
+loaded into registers in the WGMMA layout, because Mosaic can reduce its columns, and stored back to the same shared
+memory. Three such blocks fit a multiprocessor, so their copies overlap without a software pipeline. References make the
+update in place: with ordinary results, XLA would copy the whole state first.
+
+In the kernel, g, p, mc, ms, vc and vs are references to the gradients, the parameters, and the codes and scales of both
+moments in global memory; names with `_s` are their copies in shared memory.
 """
 
 import functools
@@ -16,28 +19,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
-from pallas_kernels.adam8.reference import FLOP, LEAST, MOST, Settings
-from pallas_kernels.compat import Interpret, estimate
-from pallas_kernels.mosaic_gpu import COL, WGMMA, along_columns, launch_in_place, load, sqrt, wide
+from pallas_kernels.adam8.reference import FLOP, HYPER, MAX_SQUARE, MIN_SCALE, Settings
+from pallas_kernels.compat import Interpret, cost_estimate
+from pallas_kernels.mosaic_gpu import COL, WGMMA, along_columns, launch_in_place, load, sqrt, tiled_smem
 
 COLS = 32
-"""Columns of a block of threads."""
+"""Columns that a block of threads updates."""
 
 
 def _kernel(hyper: Any, *refs: Any, settings: Settings) -> None:
+    """Update a block of parameters and moments; `refs` are global memory, then shared memory and its barrier."""
     g, p, mc, ms, vc, vs, g_s, p_s, mc_s, ms_s, vc_s, vs_s, ready = refs
-    s, maps, f32 = settings, MAPS[settings.map], jnp.float32
+    s, code_map, f32 = settings, MAPS[settings.map], jnp.float32
     shape = (s.block, COLS)
     i, j = lax.axis_index("i"), lax.axis_index("j")
-    at = pl.ds(i * s.block, s.block), pl.ds(j * COLS, COLS)
-    row = i, pl.ds(j * COLS, COLS)
-    lr, correct_m, correct_v, factor = hyper[0], hyper[1], hyper[2], hyper[3]
+    block_index = pl.ds(i * s.block, s.block), pl.ds(j * COLS, COLS)
+    scale_index = i, pl.ds(j * COLS, COLS)
+    lr, correct_m, correct_v, factor, is_applied = (hyper[index] for index in range(HYPER))
 
-    @pl.when(hyper[4] > 0)
+    @pl.when(is_applied > 0)
     def _() -> None:
-        state = ((p, p_s, at), (mc, mc_s, at), (ms, ms_s, row), (vc, vc_s, at), (vs, vs_s, row))
-        for there, here, place in ((g, g_s, at), *state):
-            plgpu.copy_gmem_to_smem(there.at[place], here, ready)
+        state_copies = (
+            (p, p_s, block_index),
+            (mc, mc_s, block_index),
+            (ms, ms_s, scale_index),
+            (vc, vc_s, block_index),
+            (vs, vs_s, scale_index),
+        )
+        for array_g, array_s, index in ((g, g_s, block_index), *state_copies):
+            plgpu.copy_gmem_to_smem(array_g.at[index], array_s, ready)
         plgpu.barrier_wait(ready)
 
         def per_column(x: Any) -> Any:
@@ -45,21 +55,21 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings) -> None:
 
         grad = load(g_s, WGMMA).astype(f32)
         square = grad * grad
-        ok = square < MOST
-        old_m = maps.decode_m(load(mc_s, WGMMA).astype(jnp.int32)) * per_column(load(ms_s, COL))
-        old_v = maps.decode_v(load(vc_s, WGMMA).astype(jnp.int32)) * per_column(load(vs_s, COL))
-        m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
-        v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
+        is_usable = square < MAX_SQUARE
+        old_m = code_map.decode_m(load(mc_s, WGMMA).astype(jnp.int32)) * per_column(load(ms_s, COL))
+        old_v = code_map.decode_v(load(vc_s, WGMMA).astype(jnp.int32)) * per_column(load(vs_s, COL))
+        m = jnp.where(is_usable, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
+        v = jnp.where(is_usable, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
         weight = load(p_s, WGMMA)
-        moved = weight * (1 - lr * s.weight_decay) - lr * correct_m * m / (sqrt(v * correct_v) + s.eps)
-        p_s[...] = jnp.where(ok, moved, weight)
-        top_m, top_v = jnp.max(jnp.abs(m), axis=0), jnp.max(v, axis=0)
-        ms_s[...], vs_s[...] = top_m, top_v
-        mc_s[...] = maps.encode_m(m * per_column(1 / jnp.maximum(top_m, LEAST))).astype(mc_s.dtype)
-        vc_s[...] = maps.encode_v(v * per_column(1 / jnp.maximum(top_v, LEAST)), sqrt).astype(vc_s.dtype)
+        new_weight = weight * (1 - lr * s.weight_decay) - lr * correct_m * m / (sqrt(v * correct_v) + s.eps)
+        p_s[...] = jnp.where(is_usable, new_weight, weight)
+        max_m, max_v = jnp.max(jnp.abs(m), axis=0), jnp.max(v, axis=0)
+        ms_s[...], vs_s[...] = max_m, max_v
+        mc_s[...] = code_map.encode_m(m * per_column(1 / jnp.maximum(max_m, MIN_SCALE))).astype(mc_s.dtype)
+        vc_s[...] = code_map.encode_v(v * per_column(1 / jnp.maximum(max_v, MIN_SCALE)), sqrt).astype(vc_s.dtype)
         plgpu.commit_smem()
-        for there, here, place in state:
-            plgpu.copy_smem_to_gmem(here, there.at[place])
+        for array_g, array_s, index in state_copies:
+            plgpu.copy_smem_to_gmem(array_s, array_g.at[index])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -67,36 +77,37 @@ def step(
     p: Array, g: Array, m: tuple[Array, Array], v: tuple[Array, Array], hyper: Array, settings: Settings,
     *, case: Case, interpret: Interpret = False,
 ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:  # fmt: skip
-    """As `reference.step`, in place of what it is given.
+    """Compute what `reference.step` computes; the results take the memory of p, m and v if these are donated.
 
     Args:
-        p: with all other arrays as in `reference.step`.
-        g: as there.
-        m: as there.
-        v: as there.
-        hyper: as there.
-        settings: as there.
-        case: of these shapes.
-        interpret: see `compat.interpreter`.
+        p, g, m, v, hyper, settings: as in `reference.step`.
+        case: the shapes and options of the arrays.
+        interpret: how to run the kernel, see `compat.interpret_params`.
+
+    Returns:
+        p, m and v after the step.
     """
-    rows = case.layers * case.rows
+    row_count = case.layers * case.rows
     state = [array.reshape(-1, case.cols) for array in (p, *m, *v)]
 
-    def tile(array: Array) -> Any:
-        return wide((case.block, COLS), array.dtype, COLS * array.dtype.itemsize)
+    def block_smem(array: Array) -> Any:
+        return tiled_smem((case.block, COLS), array.dtype, COLS * array.dtype.itemsize)
 
-    scale = plgpu.SMEM((COLS,), jnp.float32)
-    scratch = [tile(g), tile(p), tile(m[0]), scale, tile(v[0]), scale, plgpu.Barrier(num_arrivals=6)]
+    scale_smem = plgpu.SMEM((COLS,), jnp.float32)
+    moment_smem = [block_smem(m[0]), scale_smem, block_smem(v[0]), scale_smem]
+    scratch = [block_smem(g), block_smem(p), *moment_smem, plgpu.Barrier(num_arrivals=6)]
     outputs = launch_in_place(
         functools.partial(_kernel, settings=settings),
         (hyper, g.reshape(-1, case.cols)),
         state,
-        grid=(rows // case.block, case.cols // COLS),
+        grid=(row_count // case.block, case.cols // COLS),
         grid_names=("i", "j"),
         name="adam8",
         scratch=scratch,
-        cost=estimate(FLOP * p.size, (g, *state), state, 2 * p.size),
+        cost=cost_estimate(FLOP * p.size, (g, *state), state, 2 * p.size),
         interpret=interpret,
     )
-    new_p, *rest = (array.reshape(like.shape) for array, like in zip(outputs, (p, *m, *v), strict=True))
-    return new_p, (rest[0], rest[1]), (rest[2], rest[3])
+    new_p, m_codes, m_scales, v_codes, v_scales = (
+        output.reshape(array.shape) for output, array in zip(outputs, (p, *m, *v), strict=True)
+    )
+    return new_p, (m_codes, m_scales), (v_codes, v_scales)

@@ -1,15 +1,15 @@
 r"""8-bit AdamW, one step: the definition, in plain jax.numpy.
 
-A block is `block` numbers below one another in a column, so codes keep the parameter's shape and scales have its
-second-minor dim divided by the block: on TPU a view, where blocks along the last dim would be a relayout. With
-:math:`t` updates made, this one included, and a gradient g,
+A block is `block` consecutive elements of a column. Codes therefore have the shape of the parameters, and scales have
+their second-minor dim divided by the block; on TPU that is a view, while blocks along the last dim would need a new
+layout. For the update number :math:`t`, counted from 1, and a gradient g,
 
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,
     p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p),
 
-and m and v are kept as codes of what they are, divided by the largest of their block (`maps.py`). An element whose g^2
-is not a float32 number below 2^126 (NaN, infinity, beyond 9e18) is left out: its p, m and v are as they were, but for
-the rounding of m and v where their block gets another scale. Where `go` is 0 nothing changes, not a bit.
+and m and v are stored as codes (`maps.py`), after division by the largest magnitude in their block. An element whose
+g^2 is not a float32 number below 2^126 (NaN, infinity, |g| beyond 9e18) is not updated: its p stays the same, and its m
+and v change only by rounding, if their block gets another scale. If `is_applied` is 0, nothing changes, not even a bit.
 Left out: bias-corrected epsilon, stochastic rounding, moments in 4 bits.
 """
 
@@ -22,29 +22,29 @@ from jax import Array
 from pallas_kernels.adam8.maps import MAPS
 
 FLOP = 45
-"""Of a parameter."""
-LEAST = 2.0**-126
-"""The smallest normal float32: scales below it are not divided by, since what is smaller is flushed to zero."""
-MOST = 2.0**126
-"""The largest float32 whose inverse is a normal number."""
+"""FLOP per parameter and step."""
+MIN_SCALE = 2.0**-126
+"""The smallest normal float32: no number is divided by a smaller scale, because smaller numbers are flushed to zero."""
+MAX_SQUARE = 2.0**126
+"""Squares of gradient elements must be below this, the largest float32 whose inverse is a normal number."""
 HYPER = 5
-"""Numbers that change from step to step: learning rate, 1 / (1 - b1^t), 1 / (1 - b2^t), factor of the gradient, go."""
+"""Length of `hyper`: learning rate, 1 / (1 - b1^t), 1 / (1 - b2^t), factor of the gradient, is_applied (1 or 0)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What does not change from step to step.
+    """The hyperparameters that do not change from step to step.
 
     Args:
-        block: rows of a column that share a scale.
+        block: number of consecutive elements of a column that share a scale.
         b1: decay of m, in [0, 1).
         b2: decay of v, in [0, 1).
-        eps: added to the root.
-        weight_decay: decoupled.
-        map: of the codes, a name of `maps.MAPS`.
+        eps: number that is added to the square root of v.
+        weight_decay: factor of the decoupled weight decay.
+        map: name of the map between moments and codes, in `maps.MAPS`.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: a value is out of range.
 
     Example:
         >>> Settings(map="linear")
@@ -78,41 +78,39 @@ class Settings:
 def step(
     p: Array, g: Array, m: tuple[Array, Array], v: tuple[Array, Array], hyper: Array, settings: Settings
 ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-    """One step.
+    """Update the parameters and both moments.
 
     Args:
         p: parameters (L, R, C), float32.
-        g: gradients, float32 or bfloat16.
+        g: gradients (L, R, C), float32 or bfloat16.
         m: codes (L, R, C) and scales (L, R / block, C) of the first moment.
-        v: the same of the second.
-        hyper: float32 (5,), see `HYPER`.
-        settings: the rest.
+        v: codes and scales of the second moment, in the same shapes.
+        hyper: hyperparameters that change from step to step, float32 (5,), see `HYPER`.
+        settings: hyperparameters that do not change.
 
     Returns:
         p, m and v after the step.
     """
-    maps = MAPS[settings.map]
-    blocked = (p.shape[0], p.shape[1] // settings.block, settings.block, p.shape[2])
-    lr, correct_m, correct_v, factor, go = hyper
-    weight, grad = p.reshape(blocked), g.astype(jnp.float32).reshape(blocked)
-    ok = jnp.square(grad) < MOST
-    grad = jnp.where(ok, grad * factor, 0)
-    old_m = maps.decode_m(m[0].reshape(blocked)) * m[1][:, :, None]
-    old_v = maps.decode_v(v[0].reshape(blocked)) * v[1][:, :, None]
-    new_m = jnp.where(ok, settings.b1 * old_m + (1 - settings.b1) * grad, old_m)
-    new_v = jnp.where(ok, settings.b2 * old_v + (1 - settings.b2) * jnp.square(grad), old_v)
-    root = jnp.sqrt(new_v * correct_v) + settings.eps
-    new_weight = weight - lr * (new_m * correct_m / root + settings.weight_decay * weight)
-    scale_m, scale_v = jnp.max(jnp.abs(new_m), 2), jnp.max(new_v, 2)
-    codes_m = maps.encode_m(new_m * (1 / jnp.maximum(scale_m, LEAST))[:, :, None])
-    codes_v = maps.encode_v(new_v * (1 / jnp.maximum(scale_v, LEAST))[:, :, None], jnp.sqrt)
-    new = (
-        jnp.where(ok, new_weight, weight).reshape(p.shape),
-        (codes_m.astype(m[0].dtype).reshape(p.shape), scale_m),
-        (codes_v.astype(v[0].dtype).reshape(p.shape), scale_v),
-    )
-    is_good = go > 0
-    moments = [
-        (jnp.where(is_good, a, b), jnp.where(is_good, c, d)) for (a, c), (b, d) in zip(new[1:], (m, v), strict=True)
-    ]
-    return jnp.where(is_good, new[0], p), moments[0], moments[1]
+    code_map = MAPS[settings.map]
+    block_shape = (p.shape[0], p.shape[1] // settings.block, settings.block, p.shape[2])
+    lr, correct_m, correct_v, factor, applied = hyper
+    weight, raw_grad = p.reshape(block_shape), g.astype(jnp.float32).reshape(block_shape)
+    is_usable = jnp.square(raw_grad) < MAX_SQUARE
+    grad = jnp.where(is_usable, raw_grad * factor, 0)
+    (m_codes, m_scales), (v_codes, v_scales) = m, v
+    old_m = code_map.decode_m(m_codes.reshape(block_shape)) * m_scales[:, :, None]
+    old_v = code_map.decode_v(v_codes.reshape(block_shape)) * v_scales[:, :, None]
+    new_m = jnp.where(is_usable, settings.b1 * old_m + (1 - settings.b1) * grad, old_m)
+    new_v = jnp.where(is_usable, settings.b2 * old_v + (1 - settings.b2) * jnp.square(grad), old_v)
+    denominator = jnp.sqrt(new_v * correct_v) + settings.eps
+    new_weight = weight - lr * (new_m * correct_m / denominator + settings.weight_decay * weight)
+    new_m_scales, new_v_scales = jnp.max(jnp.abs(new_m), 2), jnp.max(new_v, 2)
+    new_m_codes = code_map.encode_m(new_m * (1 / jnp.maximum(new_m_scales, MIN_SCALE))[:, :, None])
+    new_v_codes = code_map.encode_v(new_v * (1 / jnp.maximum(new_v_scales, MIN_SCALE))[:, :, None], jnp.sqrt)
+    new_p = jnp.where(is_usable, new_weight, weight).reshape(p.shape)
+    new_m_codes = new_m_codes.astype(m_codes.dtype).reshape(p.shape)
+    new_v_codes = new_v_codes.astype(v_codes.dtype).reshape(p.shape)
+    is_applied = applied > 0
+    selected_m = jnp.where(is_applied, new_m_codes, m_codes), jnp.where(is_applied, new_m_scales, m_scales)
+    selected_v = jnp.where(is_applied, new_v_codes, v_codes), jnp.where(is_applied, new_v_scales, v_scales)
+    return jnp.where(is_applied, new_p, p), selected_m, selected_v

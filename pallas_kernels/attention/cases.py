@@ -1,4 +1,4 @@
-"""Named shapes of attention: what tests, benchmarks and tuning run."""
+"""Cases of attention that tests, benchmarks and tuning run: named shapes and options."""
 
 import dataclasses
 from typing import Literal
@@ -6,23 +6,25 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One use of attention.
+    """A call of attention.
 
     Args:
-        name: in ids of tests and rows of tables.
-        T: queries.
-        S: keys.
-        N: query heads.
-        K: key heads.
+        name: name of the case, in test ids and rows of tables.
+        T: number of queries.
+        S: number of keys.
+        N: number of query heads.
+        K: number of key heads.
         H: width of a head.
-        B: rows.
-        dtype: of queries, keys, values.
-        causal, window, soft_cap: as of `attention`.
-        offset: position of the first query, known when it runs.
-        segments: documents in a row of equal lengths, and a last one whose queries see nothing; 0: no segment ids.
-        tile: of the interpreted kernel on TPU.
-        tags: "small" runs in the interpreter ("slow" beside it: not by default), "aot" is compiled for absent chips,
-            "bench" is timed on a device.
+        B: number of rows.
+        dtype: dtype of the queries, keys and values.
+        causal, window: as in `attention`.
+        soft_cap: the parameter `logit_soft_cap` of `attention`.
+        offset: position of the first query, which the kernel learns only at run time.
+        segments: number of documents of equal length in a row, followed by one whose queries see no key; 0 for no
+            segment ids.
+        tile: queries and keys per tile when the TPU kernel is interpreted.
+        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+            for absent chips, "bench" is timed on a device.
     """
 
     name: str
@@ -43,13 +45,15 @@ class Case:
 
     @property
     def options(self) -> dict[str, bool | int | float | None]:
-        """Keywords of `attention`."""
-        positions = {"causal": self.causal, "window": self.window, "query_offset": self.offset}
-        return {**positions, "logit_soft_cap": self.soft_cap}
+        """The keyword arguments of `attention` for this case."""
+        position_options = {"causal": self.causal, "window": self.window, "query_offset": self.offset}
+        return {**position_options, "logit_soft_cap": self.soft_cap}
 
 
 _SLOW = ("small", "slow")
+"""Tags of a case that only the slow tests interpret."""
 _COMPILED = ("aot", "bench")
+"""Tags of a case that is compiled for absent chips and timed on a device."""
 CASES = (
     Case("causal", 256, 256, 2, 1, 64),
     Case("all", 128, 256, 2, 2, 64, causal=False, soft_cap=5.0, segments=3, tile=256),

@@ -1,4 +1,4 @@
-"""Problem: the facts by which an implementation of attention decides whether it supports a call."""
+"""The facts about a call of attention that decide whether an implementation can run it, and with which tiles."""
 
 import dataclasses
 
@@ -7,14 +7,14 @@ from pallas_kernels.attention.reference import Options
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes, type and options of one call, on one device.
+    """Sizes, dtype and options of one call on one device.
 
     Args:
-        B, T, S, N, K, H: rows, queries, keys, query heads, key heads, width of a head.
-        dtype: of queries, keys and values.
-        segments: whether segment ids are given.
+        B, T, S, N, K, H: numbers of rows, queries, keys, query heads and key heads, and the width of a head.
+        dtype: dtype of the queries, keys and values.
+        has_segments: whether the call has segment ids.
         options: what to compute.
-        offset: whether queries start at a position that is known when it runs alone, and that counts.
+        has_offset: whether the queries start at a position other than 0 that is known only at run time.
     """
 
     B: int
@@ -24,18 +24,22 @@ class Problem:
     K: int
     H: int
     dtype: str
-    segments: bool
+    has_segments: bool
     options: Options
-    offset: bool = False
+    has_offset: bool = False
 
     @property
     def mask(self) -> str:
-        """What hides keys, the key of tuned tiles: "full", "causal", "window", with "+segments", "+cap", "+offset"."""
-        kind = "full" if not self.options.causal else "causal" if self.options.window is None else "window"
-        cap = "" if self.options.soft_cap is None else "+cap"
-        return kind + ("+segments" if self.segments else "") + cap + ("+offset" if self.offset else "")
+        """Name of the mask in tuned entries: "full", "causal" or "window", plus "+segments", "+cap", "+offset"."""
+        name = "full" if not self.options.causal else "causal" if self.options.window is None else "window"
+        suffixes = {
+            "+segments": self.has_segments,
+            "+cap": self.options.soft_cap is not None,
+            "+offset": self.has_offset,
+        }
+        return name + "".join(suffix for suffix, applies in suffixes.items() if applies)
 
     @property
     def case(self) -> dict[str, int | str]:
-        """What tiles depend on; the width is a text, for tiles that one compiles at may not compile at another."""
+        """The facts on which tiles depend. H is a text, because tiles that compile at one width may fail at another."""
         return {"dtype": self.dtype, "mask": self.mask, "H": str(self.H), "T": self.T, "S": self.S}

@@ -1,14 +1,16 @@
-"""Softmax attention with grouped heads: the definition, in plain jax.numpy. It holds all T x S scores.
+"""Softmax attention with grouped heads: the definition, in plain jax.numpy. It materializes all T x S scores.
 
-A query sees a key when both carry the same segment id, when the key is not in its future (causal), and when it is less
-than `window` positions back. Positions count from 0 on both sides, also where S is not T; those of queries from an
-offset where one is given. A query that sees no key gives 0, and its log-sum-exp is -inf; one with a value that is not
-finite gives NaN, and so does one whose scores are all -inf, or one of them +inf or NaN.
+A query sees a key if both have the same segment id, if the key is not at a later position (causal), and if it is less
+than `window` positions back. Positions of keys count from 0, also if S is not T; positions of queries count from 0 or
+from an offset. The output for a query that sees no key is 0, and its log-sum-exp is -inf. The output is NaN for a query
+that has an element that is not finite, for one whose visible scores are all -inf, and for one that has a visible score
+of +inf or NaN.
 
-Two exceptions: the kernels cannot distinguish scores that are all -inf (or below -5e29) from no scores where segment
-ids or a window may leave a query no key, or where ids hide keys that fill up a length (causal is False, or T > S, and S
-no multiple of 128): there they give 0. And a value (of `v`) that is not finite makes queries NaN from which it is
-hidden: all of them here, with kernels and chunks those of its tiles.
+There are two exceptions. First, the kernels cannot distinguish scores that are all -inf (or below -5e29) from the
+absence of scores, in two cases: segment ids or a window may leave a query without a key; or segment ids hide the keys
+that pad S to a multiple of 128 (causal is False, or T > S). In these cases the kernels return 0. Second, an element of
+`v` that is not finite makes the output NaN even for queries that do not see it: here for all queries, in kernels and
+chunks for the queries of the same tiles.
 """
 
 import dataclasses
@@ -23,16 +25,17 @@ from pallas_kernels.attention.visibility import Visibility
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What attention computes, besides its arrays.
+    """The options of attention.
 
     Args:
-        causal: a query sees no key of a later position.
-        window: keys that a query sees, itself included; None for all.
-        soft_cap: c of `c tanh(s / c)` on the scores; None for none.
-        scale: of the scores.
+        causal: whether a query sees no key at a later position.
+        window: number of positions that a query sees, ending with its own; None for no limit. Only with `causal`.
+        soft_cap: the scores s become `c tanh(s / c)`, where c is this number; None for no cap.
+        scale: factor of the scores.
 
     Raises:
-        ValueError: a window that looks forward or is empty, a cap that is not positive, a scale that is 0 or NaN.
+        ValueError: the window is less than 1 or comes without `causal`, the cap is not a positive finite number, or the
+            scale is 0 or not finite.
     """
 
     causal: bool = True
@@ -42,7 +45,10 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
-            raise ValueError(f"attention: window={self.window} looks back from a query, and causal is False: drop one")
+            raise ValueError(
+                f"attention: got window={self.window} and causal=False, expected a window with causal=True only: "
+                "drop one of the two"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention: window={self.window}, expected at least 1 (the query's own position)")
         if self.soft_cap is not None and not (self.soft_cap > 0 and math.isfinite(self.soft_cap)):
@@ -51,63 +57,63 @@ class Options:
             raise ValueError(f"attention: scale={self.scale}, expected a finite number that is not 0")
 
     def visibility(self, q_ids: Any, kv_ids: Any, offset: Any) -> Visibility:
-        """Which keys a query sees.
+        """Define which keys a query sees.
 
         Args:
-            q_ids, kv_ids: segment ids (B,T) and (B,S), or None; no id is padding.
+            q_ids, kv_ids: segment ids (B,T) and (B,S), or None; no id stands for padding.
             offset: position of the first query, an int32 scalar; None for 0.
         """
         return Visibility(None, None, q_ids, kv_ids, self.window, self.causal, offset, padding=None)
 
-    def sighted(self, T: int, S: int, *, anywhere: bool = False) -> bool:
-        """Whether the positions let every query see a key.
+    def is_never_blind(self, T: int, S: int, *, any_offset: bool = False) -> bool:
+        """Whether positions let every query see at least one key.
 
         Args:
-            T, S: queries and keys.
-            anywhere: the queries may start at any position.
+            T, S: numbers of queries and keys.
+            any_offset: whether the first query may be at any position, and not at 0.
 
         Example:
-            >>> Options().sighted(9, 3), Options(window=2).sighted(4, 3), Options(window=2).sighted(5, 3)
-            (True, True, False)
+            >>> Options().is_never_blind(9, 3), [Options(window=2).is_never_blind(T, 3) for T in (4, 5)]
+            (True, [True, False])
         """
-        return self.window is None or (not anywhere and S + self.window >= T + 1)
+        return self.window is None or (not any_offset and S + self.window >= T + 1)
 
-    def pairs(self, T: int, S: int, *, anywhere: bool = False) -> int:
-        """How many (query, key) pairs the positions let see each other.
+    def count_pairs(self, T: int, S: int, *, any_offset: bool = False) -> int:
+        """Count the pairs of a query and a key that positions make visible.
 
         Args:
-            T, S: queries and keys.
-            anywhere: the queries are a part of a sequence, and which one is not known: the mean over the parts that
-                start at 0, T, 2T, .. before S.
+            T, S: numbers of queries and keys.
+            any_offset: whether the queries are some part of a sequence, at an unknown offset; if so, the result is the
+                mean over the parts that start at 0, T, 2T, .. below S.
 
         Example:
-            >>> Options(window=2).pairs(4, 4), Options(causal=False).pairs(3, 5), Options().pairs(3, 2)
-            (7, 15, 5)
-            >>> Options().pairs(2, 8, anywhere=True), Options().pairs(8, 8)
+            >>> Options(window=2).count_pairs(4, 4), Options(causal=False).count_pairs(3, 5)
+            (7, 15)
+            >>> Options().count_pairs(2, 8, any_offset=True), Options().count_pairs(8, 8)
             (9, 36)
         """
-        parts = -(-S // T) if anywhere else 1
-        t = np.arange(parts * T)
-        end = np.minimum(t + 1, S) if self.causal else np.full(t.shape, S)
-        start = np.maximum(t + 1 - self.window, 0) if self.window else 0
-        return int((end - start).clip(0).sum()) // parts
+        part_count = -(-S // T) if any_offset else 1
+        q_positions = np.arange(part_count * T)
+        end_keys = np.minimum(q_positions + 1, S) if self.causal else np.full(q_positions.shape, S)
+        first_keys = np.maximum(q_positions + 1 - self.window, 0) if self.window else 0
+        return int((end_keys - first_keys).clip(0).sum()) // part_count
 
 
 UNSEEN = -1e30
-"""Score of an invisible key where implementations add up: finite, so that a query that sees none gives no NaN."""
+"""Score of an invisible key in an online softmax; it is finite, so that a query that sees no key gives no NaN."""
 
 
 def scores(q: Any, k: Any, scale: float, soft_cap: float | None) -> Any:
-    """Capped scores in float32.
+    """Compute the scaled and capped scores in float32.
 
     Args:
-        q: (B,T,K,G,H), or (B,T,K,H) with one query head for each key head: a dim of one head per group would cost
-            XLA:CPU a transposed copy of all scores.
-        k: (B,S,K,H).
-        scale, soft_cap: as of `Options`.
+        q: queries (B,T,K,G,H) with G query heads per key head; or (B,T,K,H) with one query head per key head, because
+            XLA:CPU would make a transposed copy of all scores for a dim G of size 1.
+        k: keys (B,S,K,H).
+        scale, soft_cap: as in `Options`.
 
     Returns:
-        (B,K,G,T,S), or (B,K,T,S).
+        The scores (B,K,G,T,S), or (B,K,T,S) if `q` has no dim G.
     """
     products = jnp.einsum(
         "btkgh,bskh->bkgts" if q.ndim == 5 else "btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32
@@ -117,23 +123,23 @@ def scores(q: Any, k: Any, scale: float, soft_cap: float | None) -> Any:
 
 
 def cap_slope(capped: Any, soft_cap: float) -> Any:
-    """The derivative of the cap, from capped scores."""
+    """Derivative of the cap, `1 - (capped / soft_cap)**2`, at scores that are given in capped form."""
     return 1 - jnp.square(capped / soft_cap)
 
 
 def _scores_and_mask(
     q: Any, k: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options
 ) -> tuple[jnp.ndarray, jnp.ndarray]:
-    """Scores (B,K,G,T,S) in float32, and which keys are visible (B or 1,1,1,T,S)."""
+    """Scores (B,K,G,T,S) in float32, and the mask (B or 1,1,1,T,S) of visible keys."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    grouped = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
+    grouped_q = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
     mask = options.visibility(q_ids, kv_ids, offset).mask(jnp.arange(T), jnp.arange(S))
-    return scores(grouped, k.astype(jnp.float32), options.scale, options.soft_cap), mask[:, None, None]
+    return scores(grouped_q, k.astype(jnp.float32), options.scale, options.soft_cap), mask[:, None, None]
 
 
 def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> tuple[Any, Any]:
-    """Attention, and the log-sum-exp of each query's visible scores.
+    """Compute attention, and the log-sum-exp of each query's visible scores.
 
     Args:
         q: queries (B,T,N,H).
@@ -143,42 +149,46 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, option
         options: what to compute.
 
     Returns:
-        (B,T,N,H) in the type of `q`, and (B,N,T) in float32.
+        The output (B,T,N,H) in the dtype of `q`, and the log-sum-exp (B,N,T) in float32.
     """
     B, T, N, H = q.shape
-    s, seen = _scores_and_mask(q, k, q_ids, kv_ids, offset, options)
-    some = seen.any(-1)
-    top = jnp.where(some, jnp.max(jnp.where(seen, s, -jnp.inf), -1), 0.0)
-    p = jnp.where(seen, jnp.exp(s - top[..., None]), 0.0)
-    total = jnp.sum(p, -1)
-    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-    p = p / jnp.where(some, total, 1.0)[..., None]
-    out = jnp.einsum("bkgts,bskh->btkgh", p, v.astype(jnp.float32)).reshape(B, T, N, H)
-    broken = jnp.where(jnp.isfinite(q).all(-1, keepdims=True), 0.0, jnp.nan)
-    return (out + broken).astype(q.dtype), lse.reshape(B, N, T)
+    s, mask = _scores_and_mask(q, k, q_ids, kv_ids, offset, options)
+    sees_key = mask.any(-1)
+    max_score = jnp.where(sees_key, jnp.max(jnp.where(mask, s, -jnp.inf), -1), 0.0)
+    exp_scores = jnp.where(mask, jnp.exp(s - max_score[..., None]), 0.0)
+    exp_sum = jnp.sum(exp_scores, -1)
+    lse = jnp.where(sees_key, max_score + jnp.log(jnp.where(sees_key, exp_sum, 1.0)), -jnp.inf)
+    probabilities = exp_scores / jnp.where(sees_key, exp_sum, 1.0)[..., None]
+    out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v.astype(jnp.float32)).reshape(B, T, N, H)
+    nan_or_zero = jnp.where(jnp.isfinite(q).all(-1, keepdims=True), 0.0, jnp.nan)
+    return (out + nan_or_zero).astype(q.dtype), lse.reshape(B, N, T)
 
 
 def backward(
     q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, out: Any, lse: Any, d_out: Any, options: Options
 ) -> tuple[Any, Any, Any]:
-    """Gradients of q, k and v, each in its type.
+    """Compute the gradients of q, k and v.
 
     Args:
-        q, k, v, q_ids, kv_ids, offset, options: as of `forward`.
-        out, lse: what it returned.
+        q, k, v, q_ids, kv_ids, offset, options: the arguments of `forward`.
+        out, lse: the results of `forward`.
         d_out: the gradient of `out`, (B,T,N,H).
+
+    Returns:
+        The gradients of q, k and v, each with the shape and dtype of its array.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    s, seen = _scores_and_mask(q, k, q_ids, kv_ids, offset, options)
+    s, mask = _scores_and_mask(q, k, q_ids, kv_ids, offset, options)
     slope = 1.0 if options.soft_cap is None else cap_slope(s, options.soft_cap)
-    lse = lse.reshape(B, K, N // K, T)
-    p = jnp.where(seen, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
-    d = d_out.reshape(B, T, K, N // K, H).astype(jnp.float32)
-    delta = jnp.einsum("btkgh,btkgh->bkgt", d, out.reshape(d.shape).astype(jnp.float32))
-    dp = jnp.einsum("btkgh,bskh->bkgts", d, v.astype(jnp.float32))
+    grouped_lse = lse.reshape(B, K, N // K, T)
+    p = jnp.where(mask, jnp.exp(s - jnp.where(jnp.isneginf(grouped_lse), 0.0, grouped_lse)[..., None]), 0.0)
+    grouped_d_out = d_out.reshape(B, T, K, N // K, H).astype(jnp.float32)
+    grouped_out = out.reshape(grouped_d_out.shape).astype(jnp.float32)
+    delta = jnp.einsum("btkgh,btkgh->bkgt", grouped_d_out, grouped_out)
+    dp = jnp.einsum("btkgh,bskh->bkgts", grouped_d_out, v.astype(jnp.float32))
     ds = p * (dp - delta[..., None]) * slope * options.scale
     dq = jnp.einsum("bkgts,bskh->btkgh", ds, k.astype(jnp.float32)).reshape(q.shape)
-    dk = jnp.einsum("bkgts,btkgh->bskh", ds, q.reshape(d.shape).astype(jnp.float32))
-    dv = jnp.einsum("bkgts,btkgh->bskh", p, d)
+    dk = jnp.einsum("bkgts,btkgh->bskh", ds, q.reshape(grouped_d_out.shape).astype(jnp.float32))
+    dv = jnp.einsum("bkgts,btkgh->bskh", p, grouped_d_out)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -1,4 +1,4 @@
-"""What is static in the TPU's kernels: sizes of tiles, and which tiles of keys and queries see each other."""
+"""Static facts of the TPU kernels: sizes of tiles, and which tiles of queries see which tiles of keys."""
 
 import dataclasses
 import functools
@@ -16,19 +16,25 @@ from pallas_kernels.attention.reference import Options
 from pallas_kernels.target import Target
 
 LANES = 128
+"""Lanes of a vector register."""
 WIDEST = 256
-"""Width of heads up to which kernels were compiled."""
+"""The largest width of heads for which the kernels were compiled."""
 LOG2E = math.log2(math.e)
 _LENGTHS = (2048, 1024, 512, 256, 128)
-"""Queries or keys of a tile, to choose from."""
+"""The numbers of queries or of keys that a tile may have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Queries and keys of a tile, in each pass: multiples of 128.
+    """Sizes of the tiles of each pass, all multiples of 128.
+
+    Args:
+        q, kv: queries and keys of a tile in the forward pass.
+        q_dq, kv_dq: queries and keys of a tile in the pass for dq.
+        q_dkv, kv_dkv: queries and keys of a tile in the pass for dk and dv.
 
     Raises:
-        ValueError: other sizes.
+        ValueError: a size is not a positive multiple of 128.
     """
 
     q: int = 512
@@ -43,14 +49,14 @@ class Tiles:
             if value < LANES or value % LANES:
                 raise ValueError(f"attention on TPU: tile {name}={value}, expected a multiple of {LANES}")
 
-    def divide(self, T: int, S: int) -> bool:
-        """Whether whole tiles (those that are not longer than the sequence) make up T queries and S keys."""
-        queries, keys = (self.q, self.q_dq, self.q_dkv), (self.kv, self.kv_dq, self.kv_dkv)
-        return all(T % min(q, T) == 0 for q in queries) and all(S % min(kv, S) == 0 for kv in keys)
+    def can_divide(self, T: int, S: int) -> bool:
+        """Whether whole tiles make up T queries and S keys; a tile longer than the sequence is shortened to it."""
+        query_sizes, key_sizes = (self.q, self.q_dq, self.q_dkv), (self.kv, self.kv_dq, self.kv_dkv)
+        return all(T % min(q, T) == 0 for q in query_sizes) and all(S % min(kv, S) == 0 for kv in key_sizes)
 
 
-def supports(target: Target, problem: Problem) -> str | None:
-    """Why this cannot run; None if it can."""
+def why_unsupported(target: Target, problem: Problem) -> str | None:
+    """Return the reason why the TPU kernels cannot run a problem, or None if they can."""
     if problem.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {problem.dtype}"
     if problem.H > WIDEST:
@@ -59,78 +65,87 @@ def supports(target: Target, problem: Problem) -> str | None:
 
 
 def padded_width(H: int) -> int:
-    """The width of heads that runs heads of width H: 64, or a multiple of 128."""
+    """The width to which the kernels pad heads of width H: 64, or a multiple of 128."""
     return 64 if H <= 64 else -(-H // LANES) * LANES
 
 
 def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
-    """Tuned tiles, else those of the least work in each pass (`_best`)."""
+    """Choose the tiles for a problem: tuned ones if there are any, else those with the least work in each pass."""
 
     def rule() -> Tiles:
-        forward, backward = (_best(problem, *most) for most in longest(problem))
+        forward, backward = (_cheapest_tile(problem, *largest) for largest in largest_tiles(problem))
         return Tiles(*forward, *backward, *backward)
 
     return tuned.tiles("attention", chip, problem.case, Tiles, rule, functools.partial(fits, problem))
 
 
 def fits(problem: Problem, tiles: Tiles) -> bool:
-    """Whether tiles that were tuned for other lengths can run these, and are not larger than what was compiled."""
-    forward, backward = (q * kv for q, kv in longest(problem))
-    areas = (tiles.q * tiles.kv, forward), (tiles.q_dq * tiles.kv_dq, backward), (tiles.q_dkv * tiles.kv_dkv, backward)
-    return tiles.divide(problem.T, problem.S) and all(area <= most for area, most in areas)
+    """Whether tiles make up the problem's lengths, and are not larger than tiles that were compiled."""
+    max_forward, max_backward = (q * kv for q, kv in largest_tiles(problem))
+    is_small_enough = (
+        tiles.q * tiles.kv <= max_forward
+        and tiles.q_dq * tiles.kv_dq <= max_backward
+        and tiles.q_dkv * tiles.kv_dkv <= max_backward
+    )
+    return tiles.can_divide(problem.T, problem.S) and is_small_enough
 
 
-def longest(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Most queries and keys of a tile, in the forward and in the backward: what libtpu 0.0.51 has compiled.
+def largest_tiles(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The largest tile, (queries, keys), in the forward pass and in a backward pass.
 
-    That was for v5e, v5p and v6e. In bfloat16 with heads of 128, causal: 1024 x 1024 in each pass; with a soft cap and
-    segments together 1024 x 1024 in the forward and 512 x 512 in the backward; with all pairs visible and neither cap
-    nor segments 1024 x 2048 and 1024 x 1024. In float32 with heads of 128 and 256, and in bfloat16 with heads of 256,
-    each causal with a soft cap and segments: 512 x 512.
+    Larger tiles were not compiled. These were, by libtpu 0.0.51 for v5e, v5p and v6e:
+
+    - bfloat16, heads of 128, causal: 1024 x 1024 in every pass;
+    - the same with a soft cap and segments: 1024 x 1024 in the forward and 512 x 512 in the backward passes;
+    - bfloat16, heads of 128, not causal, neither cap nor segments: 1024 x 2048 and 1024 x 1024;
+    - float32 with heads of 128 and 256, and bfloat16 with heads of 256, all causal with a soft cap and segments:
+      512 x 512.
     """
-    plain = problem.options.soft_cap is None and not problem.segments
+    has_plain_scores = problem.options.soft_cap is None and not problem.has_segments
     if problem.dtype != "bfloat16" or problem.H > LANES:
         return (512, 512), (512, 512)
-    keys = 2048 if plain and not problem.options.causal else 1024
-    return (1024, keys), (1024, 1024) if plain else (512, 512)
+    keys = 2048 if has_plain_scores and not problem.options.causal else 1024
+    return (1024, keys), (1024, 1024) if has_plain_scores else (512, 512)
 
 
-def _best(problem: Problem, queries: int, keys: int) -> tuple[int, int]:
-    """The tile, of at most so many queries and keys, that divides the lengths and costs least."""
-    pairs = itertools.product(_divisors(problem.T, queries), _divisors(problem.S, keys))
-    return min(pairs, key=functools.partial(_work, problem))
+def _cheapest_tile(problem: Problem, max_queries: int, max_keys: int) -> tuple[int, int]:
+    """The tile (queries, keys) with the least work among those that divide the problem's lengths."""
+    tiles = itertools.product(_tile_lengths(problem.T, max_queries), _tile_lengths(problem.S, max_keys))
+    return min(tiles, key=functools.partial(_tile_work, problem))
 
 
 def work(problem: Problem) -> float:
-    """Of the forward and a pass of the backward, by the rule's tiles; to compare lengths that are filled up."""
-    return sum(_work(problem, _best(problem, *most)) for most in longest(problem))
+    """Work of the forward pass plus a backward pass with the rule's tiles, in a unit for comparing padded lengths."""
+    return sum(_tile_work(problem, _cheapest_tile(problem, *largest)) for largest in largest_tiles(problem))
 
 
-def tilings(problem: Problem, area: int, above: float) -> list[tuple[int, int]]:
-    """Tiles worth trying in a pass: those of at most so many pairs whose work is hardly above the least.
+def tilings(problem: Problem, max_area: int, max_excess: float) -> list[tuple[int, int]]:
+    """Tiles (queries, keys) worth trying in a pass: those whose work is little more than the least.
 
     Args:
-        problem: whose lengths they divide.
-        area: queries times keys.
-        above: the part of the least work by which theirs may be larger.
+        problem: the problem; the tiles divide its lengths.
+        max_area: the largest product of queries and keys.
+        max_excess: how much more than the least the work may be, as a share of the least.
     """
-    both = [_divisors(length, _LENGTHS[0]) for length in (problem.T, problem.S)]
-    work = {(q, kv): _work(problem, (q, kv)) for q, kv in itertools.product(*both) if q * kv <= area}
-    least = min(work.values())
-    return [tile for tile, one in work.items() if one <= (1 + above) * least]
+    length_choices = [_tile_lengths(length, _LENGTHS[0]) for length in (problem.T, problem.S)]
+    tiles = [(q, kv) for q, kv in itertools.product(*length_choices) if q * kv <= max_area]
+    work_by_tile = {tile: _tile_work(problem, tile) for tile in tiles}
+    least_work = min(work_by_tile.values())
+    return [tile for tile, tile_work in work_by_tile.items() if tile_work <= (1 + max_excess) * least_work]
 
 
-def _divisors(length: int, most: int) -> list[int]:
-    return [tile for tile in _LENGTHS if tile <= most and length % tile == 0]
+def _tile_lengths(length: int, max_length: int) -> list[int]:
+    """The numbers of queries or of keys that a tile may have to divide `length`."""
+    return [tile_length for tile_length in _LENGTHS if tile_length <= max_length and length % tile_length == 0]
 
 
-def _work(problem: Problem, tile: tuple[int, int]) -> float:
-    """By the pairs of all tiles that are visited, and what small tiles add to each in libtpu's schedules for v5e."""
+def _tile_work(problem: Problem, tile: tuple[int, int]) -> float:
+    """Number of pairs in all visited tiles, times the overhead of small tiles in libtpu's schedules for v5e."""
     q, kv = tile
     sizes = Sizes(1, problem.T, problem.S, 1, 1, problem.H, q, kv, False, problem.options)
-    # where queries may start anywhere, those of all parts of the sequence count
-    parts = -(-problem.S // problem.T) if problem.offset else 1
-    first, end = sizes.key_tiles(np.arange(parts * problem.T // q), xp=np)
+    # with an unknown offset, count the tiles of every part of the sequence
+    part_count = -(-problem.S // problem.T) if problem.has_offset else 1
+    first, end = sizes.key_tiles(np.arange(part_count * problem.T // q), xp=np)
     return int(np.sum(np.maximum(end - first, 0))) * q * kv * (1 + 128 / q + 160 / kv)
 
 
@@ -138,19 +153,26 @@ def check_tiles(tiles: Any, problem: Problem) -> None:
     """Refuse tiles that cannot run a problem.
 
     Raises:
-        ValueError: they are another kernel's, or whole ones do not make up T and S.
+        ValueError: the tiles belong to another kernel, or whole tiles do not make up T and S.
     """
     if not isinstance(tiles, Tiles):
         raise ValueError(f"attention: got tiles {tiles!r}, expected pallas_kernels.attention.tpu.Tiles")
-    if not tiles.divide(problem.T, problem.S):
-        raise ValueError(f"attention: T={problem.T} and S={problem.S} are no multiples of {tiles}: take shorter ones")
+    if not tiles.can_divide(problem.T, problem.S):
+        raise ValueError(
+            f"attention: got {tiles}, expected divisors of T={problem.T} and S={problem.S}: take shorter tiles"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is static in a kernel: sizes of the problem and of a tile, the options, and whether queries have an offset.
+    """The static facts of a kernel's call; the offset itself, the position of the first query, is an argument `start`.
 
-    The offset itself, the position of the first query, is `start`; None for 0.
+    Args:
+        B, T, S, N, K, H: numbers of rows, queries, keys, query heads and key heads, and the width of a head.
+        bq, bk: numbers of queries and of keys in a tile.
+        has_segments: whether the call has segment ids.
+        options: what to compute.
+        has_offset: whether `start` is an array; if not, it is None, and the first query is at position 0.
     """
 
     B: int
@@ -161,33 +183,36 @@ class Sizes:
     H: int
     bq: int
     bk: int
-    segments: bool
+    has_segments: bool
     options: Options
-    offset: bool = False
+    has_offset: bool = False
 
     @property
-    def sighted(self) -> bool:
-        """Whether every query sees a key: a row without a score is then one of scores that are all -inf."""
-        return not self.segments and self.options.sighted(self.T, self.S, anywhere=self.offset)
+    def is_never_blind(self) -> bool:
+        """Whether every query sees a key, so that the scores of a query without a finite score are all -inf."""
+        return not self.has_segments and self.options.is_never_blind(self.T, self.S, any_offset=self.has_offset)
 
     @property
     def factor(self) -> float:
-        """What makes scores (or their capped tanh) those of base 2."""
+        """The factor that turns raw products (with a soft cap: the tanh) into scores for exp2."""
         options = self.options
         return LOG2E * (options.scale if options.soft_cap is None else options.soft_cap)
 
     @property
     def unit(self) -> float:
-        """What a kept score still lacks: `factor`, spared until the maximum is taken off; 1 where NEG would not hide
-        any more, or the maximum would be a minimum."""
+        """The unit of the scores that a kernel stores: it multiplies by `factor` after it has subtracted the maximum.
+
+        The unit is 1, so that the scores are multiplied at once, if `factor` is negative (a maximum would become a
+        minimum) or so small or large that NEG would no longer hide a score.
+        """
         return self.factor if 1e-6 < self.factor < 1e6 else 1.0
 
     def position(self, i: Any, start: Any = None) -> Any:
-        """Of the first query of tile i."""
+        """Position of the first query of tile i."""
         return i * self.bq if start is None else i * self.bq + start
 
     def key_tiles(self, i: Any, start: Any = None, xp: Any = jnp) -> tuple[Any, Any]:
-        """First and past-the-last tile of keys that query tile i may see."""
+        """Indices of the first tile of keys that query tile i may see, and of the end (exclusive); `xp`: jnp or np."""
         first, end = i * 0, i * 0 + self.S // self.bk
         if self.options.causal:
             end = xp.minimum(end, div(self.position(i, start) + (self.bq + self.bk - 1), self.bk))
@@ -196,40 +221,43 @@ class Sizes:
         return first, end
 
     def query_tiles(self, j: Any, start: Any = None, xp: Any = jnp) -> tuple[Any, Any]:
-        """First and past-the-last tile of queries that may see key tile j."""
+        """Indices of the first tile of queries that may see key tile j, and of the end (exclusive); `xp`: jnp or np."""
         first, end = j * 0, j * 0 + self.T // self.bq
 
-        def index(t: Any) -> Any:
-            return t if start is None else xp.maximum(t - start, 0)
+        def query_index(position: Any) -> Any:
+            return position if start is None else xp.maximum(position - start, 0)
 
         if self.options.causal:
-            first = xp.minimum(div(index(j * self.bk), self.bq), end)
+            first = xp.minimum(div(query_index(j * self.bk), self.bq), end)
         if self.options.window is not None:
-            last = index(j * self.bk + (self.bk - 1 + self.options.window))
-            end = xp.minimum(end, div(last + (self.bq - 1), self.bq))
+            end_query = query_index(j * self.bk + (self.bk - 1 + self.options.window))
+            end = xp.minimum(end, div(end_query + (self.bq - 1), self.bq))
         return first, end
 
-    def partly(self, q0: Any, k0: Any) -> Any:
-        """Whether a tile that starts at query q0 and key k0 has pairs that are hidden by position; causal only."""
-        hidden = q0 < k0 + self.bk - 1
+    def hides_pairs(self, q_position: Any, k_position: Any) -> Any:
+        """Whether positions hide a pair of a tile, by the positions of its first query and key; only if causal."""
+        hides = q_position < k_position + self.bk - 1
         if self.options.window is not None:
-            hidden = hidden | (q0 + self.bq - 1 - k0 >= self.options.window)
-        return hidden
+            hides = hides | (q_position + self.bq - 1 - k_position >= self.options.window)
+        return hides
 
-    def steps(self, by_key: bool) -> int:
-        """The longest range of tiles that a tile of keys, else of queries, visits; of any offset where there is one."""
+    def max_visits(self, by_key: bool) -> int:
+        """The largest number of tiles that one tile visits, over all offsets if the call has one.
+
+        A tile of keys visits tiles of queries if `by_key`; else a tile of queries visits tiles of keys.
+        """
         length, tile, other_length, other_tile = self.T, self.bq, self.S, self.bk
         if by_key:
             length, tile, other_length, other_tile = other_length, other_tile, length, tile
-        if not self.offset:
+        if not self.has_offset:
             first, end = (self.query_tiles if by_key else self.key_tiles)(np.arange(length // tile), xp=np)
             return max(1, int(np.max(end - first)))
         if self.options.window is None:
             return other_length // other_tile
-        reach = tile + self.options.window - 1
-        return min(other_length // other_tile, (reach + other_tile - 2) // other_tile + 1)
+        visible_length = tile + self.options.window - 1
+        return min(other_length // other_tile, (visible_length + other_tile - 2) // other_tile + 1)
 
 
 def div(a: Any, b: int) -> Any:
-    """a // b of numbers that are not negative, without the code for signs."""
+    """a // b for numbers that are not negative, without the code for signs."""
     return a // b if isinstance(a, np.ndarray) else lax.div(a, jnp.int32(b))

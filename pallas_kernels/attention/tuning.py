@@ -1,8 +1,8 @@
-"""Tuning of attention: tilings worth trying on TPU and Hopper, and what each pass of them costs.
+"""Tuning of attention: which tilings are worth trying on TPU and Hopper, and what each of their passes costs.
 
-A pass costs seconds where its chip is at hand. On a TPU that is not, it costs the cycles of libtpu's schedule: bundles
-of a tile's code, once for each tile that is visited (with and without comparing positions), of the code that starts and
-ends a row of tiles, and of each step of the grid. On a GPU that is not, it costs the bytes that ptxas spills.
+If the chip is on this machine, the cost of a pass is its time in seconds. For an absent TPU it is the cycles of
+libtpu's schedule: the bundles of each visited tile (with or without comparing positions), of the start and end of each
+row of tiles, and of each step of the grid. For an absent GPU it is the bytes of registers that ptxas spills.
 """
 
 import dataclasses
@@ -23,219 +23,250 @@ from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.reference import Options
 from pallas_kernels.target import Target
 
-GAIN = 0.03
-"""Tiles are taken instead of the rule's for a pass that costs less by at least this part."""
-TRIED = 0.25
-"""Tilings whose work by the rule's estimate is at most this part above the least are tried."""
+MIN_GAIN = 0.03
+"""Tiles replace those of the rule for a pass only if they save at least this share of its cost."""
+MAX_EXCESS = 0.25
+"""A tiling is tried only if its estimated work exceeds the least by at most this share."""
 _TPU: Mapping[str, tuple[str, ...]] = {"forward": ("q", "kv"), "dq": ("q_dq", "kv_dq"), "dkv": ("q_dkv", "kv_dkv")}
 _GPU: Mapping[str, tuple[str, ...]] = {"forward": ("kv", "stages"), "backward": ("kv_dq", "q_dkv", "stages_backward")}
 FIELDS = {"tpu": _TPU, "gpu": _GPU}
-"""By platform and pass: names of the tiles that it depends on."""
+"""By platform and by name of a pass, the fields of `Tiles` on which the pass depends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Tiles that differ from the rule's in some passes.
+    """Tiles to try for some passes.
 
     Args:
-        tiles: the kernel's `Tiles`.
-        passes: by name, the sizes that they have for it.
+        tiles: the kernel's `Tiles`; for all other passes they are the rule's.
+        passes: by name of each pass to try, its sizes in `tiles`.
     """
 
     tiles: Any
     passes: Mapping[str, tuple[int, ...]]
 
 
-def problem(case: Case, platform: str) -> Problem:
-    """What a case poses to the kernel of a platform."""
+def problem_of(case: Case, platform: str) -> Problem:
+    """Return the problem, after padding, that the kernel of a platform runs for a case."""
     options = Options(case.causal, case.window, case.soft_cap, 1 / math.sqrt(case.H))
     sizes = case.B, case.T, case.S, case.N, case.K, case.H
-    unpadded = Problem(*sizes, case.dtype, case.segments > 0, options, case.causal and case.offset > 0)
-    return api._padded(unpadded, tpu_sizes if platform == "tpu" else gpu_sizes)
+    problem = Problem(*sizes, case.dtype, case.segments > 0, options, case.causal and case.offset > 0)
+    return api.padded_problem(problem, tpu_sizes if platform == "tpu" else gpu_sizes)
 
 
-def supports(case: Case, platform: str) -> str | None:
-    """Why the kernel of a platform cannot run a case; None if it can."""
+def why_unsupported(case: Case, platform: str) -> str | None:
+    """Return the reason why the kernel of a platform cannot run a case, or None if it can."""
     module: Any = tpu_sizes if platform == "tpu" else gpu_sizes
-    return module.supports(Target(platform), problem(case, platform))
+    return module.why_unsupported(Target(platform), problem_of(case, platform))
 
 
-def candidates(asked: Problem, platform: str) -> list[Candidate]:
-    """What is worth trying, the rule's tiles first.
+def candidates_for(problem: Problem, platform: str) -> list[Candidate]:
+    """List the tilings worth trying, the rule's first; no pass gets the same sizes twice.
 
     Example:
-        >>> [one.passes for one in candidates(problem(Case("x", 512, 512, 1, 1, 256), "tpu"), "tpu")][:2]
+        >>> case = Case("x", 512, 512, 1, 1, 256)
+        >>> [candidate.passes for candidate in candidates_for(problem_of(case, "tpu"), "tpu")][:2]
         [{'forward': (512, 512), 'dq': (512, 512), 'dkv': (512, 512)}, {'forward': (512, 256), 'dq': (512, 256), \
 'dkv': (512, 256)}]
     """
-    kept, seen = list[Candidate](), set[tuple[str, tuple[int, ...]]]()
-    for one in _on_tpu(asked) if platform == "tpu" else _on_gpu(asked):
-        new = {name: sizes for name, sizes in one.passes.items() if (name, sizes) not in seen}
-        seen |= set(new.items())
-        kept += [Candidate(one.tiles, new)] if new else []
-    return kept
+    candidates, listed_passes = list[Candidate](), set[tuple[str, tuple[int, ...]]]()
+    for candidate in _tpu_candidates(problem) if platform == "tpu" else _gpu_candidates(problem):
+        new_passes = {name: sizes for name, sizes in candidate.passes.items() if (name, sizes) not in listed_passes}
+        listed_passes |= set(new_passes.items())
+        candidates += [Candidate(candidate.tiles, new_passes)] if new_passes else []
+    return candidates
 
 
-def _sizes(tiles: Any, fields: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(getattr(tiles, field) for field in of) for name, of in fields.items()}
+def _sizes_by_pass(tiles: Any, fields_by_pass: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+    """By name of a pass, its sizes in `tiles`."""
+    return {name: tuple(getattr(tiles, field) for field in fields) for name, fields in fields_by_pass.items()}
 
 
-def _on_tpu(asked: Problem) -> Iterator[Candidate]:
-    rule = tpu_sizes.choose_tiles(None, asked)
-    yield Candidate(rule, _sizes(rule, _TPU))
-    forward, backward = (tpu_sizes.tilings(asked, q * kv, TRIED) for q, kv in tpu_sizes.longest(asked))
-    for pair in dict.fromkeys([*forward, *backward]):
-        passes = {name: pair for name in _TPU if pair in (forward if name == "forward" else backward)}
-        fields = {field: size for name in passes for field, size in zip(_TPU[name], pair, strict=True)}
-        yield Candidate(dataclasses.replace(rule, **fields), passes)
+def _tpu_candidates(problem: Problem) -> Iterator[Candidate]:
+    """The rule's tiles on TPU, then one candidate per tile (queries, keys) for all passes that may take it."""
+    rule_tiles = tpu_sizes.choose_tiles(None, problem)
+    yield Candidate(rule_tiles, _sizes_by_pass(rule_tiles, _TPU))
+    forward_tilings, backward_tilings = (
+        tpu_sizes.tilings(problem, q * kv, MAX_EXCESS) for q, kv in tpu_sizes.largest_tiles(problem)
+    )
+    for sizes in dict.fromkeys([*forward_tilings, *backward_tilings]):
+        passes = {name: sizes for name in _TPU if sizes in (forward_tilings if name == "forward" else backward_tilings)}
+        fields = {field: size for name in passes for field, size in zip(_TPU[name], sizes, strict=True)}
+        yield Candidate(dataclasses.replace(rule_tiles, **fields), passes)
 
 
-def _on_gpu(asked: Problem) -> Iterator[Candidate]:
-    rule = gpu_sizes.choose_tiles(None, asked)
-    yield Candidate(rule, _sizes(rule, _GPU))
-    for name, values in (
+def _gpu_candidates(problem: Problem) -> Iterator[Candidate]:
+    """The rule's tiles on GPU, then all sizes of each pass that fit the shared memory."""
+    rule_tiles = gpu_sizes.choose_tiles(None, problem)
+    yield Candidate(rule_tiles, _sizes_by_pass(rule_tiles, _GPU))
+    for name, sizes_to_try in (
         ("forward", itertools.product((128, 64), (2, 3, 4))),
         ("backward", itertools.product((64, 128), (64, 128), (2, 1, 3))),
     ):
-        for sizes in values:
-            tiles = dataclasses.replace(rule, **dict(zip(_GPU[name], sizes, strict=True)))
-            if gpu_sizes.fits(asked, tiles):
+        for sizes in sizes_to_try:
+            tiles = dataclasses.replace(rule_tiles, **dict(zip(_GPU[name], sizes, strict=True)))
+            if gpu_sizes.fits(problem, tiles):
                 yield Candidate(tiles, {name: sizes})
 
 
-def shapes(case: Case) -> tuple[Any, ...]:
-    """Types of q, k, v, and of segment ids where the case has them."""
-    rows = ((case.T, case.N), (case.S, case.K), (case.S, case.K))
-    arrays = [jax.ShapeDtypeStruct((case.B, length, heads, case.H), jnp.dtype(case.dtype)) for length, heads in rows]
+def arg_shapes(case: Case) -> tuple[Any, ...]:
+    """Return the shapes of q, k and v, and of the segment ids of queries and of keys if the case has them."""
+    lengths_and_heads = ((case.T, case.N), (case.S, case.K), (case.S, case.K))
+    arrays = [
+        jax.ShapeDtypeStruct((case.B, length, heads, case.H), jnp.dtype(case.dtype))
+        for length, heads in lengths_and_heads
+    ]
     ids = [jax.ShapeDtypeStruct((case.B, length), jnp.int32) for length in (case.T, case.S)]
     return *arrays, *(ids if case.segments else [])
 
 
-def run(case: Case, tiles: Any, platform: str, gradient: bool) -> Callable[..., Any]:
-    """The forward, or the gradient by q, k and v of the sum of its results."""
+def attention_function(case: Case, tiles: Any, platform: str, has_gradient: bool) -> Callable[..., Any]:
+    """Return a function of `arg_shapes(case)`: attention with these tiles, or the gradient of the sum of its output."""
 
     def forward(q: Any, k: Any, v: Any, *ids: Any) -> Any:
         options: Any = case.options
         return api.attention(q, k, v, segment_ids=ids or None, implementation=platform, tiles=tiles, **options)
 
-    def total(*args: Any) -> Any:
+    def output_sum(*args: Any) -> Any:
         return forward(*args).astype(jnp.float32).sum()
 
-    return jax.grad(total, (0, 1, 2)) if gradient else forward
+    return jax.grad(output_sum, (0, 1, 2)) if has_gradient else forward
 
 
-def cycles(found: ahead.Schedule, asked: Problem, name: str, tile: tuple[int, ...]) -> int:
-    """Cycles of a pass by its kernel's schedule, over the whole grid; with an offset, the mean over a sequence's parts.
+def count_cycles(schedule: ahead.Schedule, problem: Problem, pass_name: str, tile: tuple[int, ...]) -> int:
+    """Count the cycles of a pass over the whole grid; with an offset, the mean over the parts of a sequence.
 
     Args:
-        found: of the kernel.
-        asked: the problem, of which whole tiles are made up.
-        name: "forward", "dq", "dkv".
-        tile: queries and keys.
+        schedule: the schedule of the pass's kernel.
+        problem: the problem; whole tiles make up its lengths.
+        pass_name: "forward", "dq" or "dkv".
+        tile: numbers of queries and of keys in a tile.
     """
-    T, S, options = asked.T, asked.S, asked.options
+    B, T, S, N, K, options = problem.B, problem.T, problem.S, problem.N, problem.K, problem.options
     bq, bk = min(tile[0], T), min(tile[1], S)
-    sizes = tpu_sizes.Sizes(asked.B, T, S, asked.N, asked.K, asked.H, bq, bk, asked.segments, options, asked.offset)
-    by_key = name == "dkv"
-    count = S // bk if by_key else T // bq
-    visible = sizes.query_tiles if by_key else sizes.key_tiles
-    parts, starts = -(-S // T) if asked.offset else 1, list[tuple[int, int]]()
-    for offset in range(0, parts * T, T):
-        first, end = visible(np.arange(count), offset, np)
-        pairs = [(i, j) for i in range(count) for j in range(first[i], end[i])]
-        starts += [(offset + pair[by_key] * bq, pair[not by_key] * bk) for pair in pairs]
-    masked = sum(sizes.partly(q, k) for q, k in starts) if options.causal else 0
-    tiles = found.longest(2 if options.causal else 1)
-    by_row = sum(found.regions) - sum(tiles)
-    each = ([*tiles, 0, 0] if options.causal else [0, *tiles, 0])[:2]
-    heads, rows = asked.B * asked.N, asked.B * (asked.K if by_key else asked.N) * count
-    steps = heads * count * sizes.steps(by_key)
-    work = heads * (masked * each[0] + (len(starts) - masked) * each[1])
-    return steps * found.always + rows * by_row + work // parts
+    sizes = tpu_sizes.Sizes(B, T, S, N, K, problem.H, bq, bk, problem.has_segments, options, problem.has_offset)
+    by_key = pass_name == "dkv"
+    tile_count = S // bk if by_key else T // bq
+    visited_tiles = sizes.query_tiles if by_key else sizes.key_tiles
+    part_count = -(-S // T) if problem.has_offset else 1
+    positions = list[tuple[int, int]]()  # of the first query and of the first key of each visited tile
+    for offset in range(0, part_count * T, T):
+        first, end = visited_tiles(np.arange(tile_count), offset, np)
+        visits = [(i, j) for i in range(tile_count) for j in range(first[i], end[i])]
+        positions += [(offset + visit[by_key] * bq, visit[not by_key] * bk) for visit in visits]
+    masked_count = sum(sizes.hides_pairs(*pair) for pair in positions) if options.causal else 0
+    # the longest regions are the code of a tile, with and without comparing positions
+    tile_regions = schedule.longest_regions(2 if options.causal else 1)
+    row_cycles = sum(schedule.regions) - sum(tile_regions)
+    masked_cycles, clear_cycles = ([*tile_regions, 0, 0] if options.causal else [0, *tile_regions, 0])[:2]
+    heads, row_count = B * N, B * (K if by_key else N) * tile_count
+    step_count = heads * tile_count * sizes.max_visits(by_key)
+    tile_cycles = heads * (masked_count * masked_cycles + (len(positions) - masked_count) * clear_cycles)
+    return step_count * schedule.always + row_count * row_cycles + tile_cycles // part_count
 
 
-def static(case: Case, candidate: Candidate, at: Any, platform: str, folder: pathlib.Path) -> dict[str, float] | str:
-    """What each pass of a candidate costs on a chip that is not here, or why it is refused."""
-    tuned_problem = problem(case, platform)
-    result = ahead.compiled(run(case, candidate.tiles, platform, True), shapes(case), at)
-    if result.refused is not None:
-        return result.refused
+def static_costs(
+    case: Case, candidate: Candidate, device: Any, platform: str, folder: pathlib.Path
+) -> dict[str, float] | str:
+    """Compute the costs of a candidate's passes on an absent chip.
+
+    Args:
+        case: the case to run.
+        candidate: the tiles to compile.
+        device: the description of the chip's device.
+        platform: "tpu" or "gpu".
+        folder: where libtpu dumps its schedules.
+
+    Returns:
+        By name of a pass, cycles on TPU or spilled bytes on GPU; or the compiler's refusal.
+    """
+    problem = problem_of(case, platform)
+    compiled = ahead.compile_for(device, attention_function(case, candidate.tiles, platform, True), arg_shapes(case))
+    if compiled.refusal is not None:
+        return compiled.refusal
     if platform == "gpu":
-        return dict.fromkeys(candidate.passes, float(result.spilled))
-    schedules = ahead.schedules(folder)
+        return dict.fromkeys(candidate.passes, float(compiled.spilled_bytes))
+    schedules = ahead.take_schedules(folder)
     return {
-        name: float(cycles(schedules[f"attention_{name}_kernel"], tuned_problem, name, sizes))
+        name: float(count_cycles(schedules[f"attention_{name}_kernel"], problem, name, sizes))
         for name, sizes in candidate.passes.items()
     }
 
 
-def timed(
+def time_passes(
     case: Case,
-    tried: Sequence[Candidate],
-    at: Any,
+    candidates: Sequence[Candidate],
+    device: Any,
     platform: str,
-    seconds: Callable[[tuple[Any, ...], list[Any], Any], list[float]],
+    time_programs: Callable[[tuple[Any, ...], list[Any], Any], list[float]],
 ) -> list[dict[str, float] | str]:
-    """Seconds of each pass of every candidate; the backward's are those of a gradient, with the rule's forward.
+    """Measure the seconds of every candidate's passes; a backward pass is timed as a gradient with the rule's forward.
 
     Args:
-        case: what to run.
-        tried: candidates, the rule's first.
-        at: the device.
-        platform: its kind.
-        seconds: of shapes, compiled programs and the device, to the seconds of each program.
+        case: the case to run.
+        candidates: the candidates, the rule's first.
+        device: the device to run on.
+        platform: "tpu" or "gpu".
+        time_programs: a function of shapes, compiled programs and a device that returns the seconds of each program.
+
+    Returns:
+        For each candidate, its seconds by name of a pass; or the compiler's refusal.
     """
-    rule = _sizes(tried[0].tiles, FIELDS[platform])["forward"]
-    rule_forward = dict(zip(FIELDS[platform]["forward"], rule, strict=True))
-    costs: list[dict[str, float] | str] = [{} for _ in tried]
-    for gradient in (False, True):
-        programs = dict[int, Any]()
-        for i, candidate in enumerate(tried):
-            if not any((name != "forward") == gradient for name in candidate.passes) or isinstance(costs[i], str):
+    forward_fields = FIELDS[platform]["forward"]
+    rule_forward = {field: getattr(candidates[0].tiles, field) for field in forward_fields}
+    costs: list[dict[str, float] | str] = [{} for _ in candidates]
+    for has_gradient in (False, True):
+        program_by_index = dict[int, Any]()
+        for i, candidate in enumerate(candidates):
+            has_such_pass = any((name != "forward") == has_gradient for name in candidate.passes)
+            if not has_such_pass or isinstance(costs[i], str):
                 continue
-            tiles = dataclasses.replace(candidate.tiles, **rule_forward) if gradient else candidate.tiles
-            result = ahead.compiled(run(case, tiles, platform, gradient), shapes(case), at)
-            if result.refused is None:
-                programs[i] = result.program
+            tiles = dataclasses.replace(candidate.tiles, **rule_forward) if has_gradient else candidate.tiles
+            compiled = ahead.compile_for(
+                device, attention_function(case, tiles, platform, has_gradient), arg_shapes(case)
+            )
+            if compiled.refusal is None:
+                program_by_index[i] = compiled.program
             else:
-                costs[i] = result.refused
-        for i, program_seconds in zip(programs, seconds(shapes(case), list(programs.values()), at), strict=True):
+                costs[i] = compiled.refusal
+        seconds_by_program = time_programs(arg_shapes(case), list(program_by_index.values()), device)
+        for i, seconds in zip(program_by_index, seconds_by_program, strict=True):
             cost = costs[i]
             assert not isinstance(cost, str), "a refusal has no program"
-            costs[i] = cost | {name: program_seconds for name in tried[i].passes if (name != "forward") == gradient}
+            costs[i] = cost | {name: seconds for name in candidates[i].passes if (name != "forward") == has_gradient}
     return costs
 
 
-def best(
-    tried: Sequence[Candidate], costs: Sequence[dict[str, float] | str], platform: str, gain: float
+def best_tiles(
+    candidates: Sequence[Candidate], costs: Sequence[dict[str, float] | str], platform: str, min_gain: float
 ) -> tuple[Any, dict[str, tuple[float, float]]]:
-    """The cheapest tiles of each pass, else the rule's.
+    """Choose the cheapest tiles of each pass.
 
     Args:
-        tried: candidates, the rule's first.
-        costs: of each, by pass, or why it was refused.
+        candidates: the candidates, the rule's first.
+        costs: for each candidate, its costs by name of a pass, or the compiler's refusal.
         platform: "tpu" or "gpu".
-        gain: the part by which tiles must be cheaper than the rule's.
+        min_gain: the share of the cost that tiles must save to replace the rule's.
 
     Returns:
-        The tiles, and by pass what they cost and what the rule's cost.
+        The tiles; and by name of a pass, the cost of these and of the rule's tiles.
 
     Raises:
-        ValueError: all were refused.
+        ValueError: the compiler refused all candidates.
     """
-    tiles, costs_by_pass = tried[0].tiles, dict[str, tuple[float, float]]()
+    tiles, costs_by_pass = candidates[0].tiles, dict[str, tuple[float, float]]()
     for name, fields in FIELDS[platform].items():
-        cost_and_sizes = [
+        costs_and_sizes = [
             (cost[name], candidate.passes[name])
-            for candidate, cost in zip(tried, costs, strict=True)
+            for candidate, cost in zip(candidates, costs, strict=True)
             if not isinstance(cost, str) and name in cost
         ]
-        if not cost_and_sizes:
+        if not costs_and_sizes:
             raise ValueError(f"attention: nothing that was tried compiles: {costs[0]}")
         rule_costs = costs[0]
-        rule = math.inf if isinstance(rule_costs, str) else rule_costs[name]
-        cost, sizes = min(cost_and_sizes, key=lambda pair: pair[0])
-        is_cheaper = cost < rule * (1 - gain)
+        rule_cost = math.inf if isinstance(rule_costs, str) else rule_costs[name]
+        least_cost, sizes = min(costs_and_sizes, key=lambda pair: pair[0])
+        is_cheaper = least_cost < rule_cost * (1 - min_gain)
         tiles = dataclasses.replace(tiles, **dict(zip(fields, sizes, strict=True))) if is_cheaper else tiles
-        costs_by_pass[name] = cost if is_cheaper else rule, rule
+        costs_by_pass[name] = least_cost if is_cheaper else rule_cost, rule_cost
     return tiles, costs_by_pass

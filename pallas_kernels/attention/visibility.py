@@ -1,4 +1,4 @@
-"""Visibility: which keys a query sees, the definition for every implementation of attention in plain JAX."""
+"""Which keys a query sees: the definition that every implementation of attention in plain JAX uses."""
 
 import dataclasses
 from typing import Any
@@ -10,15 +10,17 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """A key is visible to a query if all specified conditions hold.
+    """Conditions under which a query sees a key; it does if all of the specified conditions hold.
 
     Args:
-        q_positions, kv_positions: int (B, T) and (B, S); the index in the row by default.
-        q_segments, kv_segments: int (B, T) and (B, S): both are equal, and not padding.
-        window: 0 <= q_position - kv_position < window; a whole number, or a traced one.
-        causal: 0 <= q_position - kv_position.
-        q_offset: position of the query of index 0, where positions are indices; an int32 scalar, 0 by default.
-        padding: the segment that sees and is seen by none; `None` if there is no such segment.
+        q_positions, kv_positions: positions of queries and keys, int (B, T) and (B, S); by default indices in the row.
+        q_segments, kv_segments: segment ids of queries and keys, int (B, T) and (B, S): a query sees keys of its own
+            segment only.
+        window: a query sees keys less than this many positions back, its own included: an integer, or a traced scalar.
+            Only with `causal`.
+        causal: whether a query sees no key at a later position than its own.
+        q_offset: position of the first query, an int32 scalar, if positions are indices; by default 0.
+        padding: the segment id of padding, which sees no key and is seen by no query; `None` if there is no padding.
     """
 
     q_positions: Any = None
@@ -31,23 +33,31 @@ class Visibility:
     padding: int | None = dataclasses.field(default=0, metadata={"static": True})
 
     @property
-    def trivial(self) -> bool:
+    def is_trivial(self) -> bool:
         """Whether every query sees every key."""
         return not self.causal and self.window is None and self.q_segments is None
 
     @property
-    def ordered_by_index(self) -> bool:
-        """Whether positions are the index in the row, or begin at an offset."""
+    def is_ordered_by_index(self) -> bool:
+        """Whether positions are the indices in the row, perhaps plus an offset for the queries."""
         return self.q_positions is None and self.kv_positions is None
 
     def may_be_blind(self, queries: int, keys: int) -> bool:
-        """Whether some query may see no key at all."""
-        indexed = self.ordered_by_index and self.q_offset is None and self.q_segments is None
-        return not self.trivial and not (indexed and (queries <= keys or self.window is None))
+        """Whether one of so many queries may see none of so many keys."""
+        only_positions_count = self.is_ordered_by_index and self.q_offset is None and self.q_segments is None
+        return not self.is_trivial and not (only_positions_count and (queries <= keys or self.window is None))
 
     def mask(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
-        """Mask (B, T, S) of the keys at `kv_index` that the queries at `q_index` see; B is 1 if rows are alike."""
-        q_positions, kv_positions = _at(self.q_positions, q_index), _at(self.kv_positions, kv_index)
+        """Compute which of some keys each of some queries sees.
+
+        Args:
+            q_index: indices of the queries in the row, int (T,).
+            kv_index: indices of the keys in the row, int (S,).
+
+        Returns:
+            A mask (B, T, S), True where the query sees the key; B is 1 if all rows have the same mask.
+        """
+        q_positions, kv_positions = _take_columns(self.q_positions, q_index), _take_columns(self.kv_positions, kv_index)
         if self.q_offset is not None:
             q_positions = q_positions + self.q_offset
         distance = q_positions[:, :, None] - kv_positions[:, None, :]
@@ -57,32 +67,37 @@ class Visibility:
         if self.window is not None:
             visible = visible & (distance < self.window)
         if self.q_segments is not None:
-            q_segments, kv_segments = _at(self.q_segments, q_index), _at(self.kv_segments, kv_index)
+            q_segments, kv_segments = _take_columns(self.q_segments, q_index), _take_columns(self.kv_segments, kv_index)
             visible = visible & (q_segments[:, :, None] == kv_segments[:, None, :])
             if self.padding is not None:
                 visible = visible & (kv_segments != self.padding)[:, None, :]
         return visible
 
-    def reachable(self, q_first: Any, queries: int, kv_first: Any, keys: int) -> Any:
-        """Whether some of these queries may see some of these keys, by their indices; `True` if those do not decide.
+    def is_reachable(self, first_query: Any, queries: int, first_key: Any, keys: int) -> Any:
+        """Whether any of some queries may see any of some keys, as far as their positions decide.
 
         Args:
-            q_first, queries: index of the first query, and their number.
-            kv_first, keys: index of the first key, and their number.
+            first_query: index of the first of the queries in the row.
+            queries: number of consecutive queries.
+            first_key: index of the first of the keys in the row.
+            keys: number of consecutive keys.
+
+        Returns:
+            A traced bool; or the Python value `True` if the indices do not decide.
         """
-        if not self.ordered_by_index:
+        if not self.is_ordered_by_index:
             return True
-        q_first = q_first if self.q_offset is None else q_first + self.q_offset
-        reachable: Any = True
+        first_position = first_query if self.q_offset is None else first_query + self.q_offset
+        is_reachable: Any = True
         if self.causal:
-            reachable = kv_first <= q_first + queries - 1
+            is_reachable = first_key <= first_position + queries - 1
         if self.window is not None:
-            reachable = reachable & (q_first - (kv_first + keys - 1) < self.window)
-        return reachable
+            is_reachable = is_reachable & (first_position - (first_key + keys - 1) < self.window)
+        return is_reachable
 
 
-def _at(values: Any, index: jax.Array) -> jax.Array:
-    """`values[:, index]`, or the index if there are no values. An index as long as the row is the whole row."""
+def _take_columns(values: Any, index: jax.Array) -> jax.Array:
+    """`values[:, index]`, or the index if `values` is None; an index as long as the row selects the whole row."""
     if values is None:
         return index[None, :]
     return jnp.asarray(values) if values.shape[1] == index.shape[0] else jnp.take(values, index, axis=1, mode="clip")

@@ -1,9 +1,9 @@
 """Softmax cross-entropy of a linear layer, as a weighted sum over rows, differentiable on every platform.
 
-Where nothing is named it goes by chunks: their gradients are made in the forward, with each logit computed once. The
-TPU kernel never holds logits and computes them three times: it is run by name, where memory is short. With `axis` the
-rows of the head are sharded over a mesh axis (inside `jax.shard_map`): what crosses devices is a number per row, and
-the gradient of x.
+By default it runs in chunks, whose gradients are computed in the forward pass, so that each logit is computed once. The
+TPU kernel never stores logits in HBM, but computes them three times; it runs only if named, and is meant for programs
+that are short of memory. With `axis`, the rows of the head are sharded over a mesh axis (inside `jax.shard_map`);
+devices then exchange only a number per row, and the gradient of x.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.compat import Interpret, varying_alike
+from pallas_kernels.compat import Interpret, align_varying
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.cases import Case
 from pallas_kernels.cross_entropy.chunked import Chunking
@@ -26,19 +26,19 @@ from pallas_kernels.target import Target
 from pallas_kernels.target import target as target_of
 
 NAMES = ("cross_entropy_gradients", "cross_entropy_lse")
-"""Names of residuals: of chunks, and of the TPU kernel."""
+"""Residual names: of the gradients that chunks save, and of the log-sum-exp that the TPU kernel saves."""
 
 
-def _tpu(target: Target, case: Case) -> str | None:
+def _why_unsupported_on_tpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.cross_entropy import tpu
 
-    return tpu.supports(target, case)
+    return tpu.why_unsupported(target, case)
 
 
 IMPLEMENTATIONS = (
     Implementation("chunked"),
-    Implementation("tpu", "tpu", named=True, supports=_tpu),
-    Implementation("reference", named=True),
+    Implementation("tpu", "tpu", needs_name=True, why_unsupported=_why_unsupported_on_tpu),
+    Implementation("reference", needs_name=True),
 )
 
 
@@ -57,36 +57,37 @@ def cross_entropy(
     platform: str | None = None,
     interpret: Interpret = False,
 ) -> tuple[Any, Any]:
-    """`sum(weights * (logsumexp(z) - z[label] + z_loss logsumexp(z)^2))`, `z = x @ head.T` in float32, capped.
+    """Compute `sum(weights * (logsumexp(z) - z[label] + z_loss logsumexp(z)^2))`, `z = x @ head.T`, capped.
 
     Args:
-        x: (M, D). Products are of its type, sums float32.
-        head: (V, D), a row per word, in the type of x; with `axis` this device's rows.
-        labels: (M,) integers. A negative one is ignored, whatever its row of x holds; one past the vocabulary makes the
-            result NaN.
-        weights: (M,) floating point, or None for ones. Known in the forward: hence the sum.
-        vocab: number of words; rows of the head from there on take no part. All by default.
-        soft_cap: logits are `c tanh(z / c)`.
+        x: the inputs of the linear layer (M, D). Products have its dtype, sums are float32.
+        head: the weights of the linear layer (V, D), one row per word, in the dtype of x; with `axis`, this device's
+            rows.
+        labels: (M,) integers. A row with a negative label is ignored, whatever it contains; a label that is not a word
+            makes the result NaN.
+        weights: weights of the rows (M,), floating point; None for ones.
+        vocab: number of words; later rows of the head are padding. By default every row is a word.
+        soft_cap: the logits z become `c tanh(z / c)`, where c is this number; None for no cap.
         z_loss: factor of the penalty (PaLM, Chowdhery et al. 2022).
-        axis: mesh axis over which the head's rows are sharded, in order.
-        chunk: rows whose logits "chunked" holds at once.
-        implementation: "chunked", "tpu" (no logits in memory), "reference" (all of them), or None for "chunked".
-        platform: what it is traced for, such as "tpu v5e"; by default what `target.target` finds.
-        interpret: interpret the named kernel, for tests: True, or "races" to look for races too.
+        axis: mesh axis over which the rows of the head are sharded, in order.
+        chunk: number of rows for which "chunked" stores logits at a time.
+        implementation: "chunked", "tpu" (stores no logits) or "reference" (stores all logits); None for "chunked".
+        platform: "gpu h200", "tpu v5e", ...; by default that of the mesh in force, or of the arrays.
+        interpret: whether to run the named kernel in Pallas' interpreter; "races" also looks for races.
 
     Returns:
-        The sum, penalty included; and the penalty alone, which carries no gradient. Float32 scalars.
+        The sum, penalty included; and the penalty alone, which has no gradient. Both are float32 scalars.
 
     Raises:
-        ValueError: shapes, types or options that do not fit.
-        NotImplementedError: the named implementation cannot run this.
+        ValueError: shapes, dtypes or options do not fit.
+        NotImplementedError: the named implementation cannot run this case on the platform.
 
     Example:
         >>> total, _ = cross_entropy(jnp.zeros((2, 3)), jnp.ones((4, 3)), jnp.array([0, -1]))
         >>> round(float(total), 4)  # log 4, once
         1.3863
     """
-    case, count = _case(x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk)
+    case, word_count = _case(x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk)
     choice = dispatch.choose(
         "cross_entropy",
         IMPLEMENTATIONS,
@@ -97,16 +98,16 @@ def cross_entropy(
     )
     labels = labels.astype(jnp.int32)
     weights = jnp.ones(labels.shape, F32) if weights is None else weights.astype(F32)
-    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < count, weights, jnp.nan))
-    terms = Terms(count, soft_cap, float(z_loss), axis)
-    # every operand varies over the axis: so does the part of each device, and its gradients add up by themselves
-    x, head, labels, weights = varying_alike(x, head, labels, weights)
+    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < word_count, weights, jnp.nan))
+    terms = Terms(word_count, soft_cap, float(z_loss), axis)
+    # if all operands vary over the axis, so do the devices' shares, and JAX sums their gradients
+    operands = align_varying(x, head, labels, weights)
     if choice.default == "reference":
-        total, penalty = reference.loss(x, head, labels, weights, terms)
+        total, penalty = reference.loss(*operands, terms=terms)
     elif choice.default == "tpu":
-        total, penalty = _kernel(terms, case, interpret, x, head, labels, weights)
+        total, penalty = _kernel(terms, case, interpret, *operands)
     else:
-        total, penalty = _chunked(terms, min(chunk, case.rows), x.dtype.name, x, head, labels, weights)
+        total, penalty = _chunked(terms, min(chunk, case.rows), x.dtype.name, *operands)
     if axis is not None:
         total, penalty = lax.psum(total, axis), lax.psum(penalty, axis)
     return total, lax.stop_gradient(penalty)
@@ -126,10 +127,10 @@ def explain_call(
     implementation: str | None = None,
     platform: str,
 ) -> dispatch.Explanation:
-    """What `cross_entropy` would run on a platform, and why each other implementation would not be taken.
+    """Explain which implementation `cross_entropy` would run on a platform, and why not the others.
 
     Args:
-        x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk, implementation: as of `cross_entropy`; arrays
+        x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk, implementation: as in `cross_entropy`; arrays
             may be `jax.ShapeDtypeStruct`.
         platform: "gpu h200", "tpu v5e", "cpu".
 
@@ -146,7 +147,7 @@ cross_entropy.explain = explain_call  # pyright: ignore[reportFunctionMemberAcce
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
-    """What would run a case on a platform, and why each other implementation would not.
+    """Explain which implementation would run a case on a platform, and why not the others.
 
     Example:
         >>> print(explain(Case("small", 128, 128, 512), "tpu v5e"))
@@ -160,32 +161,35 @@ def explain(case: Case, platform: str, implementation: str | None = None) -> dis
 def _case(
     x: Any, head: Any, labels: Any, weights: Any, vocab: Any, soft_cap: Any, z_loss: Any, axis: str | None, chunk: Any
 ) -> tuple[Case, int]:
-    """Shapes and options of a call that makes sense, and the number of words."""
-    arguments.arrays("cross_entropy", x=x, head=head, labels=labels, weights=weights)
-    arguments.static("cross_entropy", vocab=vocab, soft_cap=soft_cap, z_loss=z_loss, chunk=chunk)
-    _check(x, head, labels, weights, soft_cap, z_loss, chunk)
-    words = (1 if axis is None else lax.axis_size(axis)) * head.shape[0]
-    count = words if vocab is None else vocab
-    if not 0 < count <= words:
-        raise ValueError(f"cross_entropy: got vocab {count}, expected 1 to {words}, the rows of the head")
+    """The shapes and options of a call, and the number of words; raises a ValueError if they do not fit."""
+    arguments.check_arrays("cross_entropy", x=x, head=head, labels=labels, weights=weights)
+    arguments.check_static("cross_entropy", vocab=vocab, soft_cap=soft_cap, z_loss=z_loss, chunk=chunk)
+    _check_arguments(x, head, labels, weights, soft_cap, z_loss, chunk)
+    head_rows = (1 if axis is None else lax.axis_size(axis)) * head.shape[0]
+    word_count = head_rows if vocab is None else vocab
+    if not 0 < word_count <= head_rows:
+        raise ValueError(f"cross_entropy: got vocab {word_count}, expected 1 to {head_rows}, the rows of the head")
     rows, width = x.shape
-    return Case("", rows, width, head.shape[0], count, x.dtype.name, soft_cap, z_loss), count
+    return Case("", rows, width, head.shape[0], word_count, x.dtype.name, soft_cap, z_loss), word_count
 
 
-def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None, z_loss: float, chunk: int) -> None:
+def _check_arguments(
+    x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None, z_loss: float, chunk: int
+) -> None:
+    """Refuse arguments that do not fit together."""
     if x.ndim != 2 or head.ndim != 2 or x.shape[1] != head.shape[1] or 0 in (*x.shape, *head.shape):
         raise ValueError(
             f"cross_entropy: got x {x.shape} and head {head.shape}, expected (M, D) and (V, D), none empty"
         )
     if x.dtype != head.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        got = f"x of type {x.dtype} and a head of type {head.dtype}"
-        raise ValueError(f"cross_entropy: got {got}, expected one floating-point type: cast one of them")
+        dtypes_text = f"x of type {x.dtype} and a head of type {head.dtype}"
+        raise ValueError(f"cross_entropy: got {dtypes_text}, expected one floating-point type: cast one of them")
     if labels.shape != x.shape[:1] or not jnp.issubdtype(labels.dtype, jnp.integer):
-        got = f"labels of type {labels.dtype} and shape {labels.shape}"
-        raise ValueError(f"cross_entropy: got {got}, expected integers of shape {x.shape[:1]}")
+        labels_text = f"labels of type {labels.dtype} and shape {labels.shape}"
+        raise ValueError(f"cross_entropy: got {labels_text}, expected integers of shape {x.shape[:1]}")
     if weights is not None and (weights.shape != labels.shape or not jnp.issubdtype(weights.dtype, jnp.floating)):
-        got = f"weights of type {weights.dtype} and shape {weights.shape}"
-        raise ValueError(f"cross_entropy: got {got}, expected floating point of shape {labels.shape}")
+        weights_text = f"weights of type {weights.dtype} and shape {weights.shape}"
+        raise ValueError(f"cross_entropy: got {weights_text}, expected floating point of shape {labels.shape}")
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"cross_entropy: got soft_cap {soft_cap}, expected more than 0 and finite, or None for no cap")
     if not (z_loss >= 0 and math.isfinite(z_loss)):
@@ -196,22 +200,24 @@ def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked(terms: Terms, chunk: int, dtype: str, x: Any, head: Any, labels: Any, weights: Any) -> Any:
+    """This device's shares of the sum and of the penalty, in chunks of rows; `dtype` is that of x and the head."""
     return chunked.loss(*_as_one_row(x, head, labels, weights), terms, Chunking(chunk))
 
 
 def _chunked_forward(terms: Terms, chunk: int, dtype: str, x: Any, head: Any, labels: Any, weights: Any) -> Any:
+    """The results of `_chunked`, and as residuals the gradients of the sum with respect to x, head and weights."""
     sums, gradients = chunked.with_gradients(*_as_one_row(x, head, labels, weights), terms, Chunking(chunk))
     return sums, checkpoint_name(gradients, NAMES[0])
 
 
 def _chunked_backward(terms: Terms, chunk: int, dtype: str, gradients: Any, d_sums: Any) -> Any:
-    # in float32 until they are scaled: rounded once
+    """The gradients of x, head, labels (None) and weights; those of x and head are rounded only after scaling."""
     dx, d_head, d_weights = (gradient * d_sums[0] for gradient in gradients)
     return dx[0].astype(dtype), d_head.astype(dtype), None, d_weights[0]
 
 
 def _as_one_row(x: Any, head: Any, labels: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
-    """Operands of `chunked`, whose rows are (B, T), with B of 1 and ignored rows cleared."""
+    """The operands as `chunked` takes them: rows are (B, T) with B = 1, and ignored rows of x are 0."""
     return reference.without_ignored(x, labels)[None], head, labels[None], weights[None]
 
 
@@ -219,57 +225,71 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _local(terms: Terms, head: Any, labels: Any) -> tuple[Any, Any, bool]:
-    """Labels as rows of this device's head, -1 for another's, the kernel's mark for an ignored one; how many rows are
-    words; whether that may be fewer.
+    """What the TPU kernel needs for this device's shard of the head.
+
+    Returns:
+        The labels as row indices of the shard, -1 for a label in another shard, `tpu.IGNORED` for a negative label; the
+        number of rows that are words, int32 (1,); and whether some rows of the head are not words.
     """
     from pallas_kernels.cross_entropy import tpu
 
     rows = head.shape[0]
-    first = terms.first(rows)
-    mine = labels - first
-    # the kernel's last tile may go on past the head, where another device's label must find nothing
-    mine = jnp.where(labels < 0, tpu.IGNORED, jnp.where(mine < rows, mine, -1))
-    words = jnp.clip(jnp.asarray(terms.vocab - first, jnp.int32), 0, rows)
-    return mine, words.reshape(1), terms.shards * rows != terms.vocab
+    first_word = terms.first_word(rows)
+    local_labels = labels - first_word
+    # the kernel's last tile may extend past the shard, where a label of another shard must not match
+    local_labels = jnp.where(labels < 0, tpu.IGNORED, jnp.where(local_labels < rows, local_labels, -1))
+    word_count = jnp.clip(jnp.asarray(terms.vocab - first_word, jnp.int32), 0, rows)
+    return local_labels, word_count.reshape(1), terms.shard_count * rows != terms.vocab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _kernel(terms: Terms, case: Case, interpret: Interpret, x: Any, head: Any, labels: Any, weights: Any) -> Any:
+    """This device's shares of the sum and of the penalty, from the TPU kernel."""
     return _kernel_forward(terms, case, interpret, x, head, labels, weights)[0]
 
 
-def _options(terms: Terms, case: Case, masked: bool, interpret: Interpret) -> Any:
+def _kernel_pass(pass_name: str, terms: Terms, case: Case, has_padding: bool, interpret: Interpret) -> Any:
+    """The function of the TPU kernel's module that runs a pass, "forward" or "backward", with its options."""
     from pallas_kernels.cross_entropy import tpu
 
-    options = {"masked": masked, "soft_cap": terms.soft_cap, "tiles": tpu.default_tiles(case), "interpret": interpret}
-    return tpu, options
+    function = functools.partial(
+        getattr(tpu, pass_name),
+        has_padding=has_padding,
+        soft_cap=terms.soft_cap,
+        tiles=tpu.default_tiles(case),
+        interpret=interpret,
+    )
+    return dispatch.without_derivatives("cross_entropy", function)
 
 
 def _kernel_forward(
     terms: Terms, case: Case, interpret: Interpret, x: Any, head: Any, labels: Any, weights: Any
 ) -> Any:
-    mine, words, masked = _local(terms, head, labels)
-    tpu, options = _options(terms, case, masked, interpret)
-    run = dispatch.first_order("cross_entropy", functools.partial(tpu.forward, **options))
-    lse, hit = terms.over_shards(*run(x, head, mine, words))
-    # rows of ignored labels may hold anything, and 0 * NaN is NaN
-    lse, hit = (jnp.where(labels < 0, 0.0, score) for score in (lse, hit))
-    losses, penalties = terms.part(lse, hit)
-    losses = losses + penalties
-    sums = jnp.sum(weights * losses), jnp.sum(weights * penalties)
-    lse = checkpoint_name(lse, NAMES[1])
-    return sums, (x, head, labels, weights, lse, losses)
+    """The results of `_kernel`, and the residuals."""
+    local_labels, word_count, has_padding = _local(terms, head, labels)
+    local_lse, label_logit = _kernel_pass("forward", terms, case, has_padding, interpret)(
+        x, head, local_labels, word_count
+    )
+    lse = terms.lse_over_shards(local_lse)
+    # rows with ignored labels may contain anything, and 0 * NaN is NaN
+    lse, label_logit = (jnp.where(labels < 0, 0.0, array) for array in (lse, label_logit))
+    losses, penalties = terms.loss_share(lse, label_logit)
+    total_losses = losses + penalties
+    sums = jnp.sum(weights * total_losses), jnp.sum(weights * penalties)
+    named_lse = checkpoint_name(lse, NAMES[1])
+    return sums, (x, head, labels, weights, named_lse, total_losses)
 
 
-def _kernel_backward(terms: Terms, case: Case, interpret: Interpret, saved: Any, d_sums: Any) -> Any:
-    x, head, labels, weights, lse, losses = saved
-    mine, words, masked = _local(terms, head, labels)
-    tpu, options = _options(terms, case, masked, interpret)
-    weighted = weights * d_sums[0]
-    share = weighted * (1 + 2 * terms.z_loss * lse)
-    run = dispatch.first_order("cross_entropy", functools.partial(tpu.backward, **options))
-    dx, d_head = run(x, head, mine, words, lse, share, weighted)
-    return dx, d_head, None, losses * d_sums[0]
+def _kernel_backward(terms: Terms, case: Case, interpret: Interpret, residuals: Any, d_sums: Any) -> Any:
+    """The gradients of x, head, labels (None) and weights."""
+    x, head, labels, weights, lse, total_losses = residuals
+    local_labels, word_count, has_padding = _local(terms, head, labels)
+    label_factors = weights * d_sums[0]
+    softmax_factors = label_factors * (1 + 2 * terms.z_loss * lse)
+    dx, d_head = _kernel_pass("backward", terms, case, has_padding, interpret)(
+        x, head, local_labels, word_count, lse, softmax_factors, label_factors
+    )
+    return dx, d_head, None, total_losses * d_sums[0]
 
 
 _kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -1,4 +1,4 @@
-"""Named shapes of cross-entropy: what tests, benchmarks and compilers run."""
+"""Cases of cross-entropy that tests, benchmarks and compilers run: named shapes and options."""
 
 import dataclasses
 from typing import Literal
@@ -6,19 +6,19 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One use of cross-entropy.
+    """A call of cross-entropy.
 
     Args:
-        name: in ids of tests and rows of tables.
-        rows: M.
-        width: D.
-        head: rows of the head on a device.
-        vocab: words; None: as many as the head has rows.
-        dtype: of x and the head.
-        soft_cap, z_loss: of the loss.
-        ignored: every so many-th row has the label -1; 0: none.
-        tags: "small" runs in the interpreter (in slow tests, if "slow" too), "aot" is compiled for absent chips,
-            "bench" is timed on a device.
+        name: name of the case, in test ids and rows of tables.
+        rows: number M of rows of x.
+        width: number D of elements of a row.
+        head: number of rows of the head on a device.
+        vocab: number of words; None for as many as the head has rows.
+        dtype: dtype of x and the head.
+        soft_cap, z_loss: as in `cross_entropy`.
+        ignored: if n > 0, every n-th row has the label -1.
+        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+            for absent chips, "bench" is timed on a device.
     """
 
     name: str

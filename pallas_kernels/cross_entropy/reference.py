@@ -1,7 +1,7 @@
-"""Softmax cross-entropy of a linear layer, as this device's part of a weighted sum: the definition. It holds logits.
+"""Softmax cross-entropy of a linear layer, as this device's share of a weighted sum: the definition, with all logits.
 
-What every implementation shares is here too: which rows of the head are words, and the log-sum-exp over a vocabulary
-that is sharded.
+The functions that every implementation shares are here, too: which rows of the head are words, and the log-sum-exp over
+a sharded vocabulary. If the head is sharded, the shares of all devices add up to the sum.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ F32 = jnp.float32
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What shapes the loss.
+    """The options of the loss.
 
     Args:
-        vocab: number of words; rows of the head from there on take no part.
-        soft_cap: logits are `c tanh(z / c)`; None leaves them.
-        z_loss: factor of `logsumexp(z)^2`.
-        axis: mesh axis over which the rows of the head are sharded, or None.
+        vocab: number of words; later rows of the head are padding.
+        soft_cap: the logits z become `c tanh(z / c)`, where c is this number; None for no cap.
+        z_loss: factor of the penalty `logsumexp(z)^2`.
+        axis: mesh axis over which the rows of the head are sharded; None if they are not.
     """
 
     vocab: int
@@ -31,45 +31,51 @@ class Terms:
     axis: str | None = None
 
     @property
-    def shards(self) -> Any:
-        """Into how many parts the head is split."""
+    def shard_count(self) -> Any:
+        """Number of shards of the head."""
         return 1 if self.axis is None else lax.axis_size(self.axis)
 
-    def first(self, rows: int) -> Any:
-        """The word of this device's first row of the head, of which it has `rows`."""
+    def first_word(self, rows: int) -> Any:
+        """The word that belongs to the first row of this device's shard of the head, which has so many rows."""
         return 0 if self.axis is None else lax.axis_index(self.axis) * rows
 
-    def over_shards(self, lse: Any, hit: Any) -> tuple[Any, Any]:
-        """The log-sum-exp of all words from that of this device's; and this device's part of the label's logit."""
+    def lse_over_shards(self, lse: Any) -> Any:
+        """The log-sum-exp over all words, from this device's log-sum-exp over the words of its shard."""
         if self.axis is None:
-            return lse, hit
-        top = lax.pmax(lax.stop_gradient(lse), self.axis)
-        return top + jnp.log(lax.psum(jnp.exp(lse - top), self.axis)), hit
+            return lse
+        max_lse = lax.pmax(lax.stop_gradient(lse), self.axis)
+        return max_lse + jnp.log(lax.psum(jnp.exp(lse - max_lse), self.axis))
 
-    def part(self, lse: Any, hit: Any) -> tuple[Any, Any]:
-        """This device's part of the loss of each row, and of its penalty; parts add up over the axis."""
+    def loss_share(self, lse: Any, label_logit: Any) -> tuple[Any, Any]:
+        """This device's share of each row's loss, without the penalty, and of its penalty.
+
+        Args:
+            lse: the log-sum-exp over all words.
+            label_logit: the logit of the label if its word is in this device's shard of the head, else 0.
+        """
         penalty = self.z_loss * jnp.square(lse) if self.z_loss else jnp.zeros_like(lse)
-        return (lse - hit, penalty) if self.axis is None else (lse / self.shards - hit, penalty / self.shards)
+        if self.axis is None:
+            return lse - label_logit, penalty
+        return lse / self.shard_count - label_logit, penalty / self.shard_count
 
 
-def products(x: Any, head: Any) -> Any:
-    """`x @ head.T` (..., V) of operands of one type, with a float32 sum."""
+def head_products(x: Any, head: Any) -> Any:
+    """Compute `x @ head.T` (..., V) with float32 sums, from operands of one dtype."""
     return lax.dot_general(x, head, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=F32)
 
 
-def logits(z: Any, terms: Terms) -> Any:
-    """Logits from products (..., V): capped, and -inf where a row of the head is no word."""
-    if terms.soft_cap is not None:
-        z = terms.soft_cap * jnp.tanh(z / terms.soft_cap)
+def logits(products: Any, terms: Terms) -> Any:
+    """Compute logits from products (..., V): they are capped, and -inf where a row of the head is padding."""
+    z = products if terms.soft_cap is None else terms.soft_cap * jnp.tanh(products / terms.soft_cap)
     rows = z.shape[-1]
-    if terms.shards * rows == terms.vocab:
+    if terms.shard_count * rows == terms.vocab:
         return z
-    is_word = terms.first(rows) + jnp.arange(rows) < terms.vocab
+    is_word = terms.first_word(rows) + jnp.arange(rows) < terms.vocab
     return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + is_word.shape), z, -jnp.inf)
 
 
 def without_ignored(x: Any, labels: Any) -> Any:
-    """x with the rows of ignored labels cleared: they may hold anything, and 0 * NaN is NaN.
+    """Set the rows of x with ignored labels to 0: they may contain anything, and 0 * NaN is NaN.
 
     Example:
         >>> without_ignored(jnp.array([[jnp.nan], [2.0]]), jnp.array([-1, 0])).tolist()
@@ -78,43 +84,45 @@ def without_ignored(x: Any, labels: Any) -> Any:
     return jnp.where((labels < 0)[:, None], jnp.zeros((), x.dtype), x)
 
 
-def score(z: Any, labels: Any, terms: Terms, *, gather: bool = False) -> tuple[Any, Any]:
-    """This device's parts of the loss and of the penalty of each row, unweighted.
+def row_losses(products: Any, labels: Any, terms: Terms, *, gather: bool = False) -> tuple[Any, Any]:
+    """Compute this device's share of each row's loss, without the penalty, and of its penalty; neither is weighted.
 
     Args:
-        z: products (..., V) with this device's rows of the head.
-        labels: (...) integers.
-        terms: see `Terms`.
-        gather: look the label's logit up, where the vocabulary is whole; else a sum over all words finds it, since a
-            gather along a sharded dim would gather the logits.
+        products: products (..., V) of x with this device's rows of the head.
+        labels: the labels (...), integers.
+        terms: the options of the loss.
+        gather: whether to gather the label's logit. This requires that the vocabulary is not sharded, because a gather
+            along a sharded dim would gather all logits; by default the logit is found by a sum over all words.
     """
-    z = logits(z, terms)
+    z = logits(products, terms)
     lse = jax.nn.logsumexp(z, -1)
     if gather:
-        hit = jnp.take_along_axis(z, labels[..., None], -1, mode="clip")[..., 0]
+        label_logit = jnp.take_along_axis(z, labels[..., None], -1, mode="clip")[..., 0]
     else:
         words = lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
-        words = words if terms.axis is None else words + terms.first(z.shape[-1])
-        hit = jnp.sum(jnp.where(words == labels[..., None], z, 0.0), -1)
-    return terms.part(*terms.over_shards(lse, hit))
+        words = words if terms.axis is None else words + terms.first_word(z.shape[-1])
+        label_logit = jnp.sum(jnp.where(words == labels[..., None], z, 0.0), -1)
+    return terms.loss_share(terms.lse_over_shards(lse), label_logit)
 
 
 def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[Any, Any]:
-    """This device's part of `sum(weights * (logsumexp(z) - z[label] + z_loss logsumexp(z)^2))`, and of its last term.
+    """Compute this device's share of `sum(weights * (logsumexp(z) - z[label] + z_loss logsumexp(z)^2))`.
 
     Args:
-        x: (M, D).
-        head: (V, D), this device's rows.
-        labels: (M,) int32; one that is no word of this device hits nothing here; rows of negative ones give 0, whatever
-            they hold.
-        weights: (M,) float32, 0 of negative labels.
-        terms: see `Terms`.
+        x: the inputs of the linear layer (M, D).
+        head: this device's rows of the head (V, D).
+        labels: (M,) int32. Rows with negative labels give 0, whatever they contain.
+        weights: (M,) float32, 0 for rows with negative labels.
+        terms: the options of the loss.
+
+    Returns:
+        This device's shares of the sum and of its last term, the penalty; the latter has no gradient.
 
     Example:
-        >>> whole, _ = loss(jnp.zeros((1, 2)), jnp.ones((4, 2)), jnp.array([3]), jnp.ones(1), Terms(4))
-        >>> round(float(whole), 4)  # log 4
+        >>> total, _ = loss(jnp.zeros((1, 2)), jnp.ones((4, 2)), jnp.array([3]), jnp.ones(1), Terms(4))
+        >>> round(float(total), 4)  # log 4
         1.3863
     """
-    losses, penalties = score(products(without_ignored(x, labels), head), labels, terms)
+    losses, penalties = row_losses(head_products(without_ignored(x, labels), head), labels, terms)
     penalty = jnp.sum(weights * penalties)
     return jnp.sum(weights * losses) + penalty, lax.stop_gradient(penalty)

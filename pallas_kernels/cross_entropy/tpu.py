@@ -1,9 +1,14 @@
-"""Cross-entropy on TPU without logits in memory: they live as (words, rows) tiles in VMEM, transposed so that what
-belongs to a row of x lies along lanes. The backward makes them again, once for dx and once for the head.
+"""Cross-entropy on TPU without logits in HBM.
 
-A tile is worked off in a loop over parts of its words: code is as long as a part, and so is the time to compile it.
+Logits exist only as tiles (words, rows) in VMEM; they are transposed, so that a number per row of x lies along lanes.
+The backward pass computes them again, once for dx and once for the gradient of the head. A tile is processed in a loop
+over parts of its words, because the length of the code, and the time to compile it, grow with a part.
 
-FLOP in units of 2*M*D*V: 1 forward, 4 backward, against 3 in all with chunks: it is for memory, and is run by name.
+In units of 2*M*D*V, the forward pass takes 1 FLOP and the backward pass 4, while chunks take 3 in all. The kernel saves
+memory, not time, and runs only if named.
+
+In the kernels, names of arrays are references to tiles: numbers per row, such as `lse`, are (1, rows). `words` is the
+number of words in this device's shard of the head, i and j are indices of tiles of rows and of words.
 """
 
 import dataclasses
@@ -17,27 +22,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, estimate, interpreter, like, product_precision
+from pallas_kernels.compat import Interpret, cost_estimate, interpret_params, product_precision, result_struct
 from pallas_kernels.cross_entropy.cases import Case
 from pallas_kernels.cross_entropy.reference import F32
 from pallas_kernels.target import Target
 
 NEG = -1e30
-"""Stands for -inf: a tile without a word makes no NaN."""
+"""Stands for a logit of -inf; it is finite, so that a tile without a word never makes a NaN."""
 IGNORED = -(2**31)
-"""Label of a row that gives 0, whatever it holds."""
+"""The label of a row that is ignored, whatever it contains."""
 LANES = 128
-PARTS = {"row": 512, "x": 512, "head": 256}
-"""Words of a tile that are worked on at once, by what the results are of. A loop over them takes at most 1.02 of the
-cycles of the whole tile at once (by libtpu's schedule; with fewer the forward and dx take 1.08), and less for dx and
-the head's gradient."""
-VMEM = 96 << 20
-"""Bytes of the 128 MiB of a v5e's, v5p's or v6e's core that a kernel may take."""
+"""Lanes of a vector register."""
+PART_WORDS = {"row": 512, "x": 512, "head": 256}
+"""Words of a tile that are processed at once, by the kind of results (see `_call`).
+
+By libtpu's schedule, a loop over such parts takes at most 1.02 of the cycles of the whole tile at once, and fewer than
+it for dx and the gradient of the head. With smaller parts, the forward pass and dx would take 1.08.
+"""
+MAX_VMEM_BYTES = 96 << 20
+"""Bytes of VMEM that a kernel may take; a core of v5e, v5p or v6e has 128 MiB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows of x and rows of the head of a tile, both multiples of 128."""
+    """Size of a tile; both numbers are multiples of 128.
+
+    Args:
+        rows: number of rows of x.
+        words: number of rows of the head.
+
+    Raises:
+        ValueError: a number is not a positive multiple of 128.
+    """
 
     rows: int = 512
     words: int = 1024
@@ -46,14 +62,14 @@ class Tiles:
         if self.rows % LANES or self.words % LANES or min(self.rows, self.words) < LANES:
             raise ValueError(f"cross_entropy: got {self}, expected multiples of {LANES}")
 
-    def bytes(self, width: int, itemsize: int) -> int:
-        """Of VMEM: operands and result twice, sums and about four tiles of logits in float32."""
-        most = max(self.rows, self.words)
-        return width * (2 * itemsize * (self.rows + self.words + most) + 4 * most) + 16 * self.rows * self.words
+    def vmem_bytes(self, width: int, itemsize: int) -> int:
+        """Bytes of VMEM: two buffers of operands and results, float32 sums, and about four float32 tiles of logits."""
+        longest = max(self.rows, self.words)
+        return width * (2 * itemsize * (self.rows + self.words + longest) + 4 * longest) + 16 * self.rows * self.words
 
 
 def default_tiles(case: Case) -> Tiles | None:
-    """The largest that divides the rows and fits; None where none does.
+    """Choose the largest tiles that divide the rows of a case and fit VMEM; None if there are none.
 
     Example:
         >>> default_tiles(Case("", 8192, 4096, 128256)), default_tiles(Case("", 100, 4096, 128256))
@@ -62,182 +78,241 @@ def default_tiles(case: Case) -> Tiles | None:
     for words in (1024, 512, 256, 128):
         for rows in (512, 256, 128):
             tiles = Tiles(rows, words)
-            longer_than_head = words >= case.head + LANES
-            if (
-                case.rows % rows == 0
-                and not longer_than_head
-                and tiles.bytes(case.width, jnp.dtype(case.dtype).itemsize) <= VMEM
-            ):
+            is_longer_than_head = words >= case.head + LANES
+            tile_bytes = tiles.vmem_bytes(case.width, jnp.dtype(case.dtype).itemsize)
+            if case.rows % rows == 0 and not is_longer_than_head and tile_bytes <= MAX_VMEM_BYTES:
                 return tiles
     return None
 
 
-def supports(target: Target, case: Case) -> str | None:
-    """Why this cannot run a case; None if it can."""
+def why_unsupported(target: Target, case: Case) -> str | None:
+    """Return the reason why this kernel cannot run a case, or None if it can."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {case.dtype}"
     if case.rows % LANES or case.width % LANES:
         return f"it needs rows and a width that are multiples of {LANES}, not {case.rows} and {case.width}"
     if default_tiles(case) is None:
-        return f"no tile of a width of {case.width} fits {VMEM} bytes of VMEM"
+        return f"no tile of a width of {case.width} fits {MAX_VMEM_BYTES} bytes of VMEM"
     return None
 
 
-def cost(units: int, ins: Any, outs: Any) -> pl.CostEstimate:
-    """`units` products of M*D*V, an exponential a logit; each operand counted once."""
+def cost(matmuls: int, ins: Any, outs: Any) -> pl.CostEstimate:
+    """Estimate the cost of a kernel: so many products of M*D*V, one exponential per logit, each array moved once."""
     (rows, width), words = ins[0].shape, ins[1].shape[0]
-    return estimate(units * 2 * rows * width * words, ins, outs, rows * words)
+    return cost_estimate(matmuls * 2 * rows * width * words, ins, outs, rows * words)
 
 
-def _dot(a: Any, b: Any, contract: tuple[tuple[int], tuple[int]]) -> Any:
-    return lax.dot_general(a, b, (contract, ((), ())), precision=product_precision(a), preferred_element_type=F32)
+def _matmul(a: Any, b: Any, contracted_dims: tuple[tuple[int], tuple[int]]) -> Any:
+    """A matrix product in float32."""
+    return lax.dot_general(
+        a, b, (contracted_dims, ((), ())), precision=product_precision(a), preferred_element_type=F32
+    )
 
 
-def _logits(x: Any, head: Any, first: Any, words: Any, soft_cap: float | None) -> tuple[Any, Any, Any]:
-    """(words, rows) logits, NEG where there is no word; the words; the soft cap's derivative."""
-    z, slope = _dot(head, x, ((1,), (1,))), None
+def _logits(x: Any, head: Any, first_word: Any, words: Any, soft_cap: float | None) -> tuple[Any, Any, Any]:
+    """Compute the logits of some rows of x and some words.
+
+    Args:
+        x: rows of x.
+        head: rows of the head.
+        first_word: index of the first of these rows of the head.
+        words: number of words in the shard of the head; None if all rows are words.
+        soft_cap: as in `forward`.
+
+    Returns:
+        The logits (words, rows), NEG for rows of the head that are not words; the index of the word of each; and the
+        derivative of the soft cap, or None.
+    """
+    z, slope = _matmul(head, x, ((1,), (1,))), None
     if soft_cap is not None:
         t = jnp.tanh(z * (1 / soft_cap))
         z, slope = t * soft_cap, 1 - t * t
-    word = lax.broadcasted_iota(jnp.int32, z.shape, 0) + first
+    word = lax.broadcasted_iota(jnp.int32, z.shape, 0) + first_word
     return (z if words is None else jnp.where(word < words, z, NEG)), word, slope
 
 
-def _by_parts(rows: int, most: int, body: Callable[[Any], None]) -> None:
-    """A loop over parts of so many rows, `most` of them or a divisor; the body takes their index."""
-    part = math.gcd(rows, most)
+def _for_each_part(rows: int, max_part_rows: int, body: Callable[[Any], None]) -> None:
+    """Call `body` with the slice of each part of so many rows; a part has the largest number that divides both."""
+    part_rows = math.gcd(rows, max_part_rows)
 
-    def one(i: Any, _: None) -> None:
-        body(pl.ds(pl.multiple_of(i * part, part), part))
+    def run_part(i: Any, _: None) -> None:
+        body(pl.ds(pl.multiple_of(i * part_rows, part_rows), part_rows))
 
-    lax.fori_loop(0, rows // part, one, None)
+    lax.fori_loop(0, rows // part_rows, run_part, None)
 
 
 def _clear(total: Any) -> None:
-    def clear(at: Any) -> None:
-        total[at, :] = jnp.zeros((at.size, total.shape[1]), total.dtype)
+    """Set the array of a reference to zero, in parts."""
 
-    _by_parts(total.shape[0], LANES, clear)
+    def clear_part(rows: Any) -> None:
+        total[rows, :] = jnp.zeros((rows.size, total.shape[1]), total.dtype)
+
+    _for_each_part(total.shape[0], LANES, clear_part)
 
 
 def _cast(total: Any, out: Any) -> None:
-    def cast(at: Any) -> None:
-        out[at, :] = total[at, :].astype(out.dtype)
+    """Store the array of the reference `total` in that of `out`, in parts, cast to its dtype."""
 
-    _by_parts(total.shape[0], LANES, cast)
+    def cast_part(rows: Any) -> None:
+        out[rows, :] = total[rows, :].astype(out.dtype)
+
+    _for_each_part(total.shape[0], LANES, cast_part)
 
 
 def _forward_kernel(
-    words: Any, x: Any, head: Any, label: Any, lse: Any, hit: Any, top: Any, total: Any, *, masked: bool, soft_cap: Any
+    words: Any,
+    x: Any,
+    head: Any,
+    label: Any,
+    lse: Any,
+    label_logit: Any,
+    max_logit: Any,
+    total: Any,
+    *,
+    has_padding: bool,
+    soft_cap: Any,
 ) -> None:
-    j, tile = pl.program_id(1), head.shape[0]
+    """Compute `lse` and `label_logit` of a tile of rows; `max_logit` and `total` are scratch, kept between steps."""
+    j, tile_words = pl.program_id(1), head.shape[0]
 
     @pl.when(j == 0)
     def _start() -> None:
-        top[...], total[...] = jnp.full_like(top, NEG), jnp.zeros_like(total)
-        hit[...] = jnp.zeros_like(hit)
+        max_logit[...], total[...] = jnp.full_like(max_logit, NEG), jnp.zeros_like(total)
+        label_logit[...] = jnp.zeros_like(label_logit)
 
-    def add(at: Any) -> None:
-        z, word, _ = _logits(x[...], head[at, :], j * tile + at.start, words[0] if masked else None, soft_cap)
-        highest = jnp.maximum(top[...], jnp.max(z, 0, keepdims=True))
-        total[...] = total[...] * jnp.exp(top[...] - highest) + jnp.sum(jnp.exp(z - highest), 0, keepdims=True)
-        top[...] = highest
-        hit[...] += jnp.sum(jnp.where(word == label[...], z, 0.0), 0, keepdims=True)
+    def add_part(part: Any) -> None:
+        x_rows, head_rows = x[...], head[part, :]
+        first_word, limit = j * tile_words + part.start, words[0] if has_padding else None
+        z, word, _ = _logits(x_rows, head_rows, first_word, limit, soft_cap)
+        new_max = jnp.maximum(max_logit[...], jnp.max(z, 0, keepdims=True))
+        total[...] = total[...] * jnp.exp(max_logit[...] - new_max) + jnp.sum(jnp.exp(z - new_max), 0, keepdims=True)
+        max_logit[...] = new_max
+        label_logit[...] += jnp.sum(jnp.where(word == label[...], z, 0.0), 0, keepdims=True)
 
-    _by_parts(tile, PARTS["row"], add)
+    _for_each_part(tile_words, PART_WORDS["row"], add_part)
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _end() -> None:
-        lse[...] = top[...] + jnp.log(total[...])
+        lse[...] = max_logit[...] + jnp.log(total[...])
 
 
-def _d_logits(x: Any, head: Any, rows: Any, first: Any, words: Any, soft_cap: Any) -> Any:
-    """`share * softmax - weight * (word is the label)`, times the soft cap's derivative."""
-    label, lse, share, weight = (row[...] for row in rows)
-    z, word, slope = _logits(x, head, first, words, soft_cap)
-    d = share * jnp.exp(z - lse) - jnp.where(word == label, weight, 0.0)
+def _d_logits(x: Any, head: Any, row_refs: Any, first_word: Any, words: Any, soft_cap: Any) -> Any:
+    """The gradients of the products (words, rows) of some rows of x and some words, in the dtype of x.
+
+    They are `softmax_factor * softmax - label_factor * (word == label)`, times the derivative of the soft cap.
+
+    Args:
+        x, head, first_word, words, soft_cap: as in `_logits`.
+        row_refs: references to the labels, log-sum-exps, softmax factors and label factors of the rows.
+    """
+    label, lse, softmax_factor, label_factor = (row_ref[...] for row_ref in row_refs)
+    z, word, slope = _logits(x, head, first_word, words, soft_cap)
+    d = softmax_factor * jnp.exp(z - lse) - jnp.where(word == label, label_factor, 0.0)
     d = jnp.where(label == IGNORED, 0.0, d if slope is None else d * slope)
     # past the end the head is garbage, and 0 * NaN is NaN
     return (d if words is None else jnp.where(word < words, d, 0.0)).astype(x.dtype)
 
 
-def _dx_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
-    (x, head, *rows), (dx, total) = refs[:-2], refs[-2:]
-    j, tile = pl.program_id(1), head.shape[0]
+def _dx_kernel(words: Any, *refs: Any, has_padding: bool, soft_cap: Any) -> None:
+    """Compute `dx` of a tile of rows, summed over tiles of words in the scratch `total`."""
+    x, head, *row_refs, dx, total = refs
+    j, tile_words = pl.program_id(1), head.shape[0]
     pl.when(j == 0)(lambda: _clear(total))
 
-    def add(at: Any) -> None:
-        w, limit, first = head[at, :], words[0] if masked else None, j * tile + at.start
-        if masked:
-            real = lax.broadcasted_iota(jnp.int32, w.shape, 0) + first < limit
-            w = jnp.where(real, w, jnp.zeros((), w.dtype))
-        d = _d_logits(x[...], w, rows, first, limit, soft_cap)
-        total[...] += _dot(d, w, ((0,), (0,)))
+    def add_part(part: Any) -> None:
+        head_part, limit, first_word = head[part, :], words[0] if has_padding else None, j * tile_words + part.start
+        if has_padding:
+            is_word = lax.broadcasted_iota(jnp.int32, head_part.shape, 0) + first_word < limit
+            head_part = jnp.where(is_word, head_part, jnp.zeros((), head_part.dtype))
+        d = _d_logits(x[...], head_part, row_refs, first_word, limit, soft_cap)
+        total[...] += _matmul(d, head_part, ((0,), (0,)))
 
-    _by_parts(tile, PARTS["x"], add)
+    _for_each_part(tile_words, PART_WORDS["x"], add_part)
     pl.when(j == pl.num_programs(1) - 1)(lambda: _cast(total, dx))
 
 
-def _d_head_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
-    (x, head, *rows), (d_head, total) = refs[:-2], refs[-2:]
-    i, tile = pl.program_id(1), head.shape[0]
-    start = pl.program_id(0) * tile
+def _d_head_kernel(words: Any, *refs: Any, has_padding: bool, soft_cap: Any) -> None:
+    """Compute `d_head` of a tile of words, summed over tiles of rows in the scratch `total`."""
+    x, head, *row_refs, d_head, total = refs
+    i, tile_words = pl.program_id(1), head.shape[0]
+    tile_start = pl.program_id(0) * tile_words
     pl.when(i == 0)(lambda: _clear(total))
-    live = jnp.where(rows[0][...] == IGNORED, 0.0, 1.0)
-    some = jnp.min(live) == 0
+    is_row_used = jnp.where(row_refs[0][...] == IGNORED, 0.0, 1.0)
+    has_ignored_rows = jnp.min(is_row_used) == 0
 
-    def add(at: Any, ignored: bool) -> None:
-        first, limit = start + at.start, words[0] if masked else None
-        d = _d_logits(x[...], head[at, :], rows, first, limit, soft_cap)
-        rows_of_x = x[...]
-        if ignored:  # where d is 0 a NaN still is one
-            real = jnp.broadcast_to(jnp.broadcast_to(live, (8, x.shape[0])).T[:, :1], x.shape) > 0
-            rows_of_x = jnp.where(real, rows_of_x, jnp.zeros((), x.dtype))
-        total[at, :] += _dot(d, rows_of_x, ((1,), (0,)))
+    def add_part(part: Any, clears_ignored: bool) -> None:
+        first_word, limit = tile_start + part.start, words[0] if has_padding else None
+        d = _d_logits(x[...], head[part, :], row_refs, first_word, limit, soft_cap)
+        x_rows = x[...]
+        if clears_ignored:  # d is 0 there, but 0 * NaN is NaN
+            is_used = jnp.broadcast_to(jnp.broadcast_to(is_row_used, (8, x.shape[0])).T[:, :1], x.shape) > 0
+            x_rows = jnp.where(is_used, x_rows, jnp.zeros((), x.dtype))
+        total[part, :] += _matmul(d, x_rows, ((1,), (0,)))
 
-    for ignored in (False, True):
-        pl.when(some == ignored)(
-            functools.partial(_by_parts, tile, PARTS["head"], functools.partial(add, ignored=ignored))
+    for clears_ignored in (False, True):
+        add = functools.partial(add_part, clears_ignored=clears_ignored)
+        pl.when(has_ignored_rows == clears_ignored)(
+            functools.partial(_for_each_part, tile_words, PART_WORDS["head"], add)
         )
     pl.when(i == pl.num_programs(1) - 1)(lambda: _cast(total, d_head))
 
 
 def _call(
-    kernel: Any, ins: Any, outs: Any, scratch: Any, kind: str, tiles: Tiles, units: int, name: str, interpret: Interpret
+    kernel: Any,
+    args: Any,
+    out_types: Any,
+    scratch: Any,
+    result_kind: str,
+    tiles: Tiles,
+    matmuls: int,
+    name: str,
+    interpret: Interpret,
 ) -> Any:
-    """A kernel over tiles of rows and of words, the latter fastest unless results are of the head.
+    """Run a kernel over tiles of rows and of words; return its results.
 
-    `kind` of results: "x", "head", or "row" for a number per row of x.
+    Args:
+        kernel: the kernel.
+        args: the number of words, x, the head, and arrays (1, M) with a number per row of x.
+        out_types: shapes and dtypes of the results.
+        scratch: scratch of the kernel.
+        result_kind: "x" or "head" for results like x or the head, "row" for numbers per row of x. Tiles of rows are the
+            innermost axis of the grid for "head", tiles of words otherwise.
+        tiles: size of a tile.
+        matmuls: number of products of M*D*V, for the cost estimate.
+        name: name of the kernel in profiles.
+        interpret: how to run the kernel.
     """
-    words, *ins = ins
-    (rows, width), head = ins[0].shape, ins[1].shape[0]
-    by_word = kind == "head"
-    grid = (rows // tiles.rows, pl.cdiv(head, tiles.words))
+    words, *ins = args
+    (rows, width), head_rows = ins[0].shape, ins[1].shape[0]
+    has_rows_inside = result_kind == "head"
+    grid = (rows // tiles.rows, pl.cdiv(head_rows, tiles.words))
 
-    def at(i: Any, j: Any) -> tuple[Any, Any]:
-        return (j, i) if by_word else (i, j)
+    def row_and_word_tile(i: Any, j: Any) -> tuple[Any, Any]:
+        return (j, i) if has_rows_inside else (i, j)
 
-    spec = {
-        "x": pl.BlockSpec((tiles.rows, width), lambda i, j: (at(i, j)[0], 0)),
-        "head": pl.BlockSpec((tiles.words, width), lambda i, j: (at(i, j)[1], 0)),
-        "row": pl.BlockSpec((1, tiles.rows), lambda i, j: (0, at(i, j)[0])),
+    specs = {
+        "x": pl.BlockSpec((tiles.rows, width), lambda i, j: (row_and_word_tile(i, j)[0], 0)),
+        "head": pl.BlockSpec((tiles.words, width), lambda i, j: (row_and_word_tile(i, j)[1], 0)),
+        "row": pl.BlockSpec((1, tiles.rows), lambda i, j: (0, row_and_word_tile(i, j)[0])),
     }
     return pl.pallas_call(
         kernel,
-        grid=grid[::-1] if by_word else grid,
+        grid=grid[::-1] if has_rows_inside else grid,
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            spec["x"],
-            spec["head"],
-            *[spec["row"]] * (len(ins) - 2),
+            specs["x"],
+            specs["head"],
+            *[specs["row"]] * (len(ins) - 2),
         ],
-        out_specs=[spec[kind]] * len(outs),
-        out_shape=outs,
+        out_specs=[specs[result_kind]] * len(out_types),
+        out_shape=out_types,
         scratch_shapes=scratch,
         name=name,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
-        cost_estimate=cost(units, ins, outs),
-        interpret=interpreter("tpu", interpret),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_VMEM_BYTES
+        ),
+        cost_estimate=cost(matmuls, ins, out_types),
+        interpret=interpret_params("tpu", interpret),
     )(words, *ins)
 
 
@@ -247,33 +322,34 @@ def forward(
     labels: Any,
     words: Any,
     *,
-    masked: bool,
+    has_padding: bool,
     soft_cap: float | None,
     tiles: Tiles,
     interpret: Interpret = False,
 ) -> tuple[Any, Any]:
-    """Log-sum-exp of each row over this device's words, and the label's logit if it is among them.
+    """Compute the log-sum-exp of each row over the words of this device's shard, and the logit of its label.
 
     Args:
-        x: (M, D).
-        head: (V, D), this device's rows.
-        labels: (M,) int32, counted from this device's first row of the head; or IGNORED.
-        words: (1,) int32: how many rows of the head are words.
-        masked: fewer than V may be, or the last tile is not full.
-        soft_cap: of the logits.
-        tiles: see `Tiles`.
-        interpret: see `compat.interpreter`.
+        x: the inputs of the linear layer (M, D).
+        head: this device's rows of the head (V, D).
+        labels: row index of each label in `head`, (M,) int32; -1 if it is in another shard; IGNORED to ignore the row.
+        words: number of rows of the head that are words, int32 (1,).
+        has_padding: whether some rows of the head may not be words.
+        soft_cap: the logits z become `c tanh(z / c)`, where c is this number; None for no cap.
+        tiles: size of a tile.
+        interpret: how to run the kernel, see `compat.interpret_params`.
 
     Returns:
-        Two (M,), float32; of ignored rows anything.
+        The log-sum-exp, and the logit of the label (0 if it is in another shard), both (M,) float32; for ignored rows
+        both are undefined.
     """
-    row = like((1, x.shape[0]), F32, x, head, labels)
+    row_type = result_struct((1, x.shape[0]), F32, x, head, labels)
     scratch = [pltpu.VMEM((1, tiles.rows), F32)] * 2
-    masked = masked or head.shape[0] % tiles.words != 0
-    kernel = functools.partial(_forward_kernel, masked=masked, soft_cap=soft_cap)
-    ins = (words, x, head, labels[None])
-    lse, hit = _call(kernel, ins, [row, row], scratch, "row", tiles, 1, "cross_entropy", interpret)
-    return lse[0], hit[0]
+    must_mask = has_padding or head.shape[0] % tiles.words != 0
+    kernel = functools.partial(_forward_kernel, has_padding=must_mask, soft_cap=soft_cap)
+    args = (words, x, head, labels[None])
+    lse, label_logit = _call(kernel, args, [row_type] * 2, scratch, "row", tiles, 1, "cross_entropy", interpret)
+    return lse[0], label_logit[0]
 
 
 def backward(
@@ -282,28 +358,34 @@ def backward(
     labels: Any,
     words: Any,
     lse: Any,
-    share: Any,
-    weights: Any,
+    softmax_factors: Any,
+    label_factors: Any,
     *,
-    masked: bool,
+    has_padding: bool,
     soft_cap: float | None,
     tiles: Tiles,
     interpret: Interpret = False,
 ) -> tuple[Any, Any]:
-    """Gradients of x (this device's part) and of the head.
+    """Compute this device's share of the gradient of x, and the gradient of its rows of the head.
+
+    The gradient of the logits is `softmax_factor * softmax`, minus `label_factor` at the label.
 
     Args:
-        x, head, labels, words, masked, soft_cap, tiles, interpret: as of the forward.
-        lse: (M,), over all words.
-        share: (M,) float32, factor of the softmax.
-        weights: (M,) float32, taken off at the label.
+        x, head, labels, words, has_padding, soft_cap, tiles, interpret: as in `forward`.
+        lse: the log-sum-exp over the words of all shards, (M,) float32.
+        softmax_factors, label_factors: (M,) float32.
+
+    Returns:
+        The gradients of x and of the head, each in the shape and dtype of its array.
     """
-    ins = (words, x, head, *(one[None] for one in (labels, lse, share, weights)))
-    masked = masked or head.shape[0] % tiles.words != 0
+    args = (words, x, head, *(numbers[None] for numbers in (labels, lse, softmax_factors, label_factors)))
+    must_mask = has_padding or head.shape[0] % tiles.words != 0
 
-    def run(kernel: Any, wanted: Any, tile: int, kind: str) -> Any:
-        out, scratch = like(wanted.shape, wanted.dtype, *ins), pltpu.VMEM((tile, x.shape[1]), F32)
-        kernel = functools.partial(kernel, masked=masked, soft_cap=soft_cap)
-        return _call(kernel, ins, [out], [scratch], kind, tiles, 2, f"cross_entropy_d_{kind}", interpret)[0]
+    def gradient(kernel: Any, array: Any, tile_length: int, kind: str) -> Any:
+        out_type = result_struct(array.shape, array.dtype, *args)
+        scratch = pltpu.VMEM((tile_length, x.shape[1]), F32)
+        kernel_with_options = functools.partial(kernel, has_padding=must_mask, soft_cap=soft_cap)
+        name = f"cross_entropy_d_{kind}"
+        return _call(kernel_with_options, args, [out_type], [scratch], kind, tiles, 2, name, interpret)[0]
 
-    return run(_dx_kernel, x, tiles.rows, "x"), run(_d_head_kernel, head, tiles.words, "head")
+    return gradient(_dx_kernel, x, tiles.rows, "x"), gradient(_d_head_kernel, head, tiles.words, "head")

@@ -1,8 +1,8 @@
-"""Grouped matmul: rows sorted by group, times their group's matrix, with both gradients on every platform.
+"""Grouped matmul: each row, sorted by group, times the matrix of its group, with both gradients on every platform.
 
-On TPU `jax.lax.ragged_dot` is a kernel already, and is what runs; on GPU it is dense (E times the work), and on Hopper
-our kernel runs. Sizes of groups are data: what cannot be checked before it runs is defined instead. A negative size
-counts as 0, and groups end with the rows.
+On TPU `jax.lax.ragged_dot` runs, which is a kernel already. On GPU it is dense and does E times the work, so on Hopper
+our kernel runs instead. Traced sizes of groups cannot be checked, so the result is defined for all of them: a negative
+size counts as 0, and rows that the sizes count beyond M do not exist.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.compat import Interpret, varying_alike
+from pallas_kernels.compat import Interpret, align_varying
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.grouped_matmul import ragged, reference
 from pallas_kernels.grouped_matmul.cases import Case
@@ -23,19 +23,19 @@ from pallas_kernels.target import Target
 from pallas_kernels.target import target as target_of
 
 
-def _gpu(target: Target, case: Case) -> str | None:
+def _why_unsupported_on_gpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.grouped_matmul import gpu
 
-    return gpu.supports(target, case)
+    return gpu.why_unsupported(target, case)
 
 
-ROWS = 8
-"""Hopper's kernel takes multiples of it: rows of a TMA copy's tile, as Mosaic has them in shared memory."""
+ROW_MULTIPLE = 8
+"""The GPU kernel takes a number of rows that is a multiple of this, the rows of a tile that Mosaic copies by TMA."""
 
 IMPLEMENTATIONS = (
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),
     Implementation("ragged"),
-    Implementation("reference", named=True),
+    Implementation("reference", needs_name=True),
 )
 
 
@@ -48,22 +48,24 @@ def grouped_matmul(
     platform: str | None = None,
     interpret: Interpret = False,
 ) -> Any:
-    """`y[m] = x[m] @ w[e]`, for the e whose rows m is among; 0 in rows past the last group.
+    """Compute `y[m] = x[m] @ w[e]`, where e is the group of row m; rows after the last group give 0.
 
     Args:
-        x: (M, D), sorted by group.
-        w: (E, D, F), in the type of x. Sums are float32.
-        sizes: (E,) integers: rows of each group, which may be 0, and need not add up to M.
-        implementation: "gpu" (Hopper), "ragged" (`jax.lax.ragged_dot`), "reference", or None for the best that runs.
-        platform: what it is traced for, such as "gpu h200"; by default what `target.target` finds.
-        interpret: interpret the named kernel, for tests: True, or "races" to look for races too.
+        x: rows sorted by group (M, D).
+        w: one matrix per group (E, D, F), in the dtype of x. Sums are float32.
+        sizes: number of rows of each group, (E,) integers; a size may be 0, and their sum may be less than M.
+        implementation: "gpu" (Hopper), "ragged" (`jax.lax.ragged_dot`) or "reference"; None for the best one that can
+            run.
+        platform: "gpu h200", "tpu v5e", ...; by default that of the mesh in force, or of the arrays.
+        interpret: whether to run the named kernel in Pallas' interpreter; "races" also looks for races.
 
     Returns:
-        (M, F), in the type of x.
+        y (M, F) in the dtype of x.
 
     Raises:
-        ValueError: shapes or types that do not fit; sizes known while tracing that are negative or more than M in sum.
-        NotImplementedError: the named implementation cannot run this.
+        ValueError: shapes or dtypes do not fit; or the sizes are known during tracing, and one is negative or their sum
+            is more than M.
+        NotImplementedError: the named implementation cannot run this case on the platform.
 
     Example:
         >>> grouped_matmul(jnp.ones((3, 1)), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 1])).tolist()
@@ -78,17 +80,16 @@ def grouped_matmul(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    x, w, sizes = varying_alike(x, w, _within(sizes, case.rows))
-    return _kernel(choice, interpret, x, w, sizes)
+    return _kernel(choice, interpret, *align_varying(x, w, _clip_sizes(sizes, case.rows)))
 
 
 def explain_call(
     x: Any, w: Any, sizes: Any, *, implementation: str | None = None, platform: str
 ) -> dispatch.Explanation:
-    """What `grouped_matmul` would run on a platform, and why each other implementation would not be taken.
+    """Explain which implementation `grouped_matmul` would run on a platform, and why not the others.
 
     Args:
-        x, w, sizes, implementation: as of `grouped_matmul`; arrays may be `jax.ShapeDtypeStruct`.
+        x, w, sizes, implementation: as in `grouped_matmul`; arrays may be `jax.ShapeDtypeStruct`.
         platform: "gpu h200", "tpu v5e", "cpu".
 
     Example:
@@ -103,7 +104,7 @@ grouped_matmul.explain = explain_call  # pyright: ignore[reportFunctionMemberAcc
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
-    """What would run a case on a platform, and why each other implementation would not.
+    """Explain which implementation would run a case on a platform, and why not the others.
 
     Example:
         >>> print(explain(Case("narrow", 512, 128, 96, (256, 256)), "gpu h200"))
@@ -114,78 +115,85 @@ def explain(case: Case, platform: str, implementation: str | None = None) -> dis
     return dispatch.explain("grouped_matmul", IMPLEMENTATIONS, case, target_of(platform), implementation)
 
 
-def _within(sizes: Any, rows: int) -> Any:
-    """Sizes as int32, none negative, that end with the rows: their sum saturates, whatever their type holds.
+def _clip_sizes(sizes: Any, rows: int) -> Any:
+    """The sizes as int32, with negative sizes set to 0, and shortened so that their sum is at most `rows`.
 
     Example:
-        >>> _within(jnp.array([100, -3, 100], jnp.int8), 150).tolist()
+        >>> _clip_sizes(jnp.array([100, -3, 100], jnp.int8), 150).tolist()
         [100, 0, 50]
     """
-    most = min(rows, jnp.iinfo(sizes.dtype).max)
-    sizes = jnp.clip(sizes, 0, most).astype(jnp.int32)
-    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes)
-    return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+    max_size = min(rows, jnp.iinfo(sizes.dtype).max)
+    clipped_sizes = jnp.clip(sizes, 0, max_size).astype(jnp.int32)
+    group_ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), clipped_sizes)
+    return jnp.diff(group_ends, prepend=jnp.zeros_like(group_ends[:1]))
 
 
 def _case(x: Any, w: Any, sizes: Any) -> Case:
-    """Shapes of a call that makes sense."""
-    arguments.arrays("grouped_matmul", x=x, w=w, sizes=sizes)
-    _check(x, w, sizes)
+    """The shapes of a call; raises a ValueError if they do not fit."""
+    arguments.check_arrays("grouped_matmul", x=x, w=w, sizes=sizes)
+    _check_arguments(x, w, sizes)
     groups, inner, outer = w.shape
     return Case("", x.shape[0], inner, outer, (0,) * groups, x.dtype.name)
 
 
-def _check(x: Any, w: Any, sizes: Any) -> None:
+def _check_arguments(x: Any, w: Any, sizes: Any) -> None:
+    """Refuse arguments that do not fit together."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or 0 in (*x.shape, *w.shape):
-        got = f"x {x.shape} and w {w.shape}"
-        raise ValueError(f"grouped_matmul: got {got}, expected (M, D) and (E, D, F), none empty")
+        shapes_text = f"x {x.shape} and w {w.shape}"
+        raise ValueError(f"grouped_matmul: got {shapes_text}, expected (M, D) and (E, D, F), none empty")
     if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        got = f"x of type {x.dtype} and w of type {w.dtype}"
-        raise ValueError(f"grouped_matmul: got {got}, expected one floating-point type: cast one of them")
+        dtypes_text = f"x of type {x.dtype} and w of type {w.dtype}"
+        raise ValueError(f"grouped_matmul: got {dtypes_text}, expected one floating-point type: cast one of them")
     if sizes.shape != w.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        got = f"sizes of type {sizes.dtype} and shape {sizes.shape}"
-        raise ValueError(f"grouped_matmul: got {got}, expected integers of shape {w.shape[:1]}, one per matrix")
+        sizes_text = f"sizes of type {sizes.dtype} and shape {sizes.shape}"
+        raise ValueError(f"grouped_matmul: got {sizes_text}, expected integers of shape {w.shape[:1]}, one per matrix")
     if not isinstance(sizes, Tracer | jax.ShapeDtypeStruct):
-        values = np.asarray(sizes)
-        if values.min() < 0 or sum(values.tolist()) > x.shape[0]:
-            got = f"sizes {values.tolist()}"
-            raise ValueError(f"grouped_matmul: got {got}, expected none negative, and at most {x.shape[0]} rows in sum")
+        known_sizes = np.asarray(sizes).tolist()
+        if min(known_sizes) < 0 or sum(known_sizes) > x.shape[0]:
+            raise ValueError(
+                f"grouped_matmul: got sizes {known_sizes}, expected none negative, and at most {x.shape[0]} rows in sum"
+            )
 
 
-def _padded(x: Any) -> Any:
-    """Rows, and zeros below them up to a multiple of ROWS."""
-    more = -x.shape[0] % ROWS
-    return jnp.pad(x, ((0, more), (0, 0))) if more else x
+def _pad_rows(x: Any) -> Any:
+    """Pad the rows of x with zeros to a multiple of ROW_MULTIPLE."""
+    padding = -x.shape[0] % ROW_MULTIPLE
+    return jnp.pad(x, ((0, padding), (0, 0))) if padding else x
 
 
-def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
-    """Implementations of "forward" or "gradient_of_weights", by name."""
+def _branches(function_name: str, interpret: Interpret, **options: Any) -> Any:
+    """By implementation name, the functions "forward" or "gradient_of_weights"."""
 
-    def gpu(*args: Any) -> Any:
+    def run_on_gpu(*args: Any) -> Any:
         from pallas_kernels.grouped_matmul import gpu
 
         rows = args[0].shape[0]
-        # rows that fill up are of no group: their products are 0, and no gradient has a part of them
-        padded = [_padded(array) if array.ndim == 2 else array for array in args]
-        product = getattr(gpu, what)(*padded, interpret=interpret, **options)
-        return product[:rows] if what == "forward" else product
+        # padding rows belong to no group: their products are 0, and they add nothing to the gradient of the matrices
+        padded_args = [_pad_rows(arg) if arg.ndim == 2 else arg for arg in args]
+        result = getattr(gpu, function_name)(*padded_args, interpret=interpret, **options)
+        return result[:rows] if function_name == "forward" else result
 
-    plain = {"ragged": ragged, "reference": reference}
-    kernels = {"gpu": dispatch.first_order("grouped_matmul", gpu)}
-    return kernels | {name: functools.partial(getattr(array, what), **options) for name, array in plain.items()}
+    return {
+        "gpu": dispatch.without_derivatives("grouped_matmul", run_on_gpu),
+        "ragged": functools.partial(getattr(ragged, function_name), **options),
+        "reference": functools.partial(getattr(reference, function_name), **options),
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _kernel(choice: Choice, interpret: Interpret, x: Any, w: Any, sizes: Any) -> Any:
+    """The products of the rows with the matrices of their groups."""
     return dispatch.by_platform(choice, _branches("forward", interpret), x, w, sizes)
 
 
 def _forward(choice: Choice, interpret: Interpret, x: Any, w: Any, sizes: Any) -> Any:
+    """The result of `_kernel`, and the residuals."""
     return _kernel(choice, interpret, x, w, sizes), (x, w, sizes)
 
 
-def _backward(choice: Choice, interpret: Interpret, saved: Any, dy: Any) -> Any:
-    x, w, sizes = saved
+def _backward(choice: Choice, interpret: Interpret, residuals: Any, dy: Any) -> Any:
+    """The gradients of x, w and sizes (None)."""
+    x, w, sizes = residuals
     dx = dispatch.by_platform(choice, _branches("forward", interpret, transposed=True), dy, w, sizes)
     dw = dispatch.by_platform(choice, _branches("gradient_of_weights", interpret), x, dy, sizes)
     return dx, dw, None

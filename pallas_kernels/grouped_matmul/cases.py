@@ -1,4 +1,4 @@
-"""Named shapes of grouped matmul: what tests, benchmarks and compilers run."""
+"""Cases of grouped matmul that tests, benchmarks and compilers run: named shapes and options."""
 
 import dataclasses
 from typing import Literal
@@ -6,17 +6,17 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One use of grouped matmul.
+    """A call of grouped matmul.
 
     Args:
-        name: in ids of tests and rows of tables.
-        rows: M.
-        inner: D.
-        outer: F.
-        sizes: rows of each group.
-        dtype: of rows and matrices.
-        tags: "small" runs in the interpreter (in slow tests, if "slow" too), "aot" is compiled for absent chips,
-            "bench" is timed on a device.
+        name: name of the case, in test ids and rows of tables.
+        rows: number M of rows of x.
+        inner: number D of columns of x.
+        outer: number F of columns of the result.
+        sizes: number of rows of each group.
+        dtype: dtype of x and the matrices.
+        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+            for absent chips, "bench" is timed on a device.
     """
 
     name: str

@@ -1,10 +1,13 @@
-"""Grouped matmul on Hopper (Mosaic GPU): rows times their group's matrix, and the matrices' gradients.
+"""Grouped matmul on Hopper (Mosaic GPU): each row times the matrix of its group, and the gradient of the matrices.
 
-After MegaBlocks (Gale et al., arXiv 2211.15841). Groups need no padding. In the product of rows, a tile of 128 rows
-belongs to one group, and a table lists the groups; it reads past its group's end and stores its own rows only,
-as a sum of power-of-two slices, since a TMA copy has a static shape. In the gradient of the matrices a program sums
-over the rows of one group; the copying warpgroup clears what the last chunk has of the next group before it is
-multiplied. A warpgroup copies by TMA into a ring of buffers, two multiply (wgmma), one product in flight each.
+After MegaBlocks (Gale et al., arXiv 2211.15841). Groups need no padding. In the product, a tile of 128 rows belongs to
+one group, which a table specifies. The tile reads rows after the end of its group, but stores only its own rows, in
+slices whose lengths are powers of two, because a TMA copy has a static shape. In the gradient of the matrices, a block
+sums over the rows of one group; in the last chunk, the copying warpgroup clears the rows of the next group before the
+product. One warpgroup copies by TMA into a ring of buffers, two multiply (wgmma) with one product in flight each.
+
+In a kernel, names with `_g` are references to global memory and names with `_s` to shared memory; `ready` and `free`
+are barriers, one per slot of the ring; wg is a warpgroup, t a tile of rows, i and j tiles of columns.
 """
 
 import dataclasses
@@ -16,27 +19,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
 from pallas_kernels.grouped_matmul.cases import Case
-from pallas_kernels.mosaic_gpu import MAX_SHARED, WGMMA, feed, launch, load, store, wide
+from pallas_kernels.mosaic_gpu import MAX_SHARED_BYTES, WGMMA, feed, launch, load, store, tiled_smem
 from pallas_kernels.target import Target
 
 F32 = jnp.float32
-GROUPS = 2
-"""Multiplying warpgroups."""
+WARPGROUPS = 2
+"""Number of warpgroups in a block that multiply."""
 ROWS = 64
-"""Rows of a warpgroup's product: those of one wgmma."""
-TILE = ROWS * GROUPS
+"""Rows of the product of one warpgroup, the rows of one wgmma."""
+TILE_ROWS = ROWS * WARPGROUPS
+"""Rows of a tile."""
 CHUNK = 64
-"""Summed over in one step: 128 bytes of bfloat16, the widest swizzle."""
+"""Length of the sum in one step of the loop: 128 bytes of bfloat16, the widest swizzle."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Columns of a tile, and buffers of the ring.
+    """Size of a tile, and of the ring of buffers.
+
+    Args:
+        columns: number of columns of a tile.
+        stages: number of buffers in the ring.
 
     Raises:
-        ValueError: not 64, 128 or 256 columns; a ring of less than 2; more than the shared memory of a block.
+        ValueError: the columns are not 64, 128 or 256, the ring has less than 2 buffers, or both together take more
+            than the shared memory of a block.
     """
 
     columns: int = 128
@@ -45,30 +54,31 @@ class Tiles:
     def __post_init__(self):
         if self.columns not in (64, 128, 256) or self.stages < 2:
             raise ValueError(f"grouped_matmul: got {self}, expected 64, 128 or 256 columns and at least 2 stages")
-        if self.shared > MAX_SHARED:
+        if self.shared_bytes > MAX_SHARED_BYTES:
             raise ValueError(
-                f"grouped_matmul: {self} takes {self.shared} bytes of shared memory, expected <= {MAX_SHARED}"
+                f"grouped_matmul: {self} takes {self.shared_bytes} bytes of shared memory, expected <= "
+                f"{MAX_SHARED_BYTES}: take fewer columns or stages"
             )
 
     @property
-    def shared(self) -> int:
-        """Bytes: the ring of both operands, and the tile that goes out."""
-        return 2 * (self.stages * CHUNK * (TILE + self.columns) + TILE * self.columns)
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of the ring of both operands and of the tile of the result."""
+        return 2 * (self.stages * CHUNK * (TILE_ROWS + self.columns) + TILE_ROWS * self.columns)
 
 
-def supports(target: Target, case: Case) -> str | None:
-    """Why this cannot run a case, forward or backward; None if it can."""
+def why_unsupported(target: Target, case: Case) -> str | None:
+    """Return the reason why this kernel cannot run a case in both passes, or None if it can."""
     if case.dtype not in ("bfloat16", "float16"):
         return f"it needs bfloat16 or float16, not {case.dtype}"
-    if case.inner % TILE or case.outer % TILE:
-        return f"it needs D and F that are multiples of {TILE}, not {case.inner} and {case.outer}"
-    if case.rows < TILE:
-        return f"it needs at least {TILE} rows, not {case.rows}"
+    if case.inner % TILE_ROWS or case.outer % TILE_ROWS:
+        return f"it needs D and F that are multiples of {TILE_ROWS}, not {case.inner} and {case.outer}"
+    if case.rows < TILE_ROWS:
+        return f"it needs at least {TILE_ROWS} rows, not {case.rows}"
     return None
 
 
 def default_tiles(columns: int) -> Tiles:
-    """The widest that divides the columns.
+    """Choose the widest tiles that divide the number of columns.
 
     Example:
         >>> default_tiles(384)
@@ -78,69 +88,90 @@ def default_tiles(columns: int) -> Tiles:
     return Tiles(widest, 3 if widest == 256 else 4)
 
 
-def table(sizes: Any, rows: int) -> Any:
-    """(3, tiles): the group, first row and past-the-last row of each tile of rows; group E is the rows of no group.
+def tile_table(sizes: Any, rows: int) -> Any:
+    """List the tiles of rows.
 
-    Tiles without rows are as many as the groups may need at worst.
+    Args:
+        sizes: number of rows of each group, (E,).
+        rows: number of all rows.
+
+    Returns:
+        int32 (3, tiles): for each tile its group, its first row, and the end of its rows (exclusive). Rows of no group
+        have the group E. There are as many tiles as the groups may need at worst; unused tiles have no rows.
     """
-    groups = sizes.shape[0]
-    sizes = jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]).astype(jnp.int32)
-    count = (sizes + TILE - 1) // TILE
-    last = jnp.cumsum(count)
-    t = jnp.arange((rows + (groups + 1) * (TILE - 1)) // TILE, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, t, side="right"), groups)
-    end = jnp.cumsum(sizes)[group]
-    first = end - sizes[group] + (t - (last - count)[group]) * TILE
-    live = t < last[-1]
-    found = [group, jnp.where(live, first, 0), jnp.where(live, jnp.minimum(first + TILE, end), 0)]
-    return jnp.stack(found).astype(jnp.int32)
+    group_count = sizes.shape[0]
+    all_sizes = jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]).astype(jnp.int32)
+    tile_counts = (all_sizes + TILE_ROWS - 1) // TILE_ROWS
+    end_tiles = jnp.cumsum(tile_counts)
+    tiles = jnp.arange((rows + (group_count + 1) * (TILE_ROWS - 1)) // TILE_ROWS, dtype=jnp.int32)
+    groups = jnp.minimum(jnp.searchsorted(end_tiles, tiles, side="right"), group_count)
+    group_ends = jnp.cumsum(all_sizes)[groups]
+    first_rows = group_ends - all_sizes[groups] + (tiles - (end_tiles - tile_counts)[groups]) * TILE_ROWS
+    is_used = tiles < end_tiles[-1]
+    used_first_rows = jnp.where(is_used, first_rows, 0)
+    used_end_rows = jnp.where(is_used, jnp.minimum(first_rows + TILE_ROWS, group_ends), 0)
+    return jnp.stack([groups, used_first_rows, used_end_rows]).astype(jnp.int32)
 
 
 def _multiply(steps: Any, stages: int, shape: tuple[int, int], ready: Any, operands: Any, free: Any) -> Any:
-    """The sum over steps of a product of two buffers, one of them in flight; a buffer is free after its own."""
+    """Sum the products of the buffers of all steps, with one product in flight.
 
-    def run(total: Any) -> Any:
-        def one(step: Any, _: None) -> None:
+    Args:
+        steps: number of steps.
+        stages: number of slots of the ring.
+        shape: shape of the result.
+        ready, free: barriers of the slots; a slot is free after its product has finished.
+        operands: a function of a slot that returns both operands.
+    """
+
+    def sum_products(total: Any) -> Any:
+        def add_product(step: Any, _: None) -> None:
             slot = lax.rem(step, stages)
             plgpu.barrier_wait(ready.at[slot])
             plgpu.wgmma(total, *operands(slot))
             plgpu.wgmma_wait(1)
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(step - 1, stages)]))
 
-        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(0, steps, add_product, None)
         plgpu.wgmma_wait(0)
         pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(steps - 1, stages)]))
         return total[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, F32))  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(sum_products, plgpu.ACC(shape, F32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def forward(
     x: Any, w: Any, sizes: Any, *, transposed: bool = False, tiles: Tiles | None = None, interpret: Interpret = False
 ) -> Any:
-    """As `reference.forward`, and the same result: rows of no group are stored as zeros."""
+    """Compute what `reference.forward` computes, zeros for rows of no group included.
+
+    Args:
+        x, w, sizes, transposed: as in `reference.forward`.
+        tiles: size of a tile, and of the ring of buffers.
+        interpret: how to run the kernel, see `compat.interpret_params`.
+    """
     rows, inner = x.shape
-    groups, columns = w.shape[0], w.shape[1 if transposed else 2]
-    chosen = tiles or default_tiles(columns)
-    width, stages = chosen.columns, chosen.stages
-    tiles_of_rows = table(sizes, rows)
+    group_count, columns = w.shape[0], w.shape[1 if transposed else 2]
+    used_tiles = tiles or default_tiles(columns)
+    width, stages = used_tiles.columns, used_tiles.stages
+    table = tile_table(sizes, rows)
 
-    def body(x_g: Any, w_g: Any, t_g: Any, y_g: Any, x_s: Any, w_s: Any, y_s: Any, ready: Any, free: Any) -> None:
+    def body(x_g: Any, w_g: Any, table_g: Any, y_g: Any, x_s: Any, w_s: Any, y_s: Any, ready: Any, free: Any) -> None:
         t, j, wg = lax.axis_index("t"), lax.axis_index("j"), lax.axis_index("wg")
-        group, first, last = t_g[0, t], t_g[1, t], t_g[2, t]
-        steps = jnp.where(group < groups, jnp.int32(inner // CHUNK), 0)
-        mine = pl.ds(j * width, width)
+        group, first_row, end_row = table_g[0, t], table_g[1, t], table_g[2, t]
+        steps = jnp.where(group < group_count, jnp.int32(inner // CHUNK), 0)
+        tile_columns = pl.ds(j * width, width)
 
-        @pl.when((wg == GROUPS) & (last > first))
+        @pl.when((wg == WARPGROUPS) & (end_row > first_row))
         def _copy() -> None:
-            def pairs(step: Any, slot: Any) -> Any:
+            def list_copies(step: Any, slot: Any) -> Any:
                 chunk = pl.ds(step * CHUNK, CHUNK)
-                matrix = w_g.at[group, mine, chunk] if transposed else w_g.at[group, chunk, mine]
-                return [(x_g.at[pl.ds(first, TILE), chunk], x_s.at[slot]), (matrix, w_s.at[slot])]
+                matrix = w_g.at[group, tile_columns, chunk] if transposed else w_g.at[group, chunk, tile_columns]
+                return [(x_g.at[pl.ds(first_row, TILE_ROWS), chunk], x_s.at[slot]), (matrix, w_s.at[slot])]
 
-            feed(jnp.int32(0), steps, stages, [(pairs, ready, free)])
+            feed(jnp.int32(0), steps, stages, [(list_copies, ready, free)])
 
-        @pl.when((wg < GROUPS) & (last > first))
+        @pl.when((wg < WARPGROUPS) & (end_row > first_row))
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
 
@@ -151,128 +182,143 @@ def forward(
             total = _multiply(steps, stages, (ROWS, width), ready, operands, free)
             store(y_s.at[wg], total.astype(x.dtype))
             plgpu.commit_smem()
-            start = first + wg * ROWS
-            count = lax.min(lax.max(last - start, 0), ROWS)
+            start_row = first_row + wg * ROWS
+            row_count = lax.min(lax.max(end_row - start_row, 0), ROWS)
             for bit in reversed(range(int(math.log2(ROWS)) + 1)):
-                size = 1 << bit
-                done = count & ~(2 * size - 1)
+                slice_rows = 1 << bit
+                rows_before = row_count & ~(2 * slice_rows - 1)
 
-                @pl.when((count & size) != 0)
-                def _slice(size: int = size, done: Any = done) -> None:
-                    source = y_s.at[wg, pl.ds(done, size)]
-                    plgpu.copy_smem_to_gmem(source, y_g.at[pl.ds(start + done, size), mine])
+                @pl.when((row_count & slice_rows) != 0)
+                def _store_slice(slice_rows: int = slice_rows, rows_before: Any = rows_before) -> None:
+                    source = y_s.at[wg, pl.ds(rows_before, slice_rows)]
+                    plgpu.copy_smem_to_gmem(source, y_g.at[pl.ds(start_row + rows_before, slice_rows), tile_columns])
 
             plgpu.wait_smem_to_gmem(0)
 
-    buffer = (width, CHUNK) if transposed else (CHUNK, width)
-    out = like((rows, columns), x.dtype, x, w, sizes)
+    matrix_tile = (width, CHUNK) if transposed else (CHUNK, width)
+    out_type = result_struct((rows, columns), x.dtype, x, w, sizes)
     return launch(
         body,
-        (x, w, tiles_of_rows),
-        out_type=out,
-        grid=(tiles_of_rows.shape[1], columns // width),
+        (x, w, table),
+        out_type=out_type,
+        grid=(table.shape[1], columns // width),
         grid_names=("t", "j"),
-        warpgroups=GROUPS + 1,
+        warpgroups=WARPGROUPS + 1,
         scratch=[
-            wide((stages, TILE, CHUNK), x.dtype),
-            wide((stages, *buffer), w.dtype),
-            plgpu.SMEM((GROUPS, ROWS, width), x.dtype),
+            tiled_smem((stages, TILE_ROWS, CHUNK), x.dtype),
+            tiled_smem((stages, *matrix_tile), w.dtype),
+            plgpu.SMEM((WARPGROUPS, ROWS, width), x.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ],
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
-        cost=estimate(2 * rows * inner * columns, (x, w), (out,)),
+        cost=cost_estimate(2 * rows * inner * columns, (x, w), (out_type,)),
         interpret=interpret,
     )
 
 
-def _clear(ref: Any, rows: Any) -> None:
-    """Zeros in the rows of a buffer (CHUNK, columns) from `rows` on, 64 columns at a time."""
-    for at in range(0, ref.shape[1], 64):
-        part = ref.at[:, pl.ds(at, 64)]
-        value = load(part)
-        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=WGMMA)
-        part[...] = jnp.where(row < rows, value.astype(F32), 0.0).astype(ref.dtype)
+def _clear_rows(ref: Any, first_row: Any) -> None:
+    """Set the rows of a buffer (CHUNK, columns) to 0 from `first_row` on, 64 columns at a time."""
+    for first_column in range(0, ref.shape[1], 64):
+        part = ref.at[:, pl.ds(first_column, 64)]
+        elements = load(part)
+        row_index = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=WGMMA)
+        part[...] = jnp.where(row_index < first_row, elements.astype(F32), 0.0).astype(ref.dtype)
 
 
 def gradient_of_weights(
     x: Any, dy: Any, sizes: Any, *, tiles: Tiles | None = None, interpret: Interpret = False
 ) -> Any:
-    """As `reference.gradient_of_weights`."""
-    inner, columns, groups = x.shape[1], dy.shape[1], sizes.shape[0]
-    chosen = tiles or default_tiles(columns)
-    width, stages = chosen.columns, chosen.stages
-    end = jnp.cumsum(sizes)
-    bounds = jnp.stack([end - sizes, end]).astype(jnp.int32)
+    """Compute what `reference.gradient_of_weights` computes.
+
+    Args:
+        x, dy, sizes: as in `reference.gradient_of_weights`.
+        tiles: size of a tile, and of the ring of buffers.
+        interpret: how to run the kernel, see `compat.interpret_params`.
+    """
+    inner, columns, group_count = x.shape[1], dy.shape[1], sizes.shape[0]
+    used_tiles = tiles or default_tiles(columns)
+    width, stages = used_tiles.columns, used_tiles.stages
+    group_ends = jnp.cumsum(sizes)
+    group_ranges = jnp.stack([group_ends - sizes, group_ends]).astype(jnp.int32)
 
     def body(
-        x_g: Any, dy_g: Any, b_g: Any, dw_g: Any, x_s: Any, dy_s: Any, dw_s: Any, ready: Any, edge: Any, free: Any
+        x_g: Any,
+        dy_g: Any,
+        ranges_g: Any,
+        dw_g: Any,
+        x_s: Any,
+        dy_s: Any,
+        dw_s: Any,
+        ready: Any,
+        last_chunk_ready: Any,
+        free: Any,
     ) -> None:
         group, i, j, wg = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
-        first, last = b_g[0, group], b_g[1, group]
-        count = last - first
-        steps, left = lax.div(count + CHUNK - 1, CHUNK), lax.rem(count, CHUNK)
+        first_row, end_row = ranges_g[0, group], ranges_g[1, group]
+        row_count = end_row - first_row
+        steps, last_chunk_rows = lax.div(row_count + CHUNK - 1, CHUNK), lax.rem(row_count, CHUNK)
 
-        @pl.when(wg == GROUPS)
+        @pl.when(wg == WARPGROUPS)
         def _copy() -> None:
-            def copy(step: Any, slot: Any, arrived: Any) -> None:
+            def copy_chunk(step: Any, slot: Any, barrier: Any) -> None:
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                some = pl.ds(first + step * CHUNK, CHUNK)
-                plgpu.copy_gmem_to_smem(x_g.at[some, pl.ds(i * TILE, TILE)], x_s.at[slot], arrived)
-                plgpu.copy_gmem_to_smem(dy_g.at[some, pl.ds(j * width, width)], dy_s.at[slot], arrived)
+                rows = pl.ds(first_row + step * CHUNK, CHUNK)
+                plgpu.copy_gmem_to_smem(x_g.at[rows, pl.ds(i * TILE_ROWS, TILE_ROWS)], x_s.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(dy_g.at[rows, pl.ds(j * width, width)], dy_s.at[slot], barrier)
 
-            def whole(step: Any, _: None) -> None:
+            def copy_whole_chunk(step: Any, _: None) -> None:
                 slot = lax.rem(step, stages)
-                copy(step, slot, ready.at[slot])
+                copy_chunk(step, slot, ready.at[slot])
 
-            lax.fori_loop(0, lax.div(count, CHUNK), whole, None)
+            lax.fori_loop(0, lax.div(row_count, CHUNK), copy_whole_chunk, None)
 
-            @pl.when(left != 0)
-            def _end_of_group() -> None:
+            @pl.when(last_chunk_rows != 0)
+            def _copy_last_chunk() -> None:
                 slot = lax.rem(steps - 1, stages)
-                copy(steps - 1, slot, edge)
-                plgpu.barrier_wait(edge)
+                copy_chunk(steps - 1, slot, last_chunk_ready)
+                plgpu.barrier_wait(last_chunk_ready)
                 for buffer in (x_s.at[slot], dy_s.at[slot]):
-                    _clear(buffer, left)
+                    _clear_rows(buffer, last_chunk_rows)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ready.at[slot])
 
-            def drain(step: Any, _: None) -> None:
+            def wait_for_readers(step: Any, _: None) -> None:
                 plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
-            lax.fori_loop(lax.max(steps - stages, 0), steps, drain, None)
+            lax.fori_loop(lax.max(steps - stages, 0), steps, wait_for_readers, None)
 
-        @pl.when(wg < GROUPS)
+        @pl.when(wg < WARPGROUPS)
         def _compute() -> None:
-            mine = pl.ds(wg * ROWS, ROWS)
+            warpgroup_columns = pl.ds(wg * ROWS, ROWS)
 
             def operands(slot: Any) -> Any:
-                return x_s.at[slot, :, mine].transpose((1, 0)), dy_s.at[slot]
+                return x_s.at[slot, :, warpgroup_columns].transpose((1, 0)), dy_s.at[slot]
 
             total = _multiply(steps, stages, (ROWS, width), ready, operands, free)
             dw_s.at[wg][...] = total.astype(x.dtype)
             plgpu.commit_smem()
-            target = dw_g.at[group, pl.ds(i * TILE + wg * ROWS, ROWS), pl.ds(j * width, width)]
-            plgpu.copy_smem_to_gmem(dw_s.at[wg], target)
+            destination = dw_g.at[group, pl.ds(i * TILE_ROWS + wg * ROWS, ROWS), pl.ds(j * width, width)]
+            plgpu.copy_smem_to_gmem(dw_s.at[wg], destination)
             plgpu.wait_smem_to_gmem(0)
 
-    out = like((groups, inner, columns), x.dtype, x, dy, sizes)
+    out_type = result_struct((group_count, inner, columns), x.dtype, x, dy, sizes)
     return launch(
         body,
-        (x, dy, bounds),
-        out_type=out,
-        grid=(groups, inner // TILE, columns // width),
+        (x, dy, group_ranges),
+        out_type=out_type,
+        grid=(group_count, inner // TILE_ROWS, columns // width),
         grid_names=("e", "i", "j"),
-        warpgroups=GROUPS + 1,
+        warpgroups=WARPGROUPS + 1,
         scratch=[
-            wide((stages, CHUNK, TILE), x.dtype),
-            wide((stages, CHUNK, width), dy.dtype),
-            wide((GROUPS, ROWS, width), x.dtype),
+            tiled_smem((stages, CHUNK, TILE_ROWS), x.dtype),
+            tiled_smem((stages, CHUNK, width), dy.dtype),
+            tiled_smem((WARPGROUPS, ROWS, width), x.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ],
         name="grouped_matmul_dw",
-        cost=estimate(2 * x.shape[0] * inner * columns, (x, dy), (out,)),
+        cost=cost_estimate(2 * x.shape[0] * inner * columns, (x, dy), (out_type,)),
         interpret=interpret,
     )

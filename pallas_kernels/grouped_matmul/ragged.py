@@ -1,4 +1,4 @@
-"""Grouped matmul by `jax.lax.ragged_dot`: a kernel of its own on TPU, a dense product of E times the work elsewhere."""
+"""Grouped matmul by `jax.lax.ragged_dot`: a kernel on TPU, elsewhere a dense product with E times the work."""
 
 from typing import Any
 
@@ -10,19 +10,20 @@ _BY_GROUP = lax.RaggedDotDimensionNumbers(
 )
 
 
-def _inside(x: Any, sizes: Any) -> Any:
-    """x with rows of no group cleared: what comes of them there is not defined."""
+def _clear_outside_groups(x: Any, sizes: Any) -> Any:
+    """Set the rows of x that belong to no group to 0, because `ragged_dot` leaves their results undefined."""
     return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], x, jnp.zeros((), x.dtype))
 
 
 def forward(x: Any, w: Any, sizes: Any, *, transposed: bool = False) -> Any:
-    """As `reference.forward`."""
+    """Compute what `reference.forward` computes, with the same arguments and result."""
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     y = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype)
-    return _inside(y, sizes)
+    return _clear_outside_groups(y, sizes)
 
 
 def gradient_of_weights(x: Any, dy: Any, sizes: Any) -> Any:
-    """As `reference.gradient_of_weights`."""
-    x, dy = _inside(x, sizes), _inside(dy, sizes)
-    return lax.ragged_dot_general(x, dy, sizes, _BY_GROUP, preferred_element_type=jnp.float32).astype(x.dtype)
+    """Compute what `reference.gradient_of_weights` computes, with the same arguments and result."""
+    group_x, group_dy = _clear_outside_groups(x, sizes), _clear_outside_groups(dy, sizes)
+    dw = lax.ragged_dot_general(group_x, group_dy, sizes, _BY_GROUP, preferred_element_type=jnp.float32)
+    return dw.astype(x.dtype)

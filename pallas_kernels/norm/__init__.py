@@ -1,1 +1,1 @@
-"""RMS norm and layer norm, with or without a residual added first: see api.py."""
+"""RMS norm and layer norm, of x or of x plus a residual; see api.py."""

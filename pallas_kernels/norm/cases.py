@@ -1,4 +1,4 @@
-"""Named shapes of norm: what tests, benchmarks and compilers run."""
+"""Cases of RMS norm and layer norm that tests, benchmarks and compilers run: named shapes and options."""
 
 import dataclasses
 from typing import Literal
@@ -6,18 +6,18 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One use of norm.
+    """A call of RMS norm or layer norm.
 
     Args:
-        name: in ids of tests and rows of tables.
-        rows: R.
-        width: D.
-        dtype: of x and the residual.
-        center: layer norm; else RMS norm.
-        bias: whether there is one.
-        residual: whether one is added.
-        tags: "small" runs in the interpreter (in slow tests, if "slow" too), "aot" is compiled for absent chips,
-            "bench" is timed on a device.
+        name: name of the case, in test ids and rows of tables.
+        rows: number R of rows.
+        width: number D of elements of a row.
+        dtype: dtype of x and the residual.
+        center: True for layer norm, False for RMS norm.
+        bias: whether there is a bias.
+        residual: whether there is a residual.
+        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+            for absent chips, "bench" is timed on a device.
     """
 
     name: str

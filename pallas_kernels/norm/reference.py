@@ -6,26 +6,26 @@ import jax
 import jax.numpy as jnp
 
 FLOP = 8
-"""Of a number, in either pass."""
+"""FLOP per element of x, in either pass."""
 
 
 def forward(
     x: Any, weight: Any, bias: Any = None, residual: Any = None, *, eps: float, center: bool
 ) -> tuple[Any, Any]:
-    """The norm of `h = x + residual`, and `h`. Sums, statistics and the gain in float32.
+    """Compute the norm of `h = x + residual`, and `h`; sums, statistics and the product with the weight are float32.
 
     `f = h - center * mean(h)`, `y = f / sqrt(mean(f^2) + eps) * weight + bias`.
 
     Args:
-        x: (R, D).
+        x: the input (R, D).
         weight: (D,).
         bias: (D,), or None.
-        residual: (R, D), or None, where `h` is `x` itself.
-        eps: added to the mean square.
-        center: subtract the mean (layer norm); else not (RMS norm).
+        residual: (R, D), or None, so that `h` is `x` itself.
+        eps: number that is added to the mean square.
+        center: whether to subtract the mean: True for layer norm, False for RMS norm.
 
     Returns:
-        y and h, (R, D), in the type of x. What is normalised is h as rounded to that type.
+        The norm y and h, both (R, D) in the dtype of x. The norm is computed from h after it is rounded to that dtype.
 
     Example:
         >>> y, _ = forward(jnp.array([[1.0, 3.0]]), jnp.ones(2), eps=0.0, center=True)
@@ -33,11 +33,11 @@ def forward(
         [[-1.0, 1.0]]
     """
     h = x if residual is None else (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(x.dtype)
-    wide = h.astype(jnp.float32)
+    f = h.astype(jnp.float32)
     if center:
-        wide = wide - jnp.mean(wide, -1, keepdims=True)
-    # not jnp.square, whose derivative keeps 2 * wide beside wide
-    y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+        f = f - jnp.mean(f, -1, keepdims=True)
+    # not jnp.square, since its derivative would keep 2 * f besides f
+    y = f * jax.lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps)
     y = y * weight.astype(jnp.float32)[None]
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
@@ -47,38 +47,37 @@ def forward(
 def backward(
     h: Any, weight: Any, bias: Any, dy: Any, dh: Any = None, *, eps: float, center: bool
 ) -> tuple[Any, Any, Any]:
-    """Gradients of (x + residual), weight and bias, from h alone: the statistics are computed again.
+    """Compute the gradients of x + residual, weight and bias from h alone; the statistics are recomputed.
 
     With `u = f / sqrt(mean(f^2) + eps)` and `g = dy * weight`:
     `dx = (g - center * mean(g) - u * mean(g * u)) / sqrt(mean(f^2) + eps) + dh`, `dweight = sum(dy * u)`,
     `dbias = sum(dy)`.
 
     Args:
-        h: (R, D), what was normalised.
+        h: the sum that `forward` returned, (R, D).
         weight: (D,).
-        bias: (D,) or None, of which only the type is read.
-        dy: (R, D).
-        dh: (R, D), the gradient of h as an output, or None.
-        eps: as in the forward.
-        center: as in the forward.
+        bias: (D,) or None; only its dtype matters.
+        dy: the gradient of y, (R, D).
+        dh: the gradient of h as a result, (R, D), or None.
+        eps, center: as in `forward`.
 
     Returns:
-        dx in the type of h, dweight and dbias (None without one) in theirs.
+        dx in the dtype of h, dweight in the dtype of weight, and dbias in that of bias (None without a bias).
 
     Example:
-        >>> one = jnp.ones((1, 2))
-        >>> backward(one, jnp.ones(2), None, one, eps=0.0, center=False)[0].tolist()  # a longer vector: the same norm
+        >>> ones = jnp.ones((1, 2))
+        >>> backward(ones, jnp.ones(2), None, ones, eps=0.0, center=False)[0].tolist()
         [[0.0, 0.0]]
     """
-    f, g = h.astype(jnp.float32), dy.astype(jnp.float32)
+    f, dy_wide = h.astype(jnp.float32), dy.astype(jnp.float32)
     if center:
         f = f - jnp.mean(f, -1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps)
-    unit = f * scale
-    d_weight = jnp.sum(g * unit, 0).astype(weight.dtype)
-    d_bias = None if bias is None else jnp.sum(g, 0).astype(bias.dtype)
-    g = g * weight.astype(jnp.float32)[None]
-    dx = g - unit * jnp.mean(g * unit, -1, keepdims=True)
+    u = f * scale
+    d_weight = jnp.sum(dy_wide * u, 0).astype(weight.dtype)
+    d_bias = None if bias is None else jnp.sum(dy_wide, 0).astype(bias.dtype)
+    g = dy_wide * weight.astype(jnp.float32)[None]
+    dx = g - u * jnp.mean(g * u, -1, keepdims=True)
     if center:
         dx = dx - jnp.mean(g, -1, keepdims=True)
     dx = dx * scale

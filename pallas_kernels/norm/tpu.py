@@ -1,4 +1,7 @@
-"""Norm with residual on TPU: one read and one write of each array; gradients of vectors add up over the grid."""
+"""Norms on TPU: each array is read or written once; gradients of weight and bias are summed over the grid.
+
+In the kernels, names of arrays are references to tiles in VMEM; f, u and g are as in `reference.py`.
+"""
 
 import dataclasses
 import functools
@@ -9,20 +12,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, estimate, interpreter, like
+from pallas_kernels.compat import Interpret, cost_estimate, interpret_params, result_struct
 from pallas_kernels.norm.cases import Case
 from pallas_kernels.norm.reference import FLOP
 from pallas_kernels.target import Target
 
 F32 = jnp.float32
 LANES = 128
-WIDEST = 16384
-"""Width up to which tiles of 16 rows fit the default 16 MiB of VMEM, backward included."""
+"""Lanes of a vector register."""
+MAX_WIDTH = 16384
+"""The largest width for which tiles of 16 rows fit the default 16 MiB of VMEM in both passes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows of one grid step, a multiple of 16 (the sublanes of a bfloat16 tile)."""
+    """Numbers of rows of one step of the grid: multiples of 16, the sublanes of a bfloat16 tile.
+
+    Args:
+        forward: rows of a step of the forward pass.
+        backward: rows of a step of the backward pass.
+
+    Raises:
+        ValueError: a number is not a positive multiple of 16.
+    """
 
     forward: int
     backward: int
@@ -33,7 +45,7 @@ class Tiles:
 
 
 def default_tiles(width: int) -> Tiles:
-    """What lets 4 (forward) or 6 (backward) double-buffered float32 tiles fit 8 MiB.
+    """Choose the tiles for a width, so that 4 (forward) or 6 (backward) double-buffered float32 tiles fit 8 MiB.
 
     Example:
         >>> default_tiles(4096)
@@ -43,34 +55,41 @@ def default_tiles(width: int) -> Tiles:
     return Tiles(forward, backward)
 
 
-def supports(target: Target, case: Case) -> str | None:
-    """Why this cannot run a case; None if it can."""
+def why_unsupported(target: Target, case: Case) -> str | None:
+    """Return the reason why this kernel cannot run a case, or None if it can."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {case.dtype}"
-    if case.width % LANES or case.width > WIDEST:
-        return f"it needs a width that is a multiple of {LANES} up to {WIDEST}, not {case.width}"
+    if case.width % LANES or case.width > MAX_WIDTH:
+        return f"it needs a width that is a multiple of {LANES} up to {MAX_WIDTH}, not {case.width}"
     return None
 
 
-def _forward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual: bool) -> None:
-    ins = refs[: 2 + bias + residual]
-    y, *h = refs[len(ins) :]
-    f = ins[0][...].astype(F32)
-    if residual:
-        h[0][...] = (f + ins[-1][...].astype(F32)).astype(h[0].dtype)
-        f = h[0][...].astype(F32)
+def _forward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_residual: bool) -> None:
+    """Compute a tile of y and h; `refs` are x, weight, the bias and the residual if any, y, and h if there is one."""
+    x, weight, *optional_refs = refs[: 2 + has_bias + has_residual]
+    y, *h_refs = refs[2 + has_bias + has_residual :]
+    f = x[...].astype(F32)
+    if has_residual:
+        (h,) = h_refs
+        h[...] = (f + optional_refs[-1][...].astype(F32)).astype(h.dtype)
+        f = h[...].astype(F32)
     if center:
         f = f - jnp.mean(f, -1, keepdims=True)
-    out = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps) * ins[1][...].astype(F32)
-    if bias:
-        out = out + ins[2][...].astype(F32)
-    y[...] = out.astype(y.dtype)
+    norm = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps) * weight[...].astype(F32)
+    if has_bias:
+        norm = norm + optional_refs[0][...].astype(F32)
+    y[...] = norm.astype(y.dtype)
 
 
-def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual: bool, rows: int, tile: int) -> None:
-    h, weight, dy = refs[:3]
-    dx, *sums = refs[3 + residual :]
-    outs, accumulators = sums[: 1 + bias], sums[1 + bias :]
+def _backward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_dh: bool, rows: int, tile: int) -> None:
+    """Compute a tile of dx, and add to the gradients of weight and bias.
+
+    `refs` are h, weight, dy, dh if there is one, dx, the gradients of weight and (if any) bias, and a scratch for each
+    of these two. `rows` is the number of all rows, `tile` that of a step.
+    """
+    h, weight, dy, *dh_refs = refs[: 3 + has_dh]
+    dx, *vector_refs = refs[3 + has_dh :]
+    vector_gradients, accumulators = vector_refs[: 1 + has_bias], vector_refs[1 + has_bias :]
     i = pl.program_id(0)
 
     @pl.when(i == 0)
@@ -78,49 +97,54 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
         for accumulator in accumulators:
             accumulator[...] = jnp.zeros_like(accumulator)
 
-    f, g = h[...].astype(F32), dy[...].astype(F32)
+    f, dy_wide = h[...].astype(F32), dy[...].astype(F32)
     if rows % tile:  # rows past the end are garbage, and 0 * NaN is NaN
-        real = lax.broadcasted_iota(jnp.int32, f.shape, 0) + i * tile < rows
-        f, g = jnp.where(real, f, 0.0), jnp.where(real, g, 0.0)
+        is_row = lax.broadcasted_iota(jnp.int32, f.shape, 0) + i * tile < rows
+        f, dy_wide = jnp.where(is_row, f, 0.0), jnp.where(is_row, dy_wide, 0.0)
     if center:
         f = f - jnp.mean(f, -1, keepdims=True)
     scale = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps)
-    unit = f * scale
-    accumulators[0][...] += jnp.sum(g * unit, 0, keepdims=True)
-    if bias:
-        accumulators[1][...] += jnp.sum(g, 0, keepdims=True)
-    g = g * weight[...].astype(F32)
-    d = g - unit * jnp.mean(g * unit, -1, keepdims=True)
+    u = f * scale
+    accumulators[0][...] += jnp.sum(dy_wide * u, 0, keepdims=True)
+    if has_bias:
+        accumulators[1][...] += jnp.sum(dy_wide, 0, keepdims=True)
+    g = dy_wide * weight[...].astype(F32)
+    dx_wide = g - u * jnp.mean(g * u, -1, keepdims=True)
     if center:
-        d = d - jnp.mean(g, -1, keepdims=True)
-    d = d * scale
-    if residual:
-        d = d + refs[3][...].astype(F32)
-    dx[...] = d.astype(dx.dtype)
+        dx_wide = dx_wide - jnp.mean(g, -1, keepdims=True)
+    dx_wide = dx_wide * scale
+    if has_dh:
+        dx_wide = dx_wide + dh_refs[0][...].astype(F32)
+    dx[...] = dx_wide.astype(dx.dtype)
 
     @pl.when(i == pl.num_programs(0) - 1)
     def _end() -> None:
-        for out, accumulator in zip(outs, accumulators, strict=True):
-            out[...] = accumulator[...]
+        for vector_gradient, accumulator in zip(vector_gradients, accumulators, strict=True):
+            vector_gradient[...] = accumulator[...]
 
 
-def _call(kernel: Any, tile: int, ins: Any, outs: Any, sums: int, name: str, interpret: Interpret) -> Any:
-    """The kernel over tiles of rows; vectors are whole in every step, as one row. `sums` vectors add up over steps."""
+def _call(
+    kernel: Any, tile: int, ins: Any, out_types: Any, scratch_count: int, name: str, interpret: Interpret
+) -> list[Any]:
+    """Run a kernel over tiles of rows; return its results.
+
+    Vectors, such as the weight, are whole in every step, as one row. The kernel has `scratch_count` scratch rows.
+    """
     rows, width = ins[0].shape
-    matrix, vector = pl.BlockSpec((tile, width), lambda i: (i, 0)), pl.BlockSpec((1, width), lambda i: (0, 0))
+    row_spec, vector_spec = pl.BlockSpec((tile, width), lambda i: (i, 0)), pl.BlockSpec((1, width), lambda i: (0, 0))
     outputs = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(rows, tile),),
-        in_specs=[matrix if a.ndim == 2 else vector for a in ins],
-        out_specs=[matrix if a.ndim == 2 else vector for a in outs],
-        out_shape=[a if a.ndim == 2 else like((1, width), a.dtype, *ins) for a in outs],
-        scratch_shapes=[pltpu.VMEM((1, width), F32)] * sums,
-        cost_estimate=estimate(FLOP * rows * width, ins, outs, rows),
+        in_specs=[row_spec if array.ndim == 2 else vector_spec for array in ins],
+        out_specs=[row_spec if out.ndim == 2 else vector_spec for out in out_types],
+        out_shape=[out if out.ndim == 2 else result_struct((1, width), out.dtype, *ins) for out in out_types],
+        scratch_shapes=[pltpu.VMEM((1, width), F32)] * scratch_count,
+        cost_estimate=cost_estimate(FLOP * rows * width, ins, out_types, rows),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name=name,
-        interpret=interpreter("tpu", interpret),
-    )(*(a if a.ndim == 2 else a[None] for a in ins))
-    return [a if like.ndim == 2 else a[0] for a, like in zip(outputs, outs, strict=True)]
+        interpret=interpret_params("tpu", interpret),
+    )(*(array if array.ndim == 2 else array[None] for array in ins))
+    return [output if out.ndim == 2 else output[0] for output, out in zip(outputs, out_types, strict=True)]
 
 
 def forward(
@@ -134,13 +158,16 @@ def forward(
     tiles: Tiles | None = None,
     interpret: Interpret = False,
 ) -> tuple[Any, Any]:
-    """As `reference.forward`."""
+    """Compute what `reference.forward` computes, with the same arguments and results."""
     tile = (tiles or default_tiles(x.shape[1])).forward
-    ins = [a for a in (x, weight, bias, residual) if a is not None]
-    options = {"bias": bias is not None, "residual": residual is not None}
-    kernel = functools.partial(_forward_kernel, eps=eps, center=center, **options)
-    outputs = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), 0, "norm", interpret)
-    return outputs[0], outputs[-1] if options["residual"] else x
+    ins = [array for array in (x, weight, bias, residual) if array is not None]
+    has_residual = residual is not None
+    kernel = functools.partial(
+        _forward_kernel, eps=eps, center=center, has_bias=bias is not None, has_residual=has_residual
+    )
+    out_types = [result_struct(x.shape, x.dtype, *ins)] * (1 + has_residual)
+    y, *h_outputs = _call(kernel, tile, ins, out_types, 0, "norm", interpret)
+    return y, h_outputs[0] if has_residual else x
 
 
 def backward(
@@ -155,14 +182,13 @@ def backward(
     tiles: Tiles | None = None,
     interpret: Interpret = False,
 ) -> tuple[Any, Any, Any]:
-    """As `reference.backward`."""
+    """Compute what `reference.backward` computes, with the same arguments and results."""
     rows, width = h.shape
     tile = (tiles or default_tiles(width)).backward
-    ins = [a for a in (h, weight, dy, dh) if a is not None]
-    sums = 1 + (bias is not None)
-    options = {"bias": bias is not None, "residual": dh is not None, "rows": rows, "tile": tile}
+    ins = [array for array in (h, weight, dy, dh) if array is not None]
+    vector_count = 1 + (bias is not None)
+    options = {"has_bias": bias is not None, "has_dh": dh is not None, "rows": rows, "tile": tile}
     kernel = functools.partial(_backward_kernel, eps=eps, center=center, **options)
-    outs = [like(h.shape, h.dtype, *ins), *[like((width,), F32, *ins)] * sums]
-    dx, *vector_sums = _call(kernel, tile, ins, outs, sums, "norm_backward", interpret)
-    d_bias = None if bias is None else vector_sums[1].astype(bias.dtype)
-    return dx, vector_sums[0].astype(weight.dtype), d_bias
+    out_types = [result_struct(h.shape, h.dtype, *ins), *[result_struct((width,), F32, *ins)] * vector_count]
+    dx, d_weight, *d_biases = _call(kernel, tile, ins, out_types, vector_count, "norm_backward", interpret)
+    return dx, d_weight.astype(weight.dtype), None if bias is None else d_biases[0].astype(bias.dtype)

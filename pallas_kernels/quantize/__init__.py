@@ -1,1 +1,1 @@
-"""Blocks of floats as whole numbers of 8 or 4 bits, see api.py."""
+"""Quantization of floats to integers of 8 or 4 bits, in blocks that share a scale; see api.py."""

@@ -1,4 +1,4 @@
-"""Named shapes of quantization: what tests, benchmarks and tuning run."""
+"""Cases of quantization that tests, benchmarks and tuning run: named shapes and options."""
 
 import dataclasses
 from typing import Literal
@@ -6,17 +6,18 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One array to quantize.
+    """A matrix to quantize.
 
     Args:
-        name: in ids of tests and rows of tables.
-        rows: R.
-        cols: C.
-        bits: of a code, 8 or 4.
-        block: numbers that share a scale; divides the dim that blocks lie along.
-        axis: the dim that blocks lie along: -2 down the columns, -1 along the rows, which are then one block each.
-        dtype: of the array.
-        tags: "small" runs in the interpreter, "aot" is compiled for absent chips, "bench" is timed on a device.
+        name: name of the case, in test ids and rows of tables.
+        rows: number R of rows.
+        cols: number C of columns.
+        bits: bits of a code, 8 or 4.
+        block: number of consecutive elements that share a scale; a divisor of the dim `axis`.
+        axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
+        dtype: dtype of the matrix.
+        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+            for absent chips, "bench" is timed on a device.
     """
 
     name: str

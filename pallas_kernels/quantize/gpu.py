@@ -1,4 +1,7 @@
-"""Quantization on Hopper (Mosaic GPU): a warpgroup per tile, in registers between one TMA copy in and one out."""
+"""Quantization on Hopper (Mosaic GPU): a warpgroup copies a tile in by TMA, quantizes it in registers, copies it out.
+
+In the kernel, names with `_s` are references to shared memory; x, codes and scales are references to global memory.
+"""
 
 import functools
 from typing import Any
@@ -8,62 +11,69 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
-from pallas_kernels.mosaic_gpu import WGMMA, along_columns, along_rows, launch, load, store, wide
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
+from pallas_kernels.mosaic_gpu import WGMMA, along_columns, along_rows, launch, load, store, tiled_smem
 from pallas_kernels.quantize.cases import Case
-from pallas_kernels.quantize.reference import FLOP, coded, inverse, packed
+from pallas_kernels.quantize.reference import FLOP, encode, inverse_step, pack_nibbles
 
 COLS = 64
-"""Columns of a tile of blocks that lie down the columns."""
+"""Columns of a tile if blocks lie down the columns."""
 ROWS = 64
-"""Rows of a tile of blocks that lie along the rows."""
+"""Rows of a tile if blocks lie along the rows."""
 
 
 def _kernel(x: Any, codes: Any, scales: Any, x_s: Any, codes_s: Any, scales_s: Any, ready: Any, *, case: Case) -> None:
-    i, down = lax.axis_index("i"), case.axis == -2
+    """Quantize a tile: one block per column, or one block per row."""
+    i, is_down = lax.axis_index("i"), case.axis == -2
     rows, cols = x_s.shape
-    at = (pl.ds(i * rows, rows), pl.ds(lax.axis_index("j") * cols, cols))
-    plgpu.copy_gmem_to_smem(x.at[at], x_s, ready)
+    row_slice, column_slice = pl.ds(i * rows, rows), pl.ds(lax.axis_index("j") * cols, cols)
+    plgpu.copy_gmem_to_smem(x.at[row_slice, column_slice], x_s, ready)
     plgpu.barrier_wait(ready)
-    half = (rows // 2, cols) if down else (rows, cols // 2)
+    half_rows, half_cols = (rows // 2, cols) if is_down else (rows, cols // 2)
     if case.bits == 8:
         parts = [load(x_s, WGMMA).astype(jnp.float32)]
-    else:
-        second = (pl.ds(half[0], half[0]), pl.ds(0, cols)) if down else (pl.ds(0, rows), pl.ds(half[1], half[1]))
-        first = (pl.ds(0, half[0]), pl.ds(0, half[1]))
-        parts = [load(x_s.at[place], WGMMA).astype(jnp.float32) for place in (first, second)]
-    tops = [jnp.max(jnp.abs(part), axis=0 if down else 1) for part in parts]
-    top = functools.reduce(jnp.maximum, tops)
-    spread = along_columns if down else along_rows
-    factor = inverse(top, case.bits)
-    part_codes = [coded(part, spread(factor, part.shape), case.bits) for part in parts]
-    codes_s[...] = (part_codes[0] if case.bits == 8 else packed(*part_codes)).astype(jnp.int8)
-    store(scales_s, top)
+    else:  # the halves of each block, whose codes share bytes
+        low = (pl.ds(0, half_rows), pl.ds(0, half_cols))
+        high = (
+            (pl.ds(half_rows, half_rows), pl.ds(0, cols)) if is_down else (pl.ds(0, rows), pl.ds(half_cols, half_cols))
+        )
+        parts = [load(x_s.at[index], WGMMA).astype(jnp.float32) for index in (low, high)]
+    scale = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), axis=0 if is_down else 1) for part in parts])
+    along_blocks = along_columns if is_down else along_rows
+    inverse = inverse_step(scale, case.bits)
+    part_codes = [encode(part, along_blocks(inverse, part.shape), case.bits) for part in parts]
+    codes_s[...] = (part_codes[0] if case.bits == 8 else pack_nibbles(*part_codes)).astype(jnp.int8)
+    store(scales_s, scale)
     plgpu.commit_smem()
-    n, m = codes_s.shape
-    plgpu.copy_smem_to_gmem(codes_s, codes.at[pl.ds(i * n, n), pl.ds(lax.axis_index("j") * m, m)])
-    plgpu.copy_smem_to_gmem(scales_s, scales.at[i, at[1]] if down else scales.at[at[0]])
+    code_rows, code_cols = codes_s.shape
+    code_index = pl.ds(i * code_rows, code_rows), pl.ds(lax.axis_index("j") * code_cols, code_cols)
+    plgpu.copy_smem_to_gmem(codes_s, codes.at[code_index])
+    plgpu.copy_smem_to_gmem(scales_s, scales.at[i, column_slice] if is_down else scales.at[row_slice])
     plgpu.wait_smem_to_gmem(0)
 
 
 def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array, Array]:
-    """As `reference.quantize`.
+    """Compute what `reference.quantize` computes.
 
     Args:
-        x: (R, C).
-        case: of this shape.
-        interpret: see `compat.interpreter`.
+        x: the matrix (R, C), float32 or bfloat16.
+        case: its shape and the options.
+        interpret: how to run the kernel, see `compat.interpret_params`.
+
+    Returns:
+        The codes and the scales.
     """
     R, C = x.shape
-    down, halves = case.axis == -2, 2 if case.bits == 4 else 1
-    rows, cols = (case.block, COLS) if down else (ROWS, C)
-    held = (rows // halves, cols) if down else (rows, cols // halves)
-    shapes = ((R // halves, C), (R // case.block, C)) if down else ((R, C // halves), (R,))
+    is_down, codes_per_byte = case.axis == -2, 2 if case.bits == 4 else 1
+    rows, cols = (case.block, COLS) if is_down else (ROWS, C)
+    code_tile = (rows // codes_per_byte, cols) if is_down else (rows, cols // codes_per_byte)
+    code_shape = (R // codes_per_byte, C) if is_down else (R, C // codes_per_byte)
+    scale_shape = (R // case.block, C) if is_down else (R,)
 
-    def tile(shape: tuple[int, int], dtype: Any) -> Any:
-        return wide(shape, dtype, min(128, shape[1] * jnp.dtype(dtype).itemsize))
+    def tile_smem(shape: tuple[int, int], dtype: Any) -> Any:
+        return tiled_smem(shape, dtype, min(128, shape[1] * jnp.dtype(dtype).itemsize))
 
-    outs = [like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)]
+    outs = [result_struct(code_shape, jnp.int8, x), result_struct(scale_shape, jnp.float32, x)]
     codes, scales = launch(
         functools.partial(_kernel, case=case),
         (x,),
@@ -72,12 +82,12 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
         grid_names=("i", "j"),
         name=f"quantize{case.bits}",
         scratch=[
-            tile((rows, cols), x.dtype),
-            tile(held, jnp.int8),
-            plgpu.SMEM((cols if down else rows,), jnp.float32),
+            tile_smem((rows, cols), x.dtype),
+            tile_smem(code_tile, jnp.int8),
+            plgpu.SMEM((cols if is_down else rows,), jnp.float32),
             plgpu.Barrier(),
         ],
-        cost=estimate(FLOP * R * C, (x,), outs),
+        cost=cost_estimate(FLOP * R * C, (x,), outs),
         interpret=interpret,
     )
-    return codes, scales if down else scales[:, None]
+    return codes, scales if is_down else scales[:, None]

@@ -1,88 +1,92 @@
-r"""Floats as whole numbers with a scale for each block: the definition.
+r"""Quantization of floats to integers with one scale per block: the definition.
 
-With :math:`L = 2^{bits - 1} - 1` and :math:`s = \max |x|` of a block, a code is :math:`\mathrm{round}(x L / s)`, and
-stands for :math:`code \cdot s / L`: none is off by more than :math:`s / 2L`. A block whose s is 2^-100 or less is
-zeros, for the inverse of s would be flushed. NaN and infinities are for the caller to keep out: maxima ignore a NaN on
-some platforms.
-Codes of 4 bits lie two in a byte: the first half of each block in the low nibbles, the second in the high ones. Left
-out: stochastic rounding, scales in fewer bits.
+With :math:`L = 2^{bits - 1} - 1` and the scale :math:`s = \max |x|` of a block, the code of an element is
+:math:`\mathrm{round}(x L / s)`. It stands for :math:`code \cdot s / L`, so the error is at most :math:`s / 2L`. All
+codes of a block with s <= 2^-100 are zero, because the inverse of s might be flushed to zero. The caller must keep out
+NaN and infinities: on some platforms a maximum ignores NaN.
+Two codes of 4 bits share a byte: the first half of each block is in the low nibbles, the second half in the high ones.
+Left out: stochastic rounding, scales in fewer bits.
 """
 
 import jax.numpy as jnp
 from jax import Array
 
 FLOP = 8
-"""Of a number."""
-SMALLEST = 2.0**-100
-"""Smallest scale of a block that is not taken for zeros."""
+"""FLOP per element."""
+MIN_SCALE = 2.0**-100
+"""If the scale of a block is not above this, all its codes are zero."""
 
 
-def levels(bits: int) -> int:
-    """L: codes lie in [-L, L]."""
+def max_code(bits: int) -> int:
+    """Return L, the largest code: codes are integers in [-L, L]."""
     return 2 ** (bits - 1) - 1
 
 
-def packed(low: Array, high: Array) -> Array:
-    """Two codes of 4 bits, int32, in the value of one int8, int32."""
+def pack_nibbles(low: Array, high: Array) -> Array:
+    """Pack pairs of 4-bit codes (int32) into numbers in the range of int8 (int32), `low` into the low nibbles."""
     return jnp.where(low < 0, low + 16, low) + high * 16
 
 
-def coded(x: Array, inverse: Array, bits: int) -> Array:
-    """Codes, int32, of float32 numbers.
+def encode(x: Array, inverse: Array, bits: int) -> Array:
+    """Encode float32 numbers.
 
     Args:
-        x: float32.
-        inverse: L / s, of `inverse`, spread over the block.
-        bits: of a code.
+        x: the numbers, float32.
+        inverse: the result of `inverse_step` for the block of each number; it broadcasts to `x`.
+        bits: bits of a code.
+
+    Returns:
+        The codes, int32.
     """
-    most = float(levels(bits))
-    return jnp.minimum(jnp.maximum(jnp.round(x * inverse), -most), most).astype(jnp.int32)
+    limit = float(max_code(bits))
+    return jnp.minimum(jnp.maximum(jnp.round(x * inverse), -limit), limit).astype(jnp.int32)
 
 
-def inverse(scale: Array, bits: int) -> Array:
-    """L / s, 0 of a block of zeros."""
-    return jnp.where(scale > SMALLEST, levels(bits) / jnp.maximum(scale, SMALLEST), 0.0)
+def inverse_step(scale: Array, bits: int) -> Array:
+    """The inverse L / s of the distance between the numbers of successive codes; 0 for a block of zeros."""
+    return jnp.where(scale > MIN_SCALE, max_code(bits) / jnp.maximum(scale, MIN_SCALE), 0.0)
 
 
 def quantize(x: Array, *, bits: int, block: int, axis: int) -> tuple[Array, Array]:
-    """Codes and scales.
+    """Quantize a matrix in blocks.
 
     Args:
-        x: (R, C), any floating dtype.
-        bits: of a code, 8 or 4.
-        block: numbers that share a scale.
-        axis: -2, blocks down the columns, or -1, along the rows.
+        x: the matrix (R, C), of any floating dtype.
+        bits: bits of a code, 8 or 4.
+        block: number of consecutive elements that share a scale.
+        axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
 
     Returns:
-        Codes int8 in x's shape, of 4 bits with that dim halved; scales float32 with it divided by the block.
+        The codes, int8, in the shape of `x`, with the dim `axis` halved for 4 bits; and the scales, float32, with the
+        dim `axis` divided by the block.
     """
-    split = list(x.shape)
-    split[axis : axis + 1 or None] = [x.shape[axis] // block, block]
-    parts = x.astype(jnp.float32).reshape(split)
-    scale = jnp.max(jnp.abs(parts), axis)
-    codes = coded(parts, jnp.expand_dims(inverse(scale, bits), axis), bits)
-    shape = list(x.shape)
+    block_shape = list(x.shape)
+    block_shape[axis : axis + 1 or None] = [x.shape[axis] // block, block]
+    blocks = x.astype(jnp.float32).reshape(block_shape)
+    scales = jnp.max(jnp.abs(blocks), axis)
+    codes = encode(blocks, jnp.expand_dims(inverse_step(scales, bits), axis), bits)
+    code_shape = list(x.shape)
     if bits == 4:
-        codes = packed(*jnp.split(codes, 2, axis))
-        shape[axis] //= 2
-    return codes.astype(jnp.int8).reshape(shape), scale
+        codes = pack_nibbles(*jnp.split(codes, 2, axis))
+        code_shape[axis] //= 2
+    return codes.astype(jnp.int8).reshape(code_shape), scales
 
 
 def dequantize(codes: Array, scale: Array, *, bits: int, block: int, axis: int) -> Array:
-    """What codes stand for, float32.
+    """Compute the numbers for which codes stand.
 
     Args:
-        codes: of `quantize`.
-        scale: of `quantize`.
-        bits: of a code.
-        block: numbers that share a scale.
-        axis: as there.
+        codes, scale: the results of `quantize`.
+        bits, block, axis: the arguments of `quantize`.
+
+    Returns:
+        The numbers, float32, in the shape of the matrix that was quantized.
     """
-    held = block // 2 if bits == 4 else block
-    split, whole = list(codes.shape), list(codes.shape)
-    split[axis : axis + 1 or None] = [codes.shape[axis] // held, held]
-    parts = codes.reshape(split)
+    bytes_per_block = block // 2 if bits == 4 else block
+    block_shape, shape = list(codes.shape), list(codes.shape)
+    block_shape[axis : axis + 1 or None] = [codes.shape[axis] // bytes_per_block, bytes_per_block]
+    blocks = codes.reshape(block_shape)
     if bits == 4:
-        parts = jnp.concatenate([(parts << 4) >> 4, parts >> 4], axis)
-        whole[axis] *= 2
-    return (parts.astype(jnp.float32) * jnp.expand_dims(scale / levels(bits), axis)).reshape(whole)
+        blocks = jnp.concatenate([(blocks << 4) >> 4, blocks >> 4], axis)
+        shape[axis] *= 2
+    return (blocks.astype(jnp.float32) * jnp.expand_dims(scale / max_code(bits), axis)).reshape(shape)

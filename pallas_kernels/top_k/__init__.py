@@ -1,1 +1,1 @@
-"""The largest numbers of each block, see api.py."""
+"""Block top-k: the k largest elements of each block of a matrix; see api.py."""

@@ -1,4 +1,4 @@
-"""The public function of block top-k: checks, and the choice of what runs."""
+"""The public function of block top-k: it checks the arguments and chooses the implementation."""
 
 import functools
 from typing import Any
@@ -8,30 +8,31 @@ from jax import Array
 from pallas_kernels import arguments
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, without_derivatives
 from pallas_kernels.dispatch import explain as explain_choice
-from pallas_kernels.target import PROVED, Target, target
+from pallas_kernels.target import COMPILED_TPUS, Target, target
 from pallas_kernels.top_k import reference, tpu
 from pallas_kernels.top_k.cases import Case
 
 GPU_COLS = 64
-"""See `gpu.COLS`."""
+"""Columns of a tile of the GPU kernel, see `gpu.COLS`."""
 GPU_BLOCKS = (64, 128, 256)
-"""Rows of 64 columns that fit the registers of a warpgroup."""
+"""Blocks (in rows of 64 columns) that fit the registers of a warpgroup."""
 GPU_LANES = 32
-"""Along the rows a block lies over as many lanes."""
-GPU_LONGEST = 2048
-"""Numbers of a block along the rows that fit the registers of a warp."""
-GPU_MOST = 128
-"""Rounds, each of which looks at every number of the block that is left."""
+"""Lanes of a warp, over which a block along the rows is spread."""
+GPU_MAX_ROW_LENGTH = 2048
+"""The largest block along the rows that fits the registers of a warp."""
+GPU_MAX_K = 128
+"""The largest k: the kernel takes k rounds over all elements."""
 
 
-def _gpu_supports(where: Target, case: Case) -> str | None:
-    if case.k > GPU_MOST:
-        return f"it needs k of at most {GPU_MOST}, not {case.k}"
+def _why_unsupported_on_gpu(_: Target, case: Case) -> str | None:
+    """The reason why the GPU kernel cannot run a case, or None if it can; here, so that no GPU module is imported."""
+    if case.k > GPU_MAX_K:
+        return f"it needs k of at most {GPU_MAX_K}, not {case.k}"
     if case.axis == -1:
-        if case.block % GPU_LANES or case.block > GPU_LONGEST:
-            return f"it needs blocks that are a multiple of {GPU_LANES} up to {GPU_LONGEST}, not {case.block}"
+        if case.block % GPU_LANES or case.block > GPU_MAX_ROW_LENGTH:
+            return f"it needs blocks that are a multiple of {GPU_LANES} up to {GPU_MAX_ROW_LENGTH}, not {case.block}"
         return None
     if case.block not in GPU_BLOCKS:
         return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))}, not {case.block}"
@@ -39,11 +40,11 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=tpu.why_unsupported),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),
     Implementation("reference"),
 )
-"""Best first."""
+"""All implementations, best first."""
 
 
 def top_k(
@@ -57,58 +58,64 @@ def top_k(
     tiles: tpu.Tiles | None = None,
     interpret: Interpret = False,
 ) -> tuple[Array, Array]:
-    r"""The k numbers of largest magnitude of each block, the largest first, and where they lie in it.
+    r"""Select the k elements of largest magnitude from each block of a matrix.
 
-    Among equal magnitudes the first in the block wins; a NaN is as large as an infinity. It is code of one device:
-    under a mesh call it inside `jax.shard_map`. There is no gradient of its kernels.
+    Of equal magnitudes, the first in the block is the larger one; NaN is as large as infinity. This runs on one device:
+    under a mesh, call it inside `jax.shard_map`. The kernels have no derivatives.
 
     Args:
-        x: (R, C), float32 or bfloat16.
-        k: kept of each block, from 1 to the block.
-        block: numbers of a block; divides the dim that blocks lie along.
-        axis: the dim that blocks lie along: -2 or -1.
-        implementation: "tpu", "gpu", "reference"; `None`: the best one that can.
-        platform: "tpu v5e", "gpu h200", ...; by default what is being traced for.
-        tiles: of the TPU's kernel; by default what was tuned, else a rule.
-        interpret: interpret the named implementation; "races" also looks for races.
+        x: the matrix (R, C), float32 or bfloat16.
+        k: number of elements to select from each block, from 1 to `block`.
+        block: number of elements of a block; a divisor of the dim `axis`.
+        axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
+        implementation: "tpu", "gpu" or "reference"; `None` for the best one that can run.
+        platform: "tpu v5e", "gpu h200", ...; by default that of the mesh in force, or of the arrays.
+        tiles: tiles of the TPU kernel; by default tuned ones, else those of a rule.
+        interpret: whether to run the named implementation in Pallas' interpreter; "races" also looks for races.
 
     Returns:
-        Values in x's dtype, and places int32, both with k numbers in the place of each block.
+        The values in the dtype of `x`, and their indices in the block, int32. In both arrays k elements, the largest
+        first, replace those of each block along the dim `axis`.
 
     Raises:
-        ValueError: shape, dtype, k, block or a name do not fit.
-        NotImplementedError: the named implementation cannot run this.
+        ValueError: the shape, the dtype, k, the block or a name is not supported.
+        NotImplementedError: the named implementation cannot run this case on the platform.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> values, places = top_k(jnp.array([[1.0, -5.0, 0.5, 2.0]]), 2, block=4, axis=-1)
-        >>> values.tolist(), places.tolist()
+        >>> values, indices = top_k(jnp.array([[1.0, -5.0, 0.5, 2.0]]), 2, block=4, axis=-1)
+        >>> values.tolist(), indices.tolist()
         ([[-5.0, 2.0]], [[1, 3]])
 
     References:
         Aji and Heafield, 2017, arXiv:1704.05021.
     """
     case = _case(x, k, block, axis)
-    where = target(platform, x)
-    choice = choose("top_k", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
+    call_target = target(platform, x)
+    choice = choose(
+        "top_k", IMPLEMENTATIONS, case, call_target, implementation=implementation, interpret=bool(interpret)
+    )
     if tiles is not None:
-        files.check("top_k", tiles, implementation, tpu.candidates(case))
+        files.check_tiles("top_k", tiles, implementation, tpu.candidates(case))
 
-    def on_tpu(x: Array) -> Any:
-        return tpu.top_k(x, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
+    def top_k_on_tpu(x: Array) -> Any:
+        return tpu.top_k(x, case=case, tiles=tiles or _tiles(case, call_target), interpret=interpret)
 
-    def on_gpu(x: Array) -> Any:
+    def top_k_on_gpu(x: Array) -> Any:
         from pallas_kernels.top_k import gpu
 
         return gpu.top_k(x, case=case, interpret=interpret)
 
-    plain = functools.partial(reference.top_k, k=k, block=block, axis=axis)
-    kernels = {name: first_order("top_k", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))}
-    return by_platform(choice, kernels | {"reference": plain}, x)
+    branches = {
+        "tpu": without_derivatives("top_k", top_k_on_tpu, "derivatives"),
+        "gpu": without_derivatives("top_k", top_k_on_gpu, "derivatives"),
+        "reference": functools.partial(reference.top_k, k=k, block=block, axis=axis),
+    }
+    return by_platform(choice, branches, x)
 
 
 def explain(case: Case, platform: str) -> Explanation:
-    """What runs a case on a platform, and why each other implementation does not.
+    """Explain which implementation runs a case on a platform, and why not the others.
 
     Args:
         case: shapes and options.
@@ -126,31 +133,33 @@ def explain(case: Case, platform: str) -> Explanation:
 top_k.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def facts(case: Case) -> dict[str, int | str]:
-    """What tiles of a case are looked up by."""
+def tile_facts(case: Case) -> dict[str, int | str]:
+    """The facts of a case on which tiles depend, by which `tiles.tiles` looks up a tuned entry."""
     return {"dtype": case.dtype, "k": case.k, "axis": str(case.axis), "R": case.rows, "C": case.cols}
 
 
-def _tiles(case: Case, where: Target) -> tpu.Tiles:
+def _tiles(case: Case, target: Target) -> tpu.Tiles:
+    """The TPU kernel's tiles for a case on a target: tuned ones if there are any, else those of the rule."""
     allowed = tpu.candidates(case)
-    return files.tiles("top_k", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+    return files.tiles(
+        "top_k", target.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda tiles: tiles in allowed
+    )
 
 
-def _case(x: Array, k: int, block: int, axis: int) -> Case:
-    """Shapes and options of a call that makes sense."""
-    arguments.static("top_k", k=k, block=block, axis=axis)
+def _case(x: Array, k: int, block: int, axis: Any) -> Case:
+    """The shape and options of a call; raises a ValueError if they are not supported."""
+    arguments.check_static("top_k", k=k, block=block, axis=axis)
     if x.ndim != 2 or not x.size:
-        raise ValueError(f"top_k: got an array of shape {x.shape}, expected (R, C), none of them 0")
+        raise ValueError(f"top_k: got an array of shape {x.shape}, expected (R, C) without a dim of size 0")
     if x.dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"top_k: got {x.dtype.name}, expected float32 or bfloat16")
     if axis not in (-1, -2):
         raise ValueError(f"top_k: got axis {axis}, expected -2 (down the columns) or -1 (along the rows)")
     if block < 1 or x.shape[axis] % block:
         raise ValueError(
-            f"top_k: blocks of {block} along dim {axis} of {x.shape}: expected a divisor of {x.shape[axis]}"
+            f"top_k: got blocks of {block} along dim {axis} of {x.shape}, expected a divisor of {x.shape[axis]}"
         )
     if not 1 <= k <= block:
-        raise ValueError(f"top_k: got k {k}, expected 1 to {block}, the numbers of a block")
+        raise ValueError(f"top_k: got k={k}, expected 1 to {block}, the number of elements of a block")
     dtype: Any = x.dtype.name
-    along: Any = axis
-    return Case("", x.shape[0], x.shape[1], k, block, along, dtype, tags=())
+    return Case("", x.shape[0], x.shape[1], k, block, axis, dtype, tags=())

@@ -1,8 +1,10 @@
-"""Block top-k on Hopper (Mosaic GPU), in registers: k rounds of a maximum, and what it found is taken out.
+"""Block top-k on Hopper (Mosaic GPU), in registers: k rounds, each of which finds the maximum and removes it.
 
-Down the columns a warpgroup has a block of 64 columns, which TMA copies in and its results out. Along the rows a warp
-has whole blocks, spread over its lanes, so that no round waits for another warp: it reads them from HBM, and writes
-each round's results there.
+For blocks down the columns, a warpgroup selects from one block of 64 columns; TMA copies the block in and the results
+out. For blocks along the rows, a warp has whole blocks, spread over its lanes, so that no round waits for another warp;
+it reads them from HBM, and writes the results of each round there.
+
+In the kernels, x, values and indices are references to global memory; names with `_s` are references to shared memory.
 """
 
 import functools
@@ -13,104 +15,117 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
-from pallas_kernels.mosaic_gpu import WGMMA, along_columns, launch, load, load_rows, over_lanes, store, wide
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
+from pallas_kernels.mosaic_gpu import (
+    WGMMA,
+    along_columns,
+    launch,
+    load,
+    load_rows,
+    row_per_warp_layout,
+    store,
+    tiled_smem,
+)
 from pallas_kernels.top_k.cases import Case
 from pallas_kernels.top_k.reference import FLOP, magnitude
 
 COLS = 64
-"""Columns of a tile of blocks that lie down the columns."""
-HELD = 32
-"""Numbers that a lane holds of a tile of blocks along the rows; more where one block has more."""
+"""Columns of a tile if blocks lie down the columns."""
+LANE_ELEMENTS = 32
+"""Elements per lane of a tile if blocks lie along the rows; a lane has more if a single block has more."""
 
 
 def _down_columns(
-    x: Any, values: Any, places: Any, x_s: Any, values_s: Any, places_s: Any, ready: Any, *, k: int
+    x: Any, values: Any, indices: Any, x_s: Any, values_s: Any, indices_s: Any, ready: Any, *, k: int
 ) -> None:
+    """Select from one block of rows, `k` rounds; `ready` is the barrier of the copy into `x_s`."""
     i, cols = lax.axis_index("i"), pl.ds(lax.axis_index("j") * COLS, COLS)
     rows, shape = x_s.shape[0], x_s.shape
     plgpu.copy_gmem_to_smem(x.at[pl.ds(i * rows, rows), cols], x_s, ready)
-    # as floats: maxima of columns are known of these
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA).astype(jnp.float32)
+    # floats, because Mosaic reduces columns of floats only
+    positions = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA).astype(jnp.float32)
     plgpu.barrier_wait(ready)
 
-    def one(n: Any, a: Any) -> Any:
-        largest = along_columns(jnp.max(a, axis=0), shape)
-        at = jnp.min(jnp.where(a == largest, row, float(rows)), axis=0)
-        store(places_s.at[n], at.astype(jnp.int32))
-        hit = row == along_columns(at, shape)
-        a = jnp.where(hit, -1.0, a)  # not 0: among zeros the next one must win
-        f = load(x_s, WGMMA).astype(jnp.float32)  # again: registers have room for one such array
-        store(values_s.at[n], jnp.sum(jnp.where(hit, f, 0.0), axis=0).astype(values.dtype))
-        return a
+    def run_round(n: Any, magnitudes: Any) -> Any:
+        largest = along_columns(jnp.max(magnitudes, axis=0), shape)
+        index = jnp.min(jnp.where(magnitudes == largest, positions, float(rows)), axis=0)
+        store(indices_s.at[n], index.astype(jnp.int32))
+        is_taken = positions == along_columns(index, shape)
+        new_magnitudes = jnp.where(is_taken, -1.0, magnitudes)  # not 0: if all are zeros, the next one must win
+        elements = load(x_s, WGMMA).astype(jnp.float32)  # loaded in every round, because registers hold one such array
+        store(values_s.at[n], jnp.sum(jnp.where(is_taken, elements, 0.0), axis=0).astype(values.dtype))
+        return new_magnitudes
 
-    lax.fori_loop(0, k, one, magnitude(load(x_s, WGMMA).astype(jnp.float32)))
+    lax.fori_loop(0, k, run_round, magnitude(load(x_s, WGMMA).astype(jnp.float32)))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(values_s, values.at[pl.ds(i * k, k), cols])
-    plgpu.copy_smem_to_gmem(places_s, places.at[pl.ds(i * k, k), cols])
+    plgpu.copy_smem_to_gmem(indices_s, indices.at[pl.ds(i * k, k), cols])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _along_rows(x: Any, values: Any, places: Any, *, k: int, rows: int) -> None:
-    """A tile of the grid: `rows` blocks, of four warps; after the last whole one a block, of all warps alike."""
+def _along_rows(x: Any, values: Any, indices: Any, *, k: int, tile_rows: int) -> None:
+    """Select from rows that are one block each: from `tile_rows` rows, or from one row after the last whole tile."""
     i, (R, block) = lax.axis_index("i"), x.shape
-    whole = R // rows
+    tile_count = R // tile_rows
 
-    def tile(at: Any, shape: tuple[int, ...]) -> None:
-        axis, layout = len(shape) - 1, over_lanes(block, lone=len(shape) == 1)
+    def select(rows: Any, shape: tuple[int, ...]) -> None:
+        axis, layout = len(shape) - 1, row_per_warp_layout(block, is_one_row=len(shape) == 1)
 
-        def spread(v: Any) -> Any:
+        def along_blocks(v: Any) -> Any:
             return plgpu.layout_cast(lax.broadcast_in_dim(v, shape, tuple(range(axis))), layout)
 
-        f = load_rows(x.at[at], layout).astype(jnp.float32)
-        place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout).astype(jnp.float32)
-        # a place, the sign, and whether it is NaN, as one float: a round looks for nothing else
-        code = 4 * place + jnp.where(f < 0, 1.0, 0.0) + jnp.where(f != f, 2.0, 0.0)
+        elements = load_rows(x.at[rows], layout).astype(jnp.float32)
+        positions = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout).astype(jnp.float32)
+        # position, sign and whether it is NaN in one float, so that a round needs a single minimum
+        keys = 4 * positions + jnp.where(elements < 0, 1.0, 0.0) + jnp.where(elements != elements, 2.0, 0.0)
 
-        def one(n: Any, a: Any) -> Any:
-            largest = jnp.max(a, axis=axis)
-            found = jnp.min(jnp.where(a == spread(largest), code, 4.0 * block), axis=axis)
-            bits = found.astype(jnp.int32)
-            value = jnp.where((bits & 1) == 0, largest, -largest)
-            value = jnp.where((bits & 2) == 0, value, jnp.nan)
-            store(values.at[at, n], value.astype(values.dtype))
-            store(places.at[at, n], lax.shift_right_logical(bits, jnp.full_like(bits, 2)))
-            return jnp.where(code == spread(found), -1.0, a)  # not 0: among zeros the next one must win
+        def run_round(n: Any, magnitudes: Any) -> Any:
+            largest = jnp.max(magnitudes, axis=axis)
+            key = jnp.min(jnp.where(magnitudes == along_blocks(largest), keys, 4.0 * block), axis=axis)
+            key_bits = key.astype(jnp.int32)
+            signed_value = jnp.where((key_bits & 1) == 0, largest, -largest)
+            value = jnp.where((key_bits & 2) == 0, signed_value, jnp.nan)
+            store(values.at[rows, n], value.astype(values.dtype))
+            store(indices.at[rows, n], lax.shift_right_logical(key_bits, jnp.full_like(key_bits, 2)))
+            return jnp.where(keys == along_blocks(key), -1.0, magnitudes)  # not 0: of zeros, the next one must win
 
-        lax.fori_loop(0, k, one, magnitude(f))
+        lax.fori_loop(0, k, run_round, magnitude(elements))
 
-    if whole:
-        pl.when(i < whole)(lambda: tile(pl.ds(i * rows, rows), (rows, block)))
-    if R % rows:
-        pl.when(i >= whole)(lambda: tile(whole * rows + i - whole, (block,)))
+    if tile_count:
+        pl.when(i < tile_count)(lambda: select(pl.ds(i * tile_rows, tile_rows), (tile_rows, block)))
+    if R % tile_rows:
+        pl.when(i >= tile_count)(lambda: select(tile_count * tile_rows + i - tile_count, (block,)))
 
 
 def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array, Array]:
-    """As `reference.top_k`.
+    """Compute what `reference.top_k` computes.
 
     Args:
-        x: (R, C).
-        case: of this shape.
-        interpret: see `compat.interpreter`.
+        x: the matrix (R, C), float32 or bfloat16.
+        case: its shape and the options.
+        interpret: how to run the kernel, see `compat.interpret_params`.
+
+    Returns:
+        The values and their indices in the block.
     """
     R, C = x.shape
     if case.axis == -1:
-        blocks = R * C // case.block
-        rows = 4 * max(1, 32 * HELD // case.block)
-        outs = [like((blocks, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)]
+        block_count = R * C // case.block
+        tile_rows = 4 * max(1, 32 * LANE_ELEMENTS // case.block)
+        outs = [result_struct((block_count, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)]
         outputs = launch(
-            functools.partial(_along_rows, k=case.k, rows=rows),
-            (x.reshape(blocks, case.block),),
+            functools.partial(_along_rows, k=case.k, tile_rows=tile_rows),
+            (x.reshape(block_count, case.block),),
             out_type=outs,
-            grid=(blocks // rows + blocks % rows,),
+            grid=(block_count // tile_rows + block_count % tile_rows,),
             grid_names=("i",),
             name="top_k",
-            cost=estimate(FLOP * case.k * R * C, (x,), outs),
+            cost=cost_estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
-        return tuple(array.reshape(R, C // case.block * case.k) for array in outputs)
+        return tuple(output.reshape(R, C // case.block * case.k) for output in outputs)
     shape = (R // case.block * case.k, C)
-    outs = [like(shape, x.dtype, x), like(shape, jnp.int32, x)]
+    outs = [result_struct(shape, x.dtype, x), result_struct(shape, jnp.int32, x)]
     return tuple(
         launch(
             functools.partial(_down_columns, k=case.k),
@@ -120,12 +135,12 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
             grid_names=("i", "j"),
             name="top_k",
             scratch=[
-                wide((case.block, COLS), x.dtype, 128),
+                tiled_smem((case.block, COLS), x.dtype, 128),
                 plgpu.SMEM((case.k, COLS), x.dtype),
                 plgpu.SMEM((case.k, COLS), jnp.int32),
                 plgpu.Barrier(),
             ],
-            cost=estimate(FLOP * case.k * R * C, (x,), outs),
+            cost=cost_estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
     )

@@ -1,39 +1,39 @@
-"""The k largest numbers of each block, and where they lie: the definition.
+"""The k largest elements of each block, and their indices in the block: the definition.
 
-Largest is by magnitude; a NaN is as large as an infinity. Among equal ones the first of the block wins, also where all
-are zeros. Left out: values in fewer bits, thresholds instead of counts.
+Elements are compared by magnitude; NaN is as large as infinity. Of equal magnitudes, even of zeros, the first in the
+block is the larger one. Left out: values in fewer bits, thresholds instead of a fixed k.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 FLOP = 7
-"""Of a number, for each that is kept of its block."""
+"""FLOP per element of a block, for each of the k results."""
 
 
-def magnitude(f: Array) -> Array:
-    """What numbers are compared by, float32."""
-    return jnp.where(f == f, jnp.abs(f), jnp.inf)
+def magnitude(x: Array) -> Array:
+    """The numbers by which elements (float32) are compared: |x|, and infinity for NaN."""
+    return jnp.where(x == x, jnp.abs(x), jnp.inf)
 
 
 def top_k(x: Array, k: int, *, block: int, axis: int) -> tuple[Array, Array]:
-    """Values and places.
+    """Select the k largest elements of each block.
 
     Args:
-        x: (R, C), any floating dtype.
-        k: kept of each block.
-        block: numbers of a block.
-        axis: -2, blocks down the columns, or -1, along the rows.
+        x: the matrix (R, C), of any floating dtype.
+        k: number of elements to select from each block.
+        block: number of elements of a block.
+        axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
 
     Returns:
-        Both with k numbers in the place of each block, the largest first: values in x's dtype, and their places in the
-        block, int32.
+        The values in the dtype of `x`, and their indices in the block, int32. In both arrays k elements, the largest
+        first, replace those of each block along the dim `axis`.
     """
-    split, shape = list(x.shape), list(x.shape)
-    split[axis : axis + 1 or None] = [x.shape[axis] // block, block]
-    shape[axis] = x.shape[axis] // block * k
-    parts = jnp.moveaxis(x.reshape(split), axis, -1)
-    _, places = lax.top_k(magnitude(parts.astype(jnp.float32)), k)
-    values = jnp.take_along_axis(parts, places, -1)
-    values, places = (jnp.moveaxis(one, -1, axis).reshape(shape) for one in (values, places))
-    return values, places
+    block_shape, result_shape = list(x.shape), list(x.shape)
+    block_shape[axis : axis + 1 or None] = [x.shape[axis] // block, block]
+    result_shape[axis] = x.shape[axis] // block * k
+    blocks = jnp.moveaxis(x.reshape(block_shape), axis, -1)
+    _, indices = lax.top_k(magnitude(blocks.astype(jnp.float32)), k)
+    values = jnp.take_along_axis(blocks, indices, -1)
+    values, indices = (jnp.moveaxis(array, -1, axis).reshape(result_shape) for array in (values, indices))
+    return values, indices

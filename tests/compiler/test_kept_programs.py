@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from kept_programs import kept
 
-from jaxscale.compiler.kept_programs import count_excluded, keep_ordered_programs, stays_ordered
+from jaxscale.compiler.kept_programs import count_excluded, is_ordered, keep_ordered_programs
 
 LOOP = """HloModule jit_step
 %body (x: f32[4]) -> f32[4] {
@@ -25,12 +25,12 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 @pytest.mark.parametrize("opcode", ["all-reduce", "all-gather-start", "collective-permute", "reduce-scatter", "send"])
 def test_collectives_below_the_entry_lose_their_order(opcode):
-    assert not stays_ordered(LOOP.replace("OPCODE", opcode))
+    assert not is_ordered(LOOP.replace("OPCODE", opcode))
 
 
 @pytest.mark.parametrize("opcode", ["negate", "fusion", "custom-call"])
 def test_those_of_the_entry_keep_it(opcode):
-    assert stays_ordered(LOOP.replace("OPCODE", opcode))
+    assert is_ordered(LOOP.replace("OPCODE", opcode))
 
 
 def sums(devices: int, looped: bool):
@@ -75,7 +75,7 @@ def test_a_loop_with_collectives_is_compiled_each_time(tmp_path):
 def test_one_that_a_cache_holds_already_is_not_loaded(tmp_path, monkeypatch):
     keep_ordered_programs()
     with monkeypatch.context() as patch:
-        patch.setattr("jaxscale.compiler.kept_programs.stays_ordered", lambda _: True)
+        patch.setattr("jaxscale.compiler.kept_programs.is_ordered", lambda _: True)
         assert compiled(tmp_path, 2, True) == (1, 0, 0)
         assert compiled(tmp_path, 2, True) == (1, 1, 0)
     assert compiled(tmp_path, 2, True) == (1, 0, 1)

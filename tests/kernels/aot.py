@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.ahead import quoted, spilled
+from pallas_kernels.ahead import captured_output, spilled_bytes
 
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None
@@ -58,7 +58,7 @@ class Compiled:
     @property
     def spilled(self) -> int:
         """Bytes that ptxas spills, stores and loads, over all kernels."""
-        return spilled(self.said)
+        return spilled_bytes(self.said)
 
 
 def lowered(
@@ -137,7 +137,7 @@ def main() -> None:
 
 def _compile(program: Callable[..., Any], devices: Sequence[Any]) -> Compiled:
     try:
-        with quoted() as said:
+        with captured_output() as said:
             result: Any = program(devices).compile()
     except Exception as error:  # a refusal is an answer
         return Compiled(error=f"{type(error).__name__}: {error}"[:4000])

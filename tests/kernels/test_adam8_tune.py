@@ -15,26 +15,26 @@ from pallas_kernels.target import Target
 from tests.kernels.aot import tpu_compiler
 
 CASE = Case("", 1, 4096, 1024)
-TRIED = [tune.Tried(one) for one in candidates(CASE)]
+TRIED = [tune.TilingResult(one) for one in candidates(CASE)]
 
 
 def test_what_is_kept_without_a_device_is_called_static():
-    refused = [tune.Tried(TRIED[0].tiles, "too large"), *TRIED[1:]]
-    chosen = tune.best(refused)
+    refused = [tune.TilingResult(TRIED[0].tiles, "too large"), *TRIED[1:]]
+    chosen = tune.fastest(refused)
     assert chosen is TRIED[1]
-    said = tune.measured(chosen, len(refused))
+    said = tune.measurement_text(chosen, len(refused))
     assert said.startswith("static: the first of")
     assert "not timed" in said
-    assert tune.best([tune.Tried(None, "too large")]) is None
+    assert tune.fastest([tune.TilingResult(None, "too large")]) is None
 
 
 def test_a_kernel_takes_its_tiles_from_the_file(tmp_path, monkeypatch):
     tiles.entries.cache_clear()
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
     slow, fast = candidates(CASE)[0], candidates(CASE)[3]
-    found = tune.best([tune.Tried(slow, seconds=2e-3), tune.Tried(fast, seconds=1e-3)])
-    made = tune.entry("adam8", api.facts(CASE), found.tiles, tune.measured(found, 2), "command")
-    written = tune.written([], [made])
+    found = tune.fastest([tune.TilingResult(slow, seconds=2e-3), tune.TilingResult(fast, seconds=1e-3)])
+    made = tune.entry("adam8", api.tile_facts(CASE), found.tiles, tune.measurement_text(found, 2), "command")
+    written = tune.merged_entries([], [made])
     (tmp_path / "v5e.json").write_text(json.dumps(written))
     try:
         assert api.tiles_for(CASE, Target("tpu", "v5e")) == fast

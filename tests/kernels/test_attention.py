@@ -265,7 +265,7 @@ def test_explain_says_what_runs_where():
     assert said.chosen == "chunked"
     assert "needs bfloat16 or float16, not float32" in said.reasons["gpu"]
     said = attention.explain(q, k, v, segment_ids=jnp.zeros((1, 64), int), platform="gpu h200")
-    assert "cuDNN knows no segment ids" in said.reasons["cudnn"]
+    assert "cuDNN does not support segment ids" in said.reasons["cudnn"]
 
 
 def test_one_function_lowers_to_the_kernels_of_each_platform():
@@ -332,7 +332,7 @@ def test_second_derivatives_of_kernels_are_refused():
 
 ids = jnp.zeros((1, 256), jnp.int32)
 BAD = {
-    "rank": ((lambda q, k, v: (q[0], k, v)), {}, r"got q \(256, 2, 64\).*expected \(B,T,N,H\)"),
+    "rank": ((lambda q, k, v: (q[0], k, v)), {}, r"got q \(256, 2, 64\).*expected q \(B,T,N,H\)"),
     "rows": ((lambda q, k, v: (q, k[:, :, :, :32], v[:, :, :, :32])), {}, "expected"),
     "k and v": ((lambda q, k, v: (q, k, v[:, :128])), {}, "expected"),
     "no queries": ((lambda q, k, v: (q[:, :0], k, v)), {}, "no empty dim"),
@@ -342,13 +342,13 @@ BAD = {
         {},
         "3 query heads and 2 key",
     ),
-    "mixed": ((lambda q, k, v: (q.astype(jnp.float32), k, v)), {}, "float32, bfloat16 and bfloat16; expected one"),
-    "integers": ((lambda *x: tuple(one.astype(jnp.int32) for one in x)), {}, "expected one floating type"),
+    "mixed": ((lambda q, k, v: (q.astype(jnp.float32), k, v)), {}, "float32, bfloat16 and bfloat16, expected one"),
+    "integers": ((lambda *x: tuple(one.astype(jnp.int32) for one in x)), {}, "expected one floating dtype"),
     "one side's ids": (None, {"segment_ids": (ids, None)}, "queries or of keys alone"),
     "ids' shape": (None, {"segment_ids": ids[:, :128]}, r"expected \(1, 256\) for queries"),
-    "ids' type": (None, {"segment_ids": ids.astype(jnp.float32)}, "float32; expected integers"),
+    "ids' type": (None, {"segment_ids": ids.astype(jnp.float32)}, "float32, expected integers"),
     "window 0": (None, {"window": 0}, "window=0, expected at least 1"),
-    "window alone": (None, {"window": 3, "causal": False}, "looks back from a query"),
+    "window alone": (None, {"window": 3, "causal": False}, "window=3 and causal=False"),
     "cap": (None, {"logit_soft_cap": 0.0}, "logit_soft_cap=0.0, expected a positive"),
     "scale 0": (None, {"scale": 0.0}, "scale=0.0, expected a finite"),
     "scale NaN": (None, {"scale": float("nan")}, "scale=nan, expected a finite"),
@@ -380,7 +380,11 @@ def test_a_named_kernel_that_cannot_run_says_why():
         ((q, k, v), {"implementation": "gpu", "platform": "gpu a100"}, "9.0 .H100, H200., and the target is a100"),
         (wide, {"implementation": "tpu", "platform": "tpu v5e"}, "heads at most 256 wide, not 576"),
         (wide, {"implementation": "gpu", "platform": "gpu h200"}, "heads at most 256 wide, not 576"),
-        ((q, k, v), {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0}, "no soft cap"),
+        (
+            (q, k, v),
+            {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0},
+            "not support a soft cap",
+        ),
     ):
         settings = {"platform": "cpu", **settings}
         with pytest.raises(NotImplementedError, match=rf"attention: implementation.*{said}.*implementation=None"):
@@ -443,7 +447,7 @@ def test_chosen_tiles_divide_every_length(options):
 
 def test_tiles_that_do_not_fit_are_refused():
     q, k, v = _drawn(384, 384)
-    with pytest.raises(ValueError, match=r"T=384 and S=384.*multiples"):
+    with pytest.raises(ValueError, match=r"expected divisors of T=384 and S=384"):
         attention(q, k, v, implementation="tpu", platform="tpu v5e", tiles=tpu.Tiles(q=256))
     q, k, v = _drawn(256, 256, H=256)
     with pytest.raises(ValueError, match="bytes of shared memory for heads of 256, and a block has 232448"):
@@ -454,14 +458,14 @@ def test_lengths_are_filled_up_to_where_larger_tiles_cost_less():
     """On TPU; what is a multiple of 128 stays as long as it is."""
 
     def length(T, module, causal=True):
-        return api._padded(Problem(1, T, T, 2, 1, 64, "bfloat16", False, Options(causal=causal)), module)
+        return api.padded_problem(Problem(1, T, T, 2, 1, 64, "bfloat16", False, Options(causal=causal)), module)
 
     found = {T: length(T, tpu) for T in (4100, 8300, 4224, 1100, 4096, 200, 640)}
     assert {T: (one.T, one.S) for T, one in found.items()} == {
         4100: (4608, 4608), 8300: (8704, 8704), 4224: (4224, 4224), 1100: (1280, 1280),
         4096: (4096, 4096), 200: (256, 256), 640: (640, 640),
     }  # fmt: skip
-    assert not any(one.segments for one in found.values())
-    assert length(4100, tpu, causal=False).segments
+    assert not any(one.has_segments for one in found.values())
+    assert length(4100, tpu, causal=False).has_segments
     assert tpu.choose_tiles(None, found[4100]).q == 512
     assert length(4100, gpu).T == 4224

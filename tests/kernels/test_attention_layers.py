@@ -130,5 +130,5 @@ def test_what_kernels_cannot_do_is_refused_by_name():
         run(q, k, v, window=jnp.int32(3))
     given = jax.ShapeDtypeStruct(q.shape, q.dtype)
     there = layout(MeshSpec.parse("sequence:2").build([H200] * 2), AxisRules())
-    with there, pytest.raises(UserError, match=r"'cudnn': .*cuDNN knows no query_offset"):
+    with there, pytest.raises(UserError, match=r"'cudnn': .*cuDNN does not support query_offset"):
         jax.eval_shape(functools.partial(run, implementation="cudnn"), given, given, given)

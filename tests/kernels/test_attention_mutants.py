@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 FOLDER = pathlib.Path(pallas_kernels.__file__).parent
 ATTENTION, SHARED = "attention/gpu.py", "mosaic_gpu.py"
-PRODUCT = "acc = mg.matmul_add(acc, p.astype(v.dtype), v_s.at[slot], plain=sizes.plain)"
-RELEASE = "mg.release(v_free.at[slot], read=sizes.plain)"
+PRODUCT = "acc = mg.matmul_add(acc, p.astype(v.dtype), v_s.at[slot], is_interpreted=sizes.is_interpreted)"
+RELEASE = "mg.release(v_free.at[slot], was_loaded=sizes.is_interpreted)"
 INDENT = "\n" + " " * 16
 LAST = "plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, n, rows])\n            plgpu.wait_smem_to_gmem(0)"
 STORED = "jnp.log(total))\n            plgpu.commit_smem()"

@@ -116,13 +116,13 @@ def test_an_offset_of_0_changes_no_program():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (-1, "query_offset=-1, expected a whole number"),
+        (-1, "query_offset=-1, expected an integer"),
         (True, "query_offset=True, expected"),
         (1.0, r"query_offset=1.0, expected .* at least 0"),
         (None, "query_offset=None"),
         ("3", "query_offset='3'"),
-        (jnp.float32(3), r"query_offset of \(\) float32"),
-        (jnp.arange(2), r"query_offset of \(2,\) int32"),
+        (jnp.float32(3), r"query_offset of shape \(\) and dtype float32"),
+        (jnp.arange(2), r"query_offset of shape \(2,\) and dtype int32"),
         (jnp.int32(-4), "at least 0"),
         (2**30, "positions below"),
     ],
@@ -138,7 +138,7 @@ def test_cudnn_refuses_an_offset_by_name():
     q, k, v = _drawn()
     run = functools.partial(attention, q, k, v, implementation="cudnn", platform="gpu h200")
     for call in (run, jax.jit(run)):
-        with pytest.raises(NotImplementedError, match=r"'cudnn' cannot run: cuDNN knows no query_offset"):
+        with pytest.raises(NotImplementedError, match=r"'cudnn' cannot run: cuDNN does not support query_offset"):
             call(query_offset=128)
     said = attention.explain(q, k, v, query_offset=jax.ShapeDtypeStruct((), jnp.int32), platform="gpu h200")
     assert said.chosen == "gpu"
@@ -160,7 +160,7 @@ def test_the_tpus_grid_has_a_step_for_every_tile_that_is_seen(window, tile):
         for by_key, one in ((False, tiles), (True, tiles.T)):
             visible = sizes.query_tiles if by_key else sizes.key_tiles
             first, end = visible(np.arange(len(one)), start, np)
-            assert np.max(end - first) <= sizes.steps(by_key)
+            assert np.max(end - first) <= sizes.max_visits(by_key)
             at = np.arange(one.shape[1])
             np.testing.assert_array_equal(one, (first[:, None] <= at) & (at < end[:, None]))
 
@@ -169,5 +169,5 @@ def test_tiles_and_estimates_go_by_the_mean_over_the_parts():
     part = Problem(1, 1024, 8192, 1, 1, 128, "bfloat16", False, Options(), True)
     whole = Problem(1, 8192, 8192, 1, 1, 128, "bfloat16", False, Options())
     assert tpu_sizes.choose_tiles(None, part) == tpu_sizes.choose_tiles(None, whole)
-    assert 8 * Options().pairs(1024, 8192, anywhere=True) == Options().pairs(8192, 8192)
-    assert Options(window=90).pairs(128, 512, anywhere=True) == Options(window=90).pairs(512, 512) // 4
+    assert 8 * Options().count_pairs(1024, 8192, any_offset=True) == Options().count_pairs(8192, 8192)
+    assert Options(window=90).count_pairs(128, 512, any_offset=True) == Options(window=90).count_pairs(512, 512) // 4

@@ -159,11 +159,11 @@ def test_traced_options_are_refused_by_name(use, monkeypatch):
 LISTS = {
     "segment_ids of keys and queries": (
         lambda x: attention(*(jnp.ones((2, 3, 1, 8)),) * 3, segment_ids=[[0, 0, 1], [0, 1, 1]]),
-        "attention: segment_ids as a list of what are no arrays, expected one array, or a pair",
+        "attention: got segment_ids as a list whose members are not arrays, expected one array, or a pair",
     ),
     "segment_ids of one row": (
         lambda x: attention(*(jnp.ones((1, 3, 1, 8)),) * 3, segment_ids=[[0, 0, 1]]),
-        r"attention: segment_ids as a list .* take jnp.asarray\(segment_ids\)",
+        r"attention: got segment_ids as a list .* take jnp.asarray\(segment_ids\)",
     ),
     "sizes": (lambda x: grouped_matmul(x, x[None], [64, 64]), "grouped_matmul: got sizes of type list, expected an"),
     "labels": (lambda x: cross_entropy(x, x, [0] * 128), r"cross_entropy: got labels of type list, .*jnp.asarray"),
@@ -205,7 +205,7 @@ def test_every_function_explains_itself():
     ]
     with pytest.raises(ValueError, match="vocab 129"):
         cross_entropy.explain(x, x, whole, vocab=129, platform="tpu v5e")
-    with pytest.raises(ValueError, match="quantize: blocks of 100 along dim -2"):
+    with pytest.raises(ValueError, match="quantize: got blocks of 100 along dim -2"):
         quantize.explain(Case("mine", 512, 4096, block=100), "tpu v6e")
 
 

@@ -267,6 +267,6 @@ def test_tiles_fit():
         for dtype in ("bfloat16", "float32"):
             found = default_tiles(Case("", 8192, width, 128256, dtype=dtype))
             assert found is not None
-            assert found.bytes(width, jnp.dtype(dtype).itemsize) <= 96 * 2**20
+            assert found.vmem_bytes(width, jnp.dtype(dtype).itemsize) <= 96 * 2**20
     with pytest.raises(ValueError, match="expected multiples of 128"):
         Tiles(64, 128)

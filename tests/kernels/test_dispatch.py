@@ -22,9 +22,9 @@ def even(_, size):
 
 
 WAYS = (
-    Implementation("tpu", "tpu", supports=even),
-    Implementation("gpu", "gpu", hopper=True),
-    Implementation("slow", named=True),
+    Implementation("tpu", "tpu", why_unsupported=even),
+    Implementation("gpu", "gpu", needs_hopper=True),
+    Implementation("slow", needs_name=True),
     Implementation("reference"),
 )
 
@@ -79,7 +79,7 @@ def test_names():
 
 def test_every_kernel_has_one_name():
     """That of its public function, wherever it is named or told."""
-    apis = {name: importlib.import_module(f"pallas_kernels.{pallas_kernels._WHERE[name]}") for name in dispatch.NAMES}
+    apis = {name: importlib.import_module(f"pallas_kernels.{pallas_kernels._MODULES[name]}") for name in dispatch.NAMES}
     ways = {kernel: [getattr(one, "name", one) for one in api.IMPLEMENTATIONS] for kernel, api in apis.items()}
     assert {kernel: sorted(names) for kernel, names in ways.items()} == {
         kernel: sorted(names) for kernel, names in dispatch.NAMES.items()
@@ -87,7 +87,7 @@ def test_every_kernel_has_one_name():
     assert (
         {one.kernel for one in overview("tpu v5e")}
         == dispatch.NAMES.keys()
-        == set(pallas_kernels._WHERE) - {"dequantize"}
+        == set(pallas_kernels._MODULES) - {"dequantize"}
     )
 
 

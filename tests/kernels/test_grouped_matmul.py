@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul.api import explain, grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES
-from pallas_kernels.grouped_matmul.gpu import Tiles, default_tiles, table
+from pallas_kernels.grouped_matmul.gpu import Tiles, default_tiles, tile_table
 from tests.kernels.battery import Subject, check, parameters
 
 
@@ -75,7 +75,7 @@ def test_a_group_is_a_matmul_of_its_own():
 
 @pytest.mark.parametrize("sizes", [(100, 0, 211, 201), (0, 0, 0, 0), (512, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 512)])
 def test_the_table_covers_every_row_once(sizes):
-    group, first, last = np.asarray(jax.jit(table, static_argnums=1)(jnp.array(sizes), 512))
+    group, first, last = np.asarray(jax.jit(tile_table, static_argnums=1)(jnp.array(sizes), 512))
     owner = np.full(512, -1)
     for e, a, b in zip(group, first, last, strict=True):
         assert b - a <= 128

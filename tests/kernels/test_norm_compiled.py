@@ -119,10 +119,10 @@ def test_every_case_on_hopper():
 def test_the_widest_rows_on_hopper():
     """Of RMS norms and layer norms; of the first the backward spills where a residual is added, and nothing else."""
     kinds = ("float32", "bfloat16", "float16")
-    lone = [Case(f"rms {kind}", 256, gpu.WIDEST, kind) for kind in kinds]
-    both = [Case(f"rms residual {kind}", 256, gpu.WIDEST, kind, residual=True) for kind in kinds]
+    lone = [Case(f"rms {kind}", 256, gpu.MAX_WIDTH, kind) for kind in kinds]
+    both = [Case(f"rms residual {kind}", 256, gpu.MAX_WIDTH, kind, residual=True) for kind in kinds]
     more = {"center": True, "bias": True, "residual": True}
-    layer = [Case(f"layer {kind}", 256, gpu.WIDEST_CENTERED, kind, **more) for kind in kinds]
+    layer = [Case(f"layer {kind}", 256, gpu.MAX_CENTERED_WIDTH, kind, **more) for kind in kinds]
     asked = {
         f"{case.name} {make.__name__}": functools.partial(program, make, case, "gpu")
         for case in (*lone, *both, *layer)

@@ -52,15 +52,15 @@ def test_a_warning_of_ptxas_is_not_counted_again():
     kernel = "8 bytes spill stores, 16 bytes spill loads"
     said = f"ptxas warning : Registers are spilled to local memory in function 'one', {kernel}\n"
     said += f"    16 bytes stack frame, {kernel}\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
-    assert ahead.Compiled(said=said).spilled == Compiled(said=said).spilled == 24
-    assert ahead.Compiled(said=2 * said).spilled == 48
+    assert ahead.Compiled(compiler_output=said).spilled_bytes == Compiled(said=said).spilled == 24
+    assert ahead.Compiled(compiler_output=2 * said).spilled_bytes == 48
 
 
 @pytest.mark.parametrize(("platform", "sizes"), [("tpu", tpu_sizes), ("gpu", gpu_sizes)])
 def test_every_candidate_of_attention_fits_and_none_comes_twice(platform, sizes):
     for case in CASES.values():
-        asked = tuning.problem(case, platform)
-        found = tuning.candidates(asked, platform)
+        asked = tuning.problem_of(case, platform)
+        found = tuning.candidates_for(asked, platform)
         assert found[0].tiles == sizes.choose_tiles(None, asked)
         assert set(found[0].passes) == set(tuning.FIELDS[platform])
         named = [(name, tile) for one in found for name, tile in one.passes.items()]
@@ -72,38 +72,38 @@ def test_every_candidate_of_attention_fits_and_none_comes_twice(platform, sizes)
 
 
 def test_the_cheapest_of_each_pass_is_taken_if_it_is_worth_it():
-    every = tuning.candidates(tuning.problem(CASES["full_4k"], "tpu"), "tpu")
+    every = tuning.candidates_for(tuning.problem_of(CASES["full_4k"], "tpu"), "tpu")
     tried = [every[0], *(one for one in every[1:] if "dq" in one.passes)][:3]
     costs = [dict.fromkeys(tuning.FIELDS["tpu"], 100.0), {"dq": 90.0, "dkv": 99.0}, "too large"]
     rule = tried[0].tiles
-    found, told = tuning.best(tried, costs, "tpu", 0.03)
+    found, told = tuning.best_tiles(tried, costs, "tpu", 0.03)
     q, kv = tried[1].passes["dq"]
     assert found == dataclasses.replace(rule, q_dq=q, kv_dq=kv)
     assert told == {"forward": (100, 100), "dq": (90, 100), "dkv": (100, 100)}
     with pytest.raises(ValueError, match="nothing that was tried compiles: too large"):
-        tuning.best(tried, ["too large"] * 3, "tpu", 0.03)
+        tuning.best_tiles(tried, ["too large"] * 3, "tpu", 0.03)
 
 
 def test_cycles_count_the_tiles_that_are_visited():
-    asked = tuning.problem(dataclasses.replace(CASES["causal_4k"], B=1, N=1, K=1), "tpu")
+    asked = tuning.problem_of(dataclasses.replace(CASES["causal_4k"], B=1, N=1, K=1), "tpu")
     found = ahead.Schedule(always=1, regions=(10, 5000, 1000, 100))
     # 4 x 4 tiles: 6 below the diagonal, 4 on it; 16 steps, 4 rows
-    assert tuning.cycles(found, asked, "forward", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
-    assert tuning.cycles(found, asked, "dkv", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
+    assert tuning.count_cycles(found, asked, "forward", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
+    assert tuning.count_cycles(found, asked, "dkv", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
     # two tiles of keys of a row of queries: all of the second is seen where the queries begin past it
-    assert tuning.cycles(found, asked, "dq", (512, 2048)) == 16 + 8 * 110 + 8 * 5000 + 4 * 1000
+    assert tuning.count_cycles(found, asked, "dq", (512, 2048)) == 16 + 8 * 110 + 8 * 5000 + 4 * 1000
     full = dataclasses.replace(asked, options=dataclasses.replace(asked.options, causal=False))
-    assert tuning.cycles(found, full, "forward", (1024, 1024)) == 16 + 4 * 1110 + 16 * 5000
+    assert tuning.count_cycles(found, full, "forward", (1024, 1024)) == 16 + 4 * 1110 + 16 * 5000
     # a part of four, which is any of them: a quarter of all tiles, but every part's own grid
-    part = dataclasses.replace(asked, T=1024, offset=True)
-    assert tuning.cycles(found, part, "forward", (1024, 1024)) == 4 + 110 + (4 * 5000 + 6 * 1000) // 4
-    assert tuning.cycles(found, part, "dkv", (1024, 1024)) == 4 + 4 * 110 + (4 * 5000 + 6 * 1000) // 4
+    part = dataclasses.replace(asked, T=1024, has_offset=True)
+    assert tuning.count_cycles(found, part, "forward", (1024, 1024)) == 4 + 110 + (4 * 5000 + 6 * 1000) // 4
+    assert tuning.count_cycles(found, part, "dkv", (1024, 1024)) == 4 + 4 * 110 + (4 * 5000 + 6 * 1000) // 4
 
 
 def test_both_passes_take_their_tiles_from_the_file(tmp_path, monkeypatch):
     """And no other width's, nor larger ones than were compiled."""
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
-    asked = tuning.problem(CASES["full_4k"], "tpu")
+    asked = tuning.problem_of(CASES["full_4k"], "tpu")
     chosen = tpu_sizes.Tiles(256, 512, 512, 2048, 256, 1024)
     tune.write("v5e", [tune.entry("attention", asked.case, chosen, "static: ..", "command")])
     tiles.entries.cache_clear()
@@ -111,7 +111,7 @@ def test_both_passes_take_their_tiles_from_the_file(tmp_path, monkeypatch):
         assert tpu_sizes.choose_tiles("v5e", asked) == chosen
         for other in (dataclasses.replace(asked, H=64), dataclasses.replace(asked, T=384)):
             assert tpu_sizes.choose_tiles("v5e", other) == tpu_sizes.choose_tiles(None, other)
-        program = tuning.run(dataclasses.replace(CASES["full_4k"], B=1, N=1, K=1), None, "tpu", True)
+        program = tuning.attention_function(dataclasses.replace(CASES["full_4k"], B=1, N=1, K=1), None, "tpu", True)
         monkeypatch.setattr(tuning.api, "target", lambda platform, *operands: tuning.Target("tpu", "v5e"))
         rows = [jax.ShapeDtypeStruct((1, 4096, 1, 128), "bfloat16")] * 3
         text = str(jax.make_jaxpr(program)(*rows))
@@ -128,8 +128,8 @@ def test_the_rule_takes_the_place_of_an_older_entry_unless_it_was_timed():
     old = {"kernel": "attention", "case": {"T": 8}, "measured": "static: ..", "tiles": {"q": 1}}
     rule = old | {"tiles": None}
     timed = old | {"measured": "median of 10: .."}
-    assert tune.written([old], [rule]) == []
-    assert tune.written([timed], [rule]) == [timed]
+    assert tune.merged_entries([old], [rule]) == []
+    assert tune.merged_entries([timed], [rule]) == [timed]
 
 
 def said(words):

@@ -206,7 +206,12 @@ def _dot_flop(text):
             if op.opcode == "dot":
                 shapes = [_shape(computation.instructions[name].type) for name in op.operands]
                 contracted = re.search(r"lhs_contracting_dims=\{(\d+)\}", op.attributes)[1]
-                total += 2 * math.prod(_shape(op.type)) * shapes[0][int(contracted)] * program.runs(computation.name)[0]
+                total += (
+                    2
+                    * math.prod(_shape(op.type))
+                    * shapes[0][int(contracted)]
+                    * program.executions(computation.name)[0]
+                )
     return total
 
 

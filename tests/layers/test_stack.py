@@ -434,7 +434,7 @@ def test_segments_keep_what_enters_them():
     [
         (lambda: Treatment(segment=0), "segment: got 0"),
         (lambda: Treatment(groups=((0, _remat), (7, _remat))), "groups: got 0, 7 layers"),
-        (lambda: Treatment(groups=((5, _remat), (1, _remat))).runs(7), r"5 \+ 1 layers, but the stack has 7"),
+        (lambda: Treatment(groups=((5, _remat), (1, _remat))).wrapped_ranges(7), r"5 \+ 1 layers, but the stack has 7"),
     ],
 )
 def test_treatments_check_themselves(make, match):

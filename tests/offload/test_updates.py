@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.compiler.compile import compile_report
-from jaxscale.compiler.described import abstract, lower_for
+from jaxscale.compiler.described import abstract_device, lower_for
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import quantized_shardings
@@ -327,7 +327,7 @@ NUMBERS = 48 * 2**20
 
 def hosted_step(devices, quantized=False):
     """A step over 192 MiB of weights on one device, whose gradients are products."""
-    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=abstract(devices[0]))
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=abstract_device(devices[0]))
     whole = NamedSharding(mesh, PartitionSpec(), memory_kind="device")
     plain = quantize_state(optax.adamw(1e-3), "int8") if quantized else optax.adamw(1e-3)
     rule = offload_state(plain)

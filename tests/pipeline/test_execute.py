@@ -140,7 +140,7 @@ def reductions_in_loops(text):
     parsed = HloProgram(text)
     groups = "replica_groups={{0,1},{2,3},{4,5},{6,7}}", "replica_groups=[4,2]<=[8]"
     for computation in parsed.computations.values():
-        if not parsed.runs(computation.name)[1]:
+        if not parsed.executions(computation.name)[1]:
             continue
         for op in computation.instructions.values():
             if op.opcode in ("all-reduce", "all-gather", "reduce-scatter"):
@@ -196,7 +196,7 @@ def test_the_compiled_program_has_no_reduction_and_branches_on_devices_without_e
                 works = any("dot" in branch for branch in found)
                 branches += works
                 assert not (works and any("collective-permute" in branch for branch in found))
-        if parsed.runs(computation.name)[1]:
+        if parsed.executions(computation.name)[1]:
             assert "all-reduce" not in opcodes(computation.name)
     assert branches == 1
 

@@ -30,7 +30,7 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.replicas.one_phase import OnePhase
 from jaxscale.typing import Array, Float, Int, Key
-from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.dispatch import Explanation, is_noting, note
 from pallas_kernels.target import target
 from pallas_kernels.top_k.api import top_k
 
@@ -114,7 +114,7 @@ class TopK(OnePhase):
         block_count, block_length, sent_count = self.sizes(flat.size)
         blocks = jnp.pad(flat, (0, block_count * block_length - flat.size)).reshape(block_count, block_length)
         if self.block is None:
-            if listening():
+            if is_noting():
                 note(Explanation("top_k", target(), "reference", {}, "a kernel selects in blocks, not in a whole leaf"))
             _, offsets = lax.top_k(jnp.abs(blocks), sent_count)
             return LargestElements(jnp.take_along_axis(blocks, offsets, -1), offsets)

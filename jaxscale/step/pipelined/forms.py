@@ -1,7 +1,7 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
 A model is written as one function of its module. A pipeline divides it by tracing it with other functions in place of
-its blocks (`blocks.cutting`). The result is three parts: one before the blocks, one with the blocks of a single stage,
+its blocks (`blocks.viewing_stage`). The result is three parts: one before the blocks, one with the blocks of a single stage,
 and one after the blocks, which ends with the loss.
 
 A rank is a device of the pipe axis. The stages of a rank are its chunks, and the arrays that one stage sends to the
@@ -11,7 +11,7 @@ In a stack, all blocks are alike, and the blocks of a stage are the rows of the 
 In a `layers.Chain`, blocks differ, and one program serves all ranks: a `lax.switch` on the index of the stage runs the
 blocks of the stage. The parameters of each stage are one flat array, padded to the length of the longest, and a rank
 has only those of its own stages. Messages are flattened too, into one array for each dtype, padded to the length of the
-longest. Between steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly. Every
+longest. StageRunner steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly. Every
 rank gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
 
 For chains, `recipe/combinations.py` refuses asynchronous schedules, and plans that split the flat array further, that
@@ -33,7 +33,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxscale import blocks
-from jaxscale.blocks import Between, Context, Cut
+from jaxscale.blocks import Context, StageRunner, StageView
 from jaxscale.offload.weights import Streamed
 from jaxscale.sharding.partition import dim_axes
 from jaxscale.state.layout import PIPE_AXIS
@@ -51,7 +51,7 @@ WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each row in the global batch."""
 TracedFn: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: one that runs blocks, which a cut model passes to `blocks.Between`, or a model part."""
+"""A function of traced arrays: one that runs blocks, which a divided model passes to `blocks.StageRunner`, or a model part."""
 
 
 class TraceEnd(Exception):
@@ -111,7 +111,7 @@ def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
 
 
 def _trace_cut(
-    planned: PlannedModel, cut: Cut, score: Score, params: WeightsByName, microbatch: Microbatch, key: Key
+    planned: PlannedModel, cut: StageView, score: Score, params: WeightsByName, microbatch: Microbatch, key: Key
 ) -> PyTree:
     """Trace a model with its blocks replaced, and return its score, or the value with which the trace ended early.
 
@@ -126,7 +126,7 @@ def _trace_cut(
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.abstract_params, params), {})
     try:
-        with blocks.cutting(cut):
+        with blocks.viewing_stage(cut):
             return score(module, batch, planned.context(key, examples))
     except TraceEnd as trace_end:
         return trace_end.value
@@ -187,7 +187,7 @@ class StackForm:
         gather = self._gather_block if is_gathered else None
 
         def trace(
-            between: Between,
+            between: StageRunner,
             stage_params: WeightsByName,
             shared_params: Arrays,
             microbatch: Microbatch,
@@ -195,7 +195,7 @@ class StackForm:
             stage: Int[Array, ""],
         ) -> PyTree:
             first_layers, has_padding = self.stages.first_layers, -1 in self.stages.layer_of_row
-            cut = Cut(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
+            cut = StageView(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
             return _trace_cut(planned, cut, score, {**stage_params, **shared_params}, microbatch, key)
 
         def run_stage(run_blocks: TracedFn, first_input: PyTree, message: PyTree, *args: PyTree) -> PyTree:
@@ -412,7 +412,7 @@ class ChainForm:
         ]  # stage i has the blocks from [i] until [i + 1]
 
         def trace(
-            between: Between,
+            between: StageRunner,
             stage_params: Arrays,
             shared_params: Arrays,
             microbatch: Microbatch,
@@ -422,7 +422,7 @@ class ChainForm:
             dtype = self.planned.plan.precision
             # nothing reads these zeros, because blocks get their parameters from the stage's flat array
             zeros = {name: jnp.zeros(flat_slice.shape, dtype) for name, flat_slice in self.flat_slices.items()}
-            cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
+            cut = StageView(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
             return _trace_cut(self.planned, cut, score, {**zeros, **shared_params}, microbatch, key)
 
         def message_form(run_blocks: TracedFn, first_input: PyTree) -> MessageForm:

@@ -199,7 +199,7 @@ class Pipelined:
                 manual_axes=MANUAL,
                 lowering=pipeline.lowering,
                 readers=readers,
-                hosted_names=blocks.treatment().hosted,
+                hosted_names=blocks.treatment().host_names,
                 frozen=host_chunks,
             )
             return finish(executed)
