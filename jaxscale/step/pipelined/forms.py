@@ -1,8 +1,8 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
 A model is written as one function of its module. A pipeline divides it by tracing it with other functions in place of
-its blocks (`blocks.viewing_stage`). The result is three parts: one before the blocks, one with the blocks of a single stage,
-and one after the blocks, which ends with the loss.
+its blocks (`blocks.viewing_stage`). The result is three parts: one before the blocks, one with the blocks of a single
+stage, and one after the blocks, which ends with the loss.
 
 A rank is a device of the pipe axis. The stages of a rank are its chunks, and the arrays that one stage sends to the
 next are a message. A few schedules run a stage on two ranks: its home, and a rank that has a copy of its weights.
@@ -11,7 +11,7 @@ In a stack, all blocks are alike, and the blocks of a stage are the rows of the 
 In a `layers.Chain`, blocks differ, and one program serves all ranks: a `lax.switch` on the index of the stage runs the
 blocks of the stage. The parameters of each stage are one flat array, padded to the length of the longest, and a rank
 has only those of its own stages. Messages are flattened too, into one array for each dtype, padded to the length of the
-longest. StageRunner steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly. Every
+longest. Between steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly. Every
 rank gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
 
 For chains, `recipe/combinations.py` refuses asynchronous schedules, and plans that split the flat array further, that
@@ -51,7 +51,7 @@ WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each row in the global batch."""
 TracedFn: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: one that runs blocks, which a divided model passes to `blocks.StageRunner`, or a model part."""
+"""A function of traced arrays: it runs blocks, as a divided model passes it to `blocks.StageRunner`, or a model part."""
 
 
 class TraceEnd(Exception):
