@@ -51,7 +51,7 @@ WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each row in the global batch."""
 TracedFn: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: it runs blocks, as a divided model passes it to `blocks.StageRunner`, or a model part."""
+"""A function of traced arrays: a part of a model, or one that runs blocks, which `blocks.StageRunner` gets."""
 
 
 class TraceEnd(Exception):
