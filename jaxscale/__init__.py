@@ -16,7 +16,9 @@ _MODULE_BY_NAME = {
     "Checkpointing": "jaxscale.recipe.experiment",
     "Checkpoints": "jaxscale.checkpoint.store",
     "Context": "jaxscale.blocks",
+    "EarlyStopping": "jaxscale.training.callbacks",
     "Evaluation": "jaxscale.recipe.experiment",
+    "Event": "jaxscale.training.callbacks",
     "Experiment": "jaxscale.recipe.experiment",
     "Guard": "jaxscale.recipe.experiment",
     "Kernels": "jaxscale.recipe.kernels",
@@ -64,15 +66,17 @@ if TYPE_CHECKING:
     from jaxscale.state.train_state import TrainState
     from jaxscale.step.build import build
     from jaxscale.step.train_step import TrainStep
+    from jaxscale.training.callbacks import EarlyStopping, Event
     from jaxscale.training.loop import train
     from jaxscale.training.run import Run
     from jaxscale.values import override
 
 __all__ = [
-    "Checkpointing", "Checkpoints", "Context", "Evaluation", "Experiment", "Guard", "Kernels", "Loss", "MemoryPlan",
-    "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples", "StatePlan",
-    "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers", "load_file",
-    "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
+    "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard", "Kernels",
+    "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples",
+    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers",
+    "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas",
+    "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

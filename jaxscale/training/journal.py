@@ -4,12 +4,13 @@ If there are several processes, only the first writes output.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import MetricsLog, RowKind
 from jaxscale.records.processes import is_first
+from jaxscale.training.callbacks import Callbacks, Event, EventKind
 from jaxscale.training.display import Display
 
 
@@ -19,10 +20,15 @@ class Journal:
     Args:
         folder: the run's folder.
         display: the run's output on the screen.
+        callbacks: functions of an `Event` that the run calls.
+
+    Attributes:
+        callbacks: these functions, called in order.
     """
 
-    def __init__(self, folder: Any, display: Display) -> None:
+    def __init__(self, folder: Any, display: Display, callbacks: Sequence[Any] = ()) -> None:
         self.folder, self._display = folder, display
+        self.callbacks = Callbacks(callbacks, self.say)
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
@@ -51,6 +57,10 @@ class Journal:
         """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
 
+    def report(self, kind: EventKind, step: int, values: Mapping[str, float]) -> None:
+        """Call the callbacks with an event of this kind, after a step."""
+        self.callbacks.report(Event(kind, step, values, self.folder))
+
     def log_step(self, step: int, row: Mapping[str, Any]) -> None:
         """Log and show the metrics of a step."""
         self._append(step, "train", **row)
@@ -61,6 +71,7 @@ class Journal:
         self._append(step, "eval", **metrics)
         accuracy_text = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy_text}{' (best)' if is_best else ''}")
+        self.report("evaluation", step, metrics)
 
     def log_sample(self, step: int, prompt: str, continuation: str) -> None:
         """Store and show a prompt with the continuation that was drawn after a step."""

@@ -25,6 +25,7 @@ from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
+from jaxscale.training.callbacks import Callback
 from jaxscale.training.check_data import check_data
 from jaxscale.training.display import Display
 from jaxscale.training.journal import Journal
@@ -53,6 +54,7 @@ def train(
     source: Source | None = None,
     quiet: bool = False,
     devices: Sequence[Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train an experiment, continue it from its newest checkpoint, or show the result if the run has finished.
 
@@ -71,6 +73,8 @@ def train(
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
         quiet: whether to print nothing.
         devices: devices to run on; all by default.
+        callbacks: functions that are called with an `Event` after each step, evaluation and save. If one returns True,
+            such as an `EarlyStopping`, the run saves a checkpoint after the next step and ends.
 
     Returns:
         The run, with its metrics and its last state.
@@ -95,7 +99,7 @@ def train(
     resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
-    journal = Journal(folder, display)
+    journal = Journal(folder, display, callbacks)
     training = _Training(experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit)
     return training.run()
 
@@ -313,6 +317,12 @@ class _Training:
         """
         pending_step: tuple[int, Any, Any] | None = None
         self.meter.resume()
+        callbacks = self.journal.callbacks
+
+        def is_stop_asked() -> bool:
+            """Return whether this process received a signal, or a callback asked to stop."""
+            return bool(stop.signal_name or callbacks.stop_cause)
+
         while self.updates < self.experiment.steps:
             self.profiler.start_before(self.updates + 1, self.folder)
             state, metrics = self.step(state, batch)
@@ -323,10 +333,10 @@ class _Training:
                 self.data_state = batches.get_state()
             if self.is_cpu:
                 self._settle(self.updates, metrics)
-                combined_flags = self.agreement.combine(bool(stop.signal_name), pauses.is_save_due())
+                combined_flags = self.agreement.combine(is_stop_asked(), pauses.is_save_due())
                 is_stop_due, is_save_due = self.agreement.decision(combined_flags)
             else:
-                combined_flags = self.agreement.combine(bool(stop.signal_name), pauses.is_save_due())
+                combined_flags = self.agreement.combine(is_stop_asked(), pauses.is_save_due())
                 earlier_pending_step, pending_step = pending_step, (self.updates, metrics, combined_flags)
                 is_stop_due, is_save_due = self._settle_pending(earlier_pending_step)
             is_last = self.updates == self.experiment.steps
@@ -342,6 +352,10 @@ class _Training:
                 is_early_stop = is_stop_due and not is_last
                 pauses(self.updates, self.tokens, state, data_state, is_stopping=is_early_stop, is_save_due=is_save_due)
                 self.meter.resume()
+                if is_early_stop and callbacks.stop_cause is not None and not stop.signal_name:
+                    self.log_event("stopped", by=callbacks.stop_cause)
+                    self.journal.say(f"stopped by the callback {callbacks.stop_cause} after step {self.updates}")
+                    break
                 if is_early_stop:
                     endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=True)
             pauses.poll()
@@ -415,6 +429,7 @@ class _Training:
         step_tokens = round(scalars["weight"])
         self.tokens += step_tokens
         self.meter.add(step_tokens)
+        self.journal.report("step", step, scalars)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
             skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skip_count}

@@ -122,6 +122,7 @@ class Pauses:
         if description is not None:
             seconds = time.perf_counter() - self._save_start_time
             self.journal.log_event(description.step, "checkpoint", seconds=seconds)
+            self.journal.report("checkpoint", description.step, {"seconds": seconds})
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -38,7 +38,7 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
-from jaxscale.step.pipelined.forms import Arrays, ChainForm, Microbatch, Score, StackForm, StageForm
+from jaxscale.step.pipelined.forms import Arrays, ChainForm, Microbatch, Score, StackForm, StageForm, WeightsByName
 from jaxscale.step.planned_model import PlannedModel, Specs, positive
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, Params, PyTree
@@ -107,9 +107,7 @@ class Pipelined:
         ) -> tuple[PyTree, Array, PyTree]:
             """Run one stage on a message; return the next message, the number to differentiate, and the sums."""
             weights: WeightsByName = stage_params
-            if (
-                action.frozen is not None
-            ):  # the weights are on the host, and zeros on the device receive their gradients
+            if action.frozen is not None:  # the weights are on the host; zeros on the device receive their gradients
                 plan = self.planned.plan
                 weights = {
                     name: streamed_weight(plan, action.frozen[name], zeros) for name, zeros in stage_params.items()

@@ -1,0 +1,84 @@
+"""Callbacks of a run: what they are called with, how they stop it, and what happens if one fails."""
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+
+import jaxscale as jx
+from jaxscale.recipe.experiment import Checkpointing, Evaluation
+
+
+def rows_of(folder):
+    """The rows of the log of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def frequent(toy):
+    return toy(evaluation=Evaluation(every=3, batches=1), checkpoint=Checkpointing(every=6, minutes=None))
+
+
+def test_a_run_reports_its_events_and_goes_on_without_a_callback_that_fails(toy, tmp_path, capsys):
+    events = []
+
+    def failing(event):
+        raise ValueError(f"no place for {event.kind}")
+
+    jx.train(frequent(toy), out=tmp_path / "run", callbacks=[failing, events.append])
+    assert [event.step for event in events if event.kind == "step"] == list(range(1, 13))
+    evaluations = [event for event in events if event.kind == "evaluation"]
+    assert [event.step for event in evaluations] == [3, 6, 9, 12]
+    logged = [row for row in rows_of(tmp_path / "run") if row["kind"] == "eval"]
+    assert [event.values["loss"] for event in evaluations] == [row["loss"] for row in logged]
+    assert {event.step for event in events if event.kind == "checkpoint"} >= {6, 12}
+    assert {str(event.folder) for event in events} == {str(tmp_path / "run")}
+    output = "".join(capsys.readouterr())
+    assert output.count("the callback failing failed after step 1 and is not called again: ValueError: no place") == 1
+
+
+def test_a_callback_stops_the_run_which_can_be_continued(toy, whole, tmp_path):
+    def fourth_step(event):
+        return event.kind == "step" and event.step == 4
+
+    experiment = toy()
+    run = jx.train(experiment, out=tmp_path / "run", quiet=True, callbacks=[fourth_step])
+    rows = rows_of(tmp_path / "run")
+    assert [row["by"] for row in rows if row.get("name") == "stopped"] == ["fourth_step"]
+    assert run.state is not None
+    assert int(run.state.step) == max(row["step"] for row in rows) < 12
+    continued = jx.train(experiment, out=tmp_path / "run", quiet=True)
+    losses = {row["step"]: row["loss"] for row in rows_of(tmp_path / "run") if row["kind"] == "train"}
+    assert losses == {row["step"]: row["loss"] for row in rows_of(whole) if row["kind"] == "train"}
+    assert continued.state is not None
+    assert int(continued.state.step) == 12
+
+
+def test_early_stopping_ends_a_run_that_no_longer_improves(toy, tmp_path):
+    stop = jx.EarlyStopping(patience=1, least_change=100.0)
+    run = jx.train(frequent(toy), out=tmp_path / "run", quiet=True, callbacks=[stop])
+    assert run.state is not None
+    assert 6 <= int(run.state.step) < 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"patience": 0}, "patience: got 0, expected 1 or more"),
+        ({"mode": "low"}, "mode: got 'low', expected min or max"),
+    ],
+)
+def test_early_stopping_checks_its_fields(fields, message):
+    with pytest.raises(jx.UserError, match=message):
+        jx.EarlyStopping(**fields)
+    better = jx.EarlyStopping("accuracy", patience=1, mode="max")
+    values = [better(jx.Event("evaluation", 1, {"accuracy": accuracy}, "")) for accuracy in (0.5, 0.6, 0.6)]
+    assert values == [False, False, True]
+    with pytest.raises(jx.UserError, match="got 'accuracy', but an evaluation reports loss"):
+        dataclasses.replace(better)(jx.Event("evaluation", 1, {"loss": 1.0}, ""))
+
+
+def test_what_cannot_be_called_is_refused_before_anything_is_written(toy, tmp_path):
+    with pytest.raises(jx.UserError, match="callbacks: got 'stop', expected functions of an Event"):
+        inspect.unwrap(jx.train)(toy(), out=tmp_path / "run", callbacks=["stop"])  # as without run-time type checks
+    assert not (tmp_path / "run").exists()
