@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import is_class
-from jaxscale.typing import Array, Batch, Bool, Float, Int
+from jaxscale.typing import Array, Batch, Float, Int, Shaped
 
 
 def cross_entropy(
@@ -43,19 +43,20 @@ def cross_entropy(
     return jnp.where(is_class(labels, logits.shape[-1]), losses, 0.0)
 
 
-def weighted_sum(losses: Float[Array, "B ..."], batch: Batch, is_counted: Bool[Array, "B ..."] | None = None) -> Loss:
+def weighted_sum(
+    losses: Float[Array, "B ..."], batch: Batch, target_weights: Shaped[Array, "B ..."] | None = None
+) -> Loss:
     """Return the sum of the weighted losses and the sum of `batch["weights"]`; without them, each target weighs 1.
 
-    The weights have shape [B] (one per row) or the shape of the losses (one per target). A loss for which `is_counted`
-    is False has weight 0.
-
+    The weights have shape [B] (one per row) or the shape of the losses (one per target), and are multiplied by
+    `target_weights`, if those are given.
 
     Raises:
         UserError: the weights have another shape.
     """
     losses = losses.astype(jnp.float32)
     batch_weights = batch.get("weights")
-    if batch_weights is None and is_counted is None:
+    if batch_weights is None and target_weights is None:
         return Loss(losses.sum(), jnp.float32(losses.size))
     weights = jnp.ones(losses.shape[:1]) if batch_weights is None else jnp.asarray(batch_weights, jnp.float32)
     if weights.shape != losses.shape[: weights.ndim] or weights.ndim not in (1, losses.ndim):
@@ -65,7 +66,7 @@ def weighted_sum(losses: Float[Array, "B ..."], batch: Batch, is_counted: Bool[A
         )
     trailing_ones = (1,) * (losses.ndim - weights.ndim)
     weights = jnp.broadcast_to(weights.reshape(weights.shape + trailing_ones), losses.shape)
-    weights = weights if is_counted is None else jnp.where(is_counted, weights, 0.0)
+    weights = weights if target_weights is None else weights * target_weights
     # a row of weight 0 must not change the sum, even with an infinite or NaN loss
     return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
 

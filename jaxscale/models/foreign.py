@@ -22,7 +22,7 @@ from jaxscale.errors import UserError
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
 from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks, run_as_one_block
-from jaxscale.typing import Array, Batch, Bool, Float
+from jaxscale.typing import Array, Batch, Float
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "train": True,
@@ -37,7 +37,9 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
 Score = Callable[[Callable[..., Any], Batch], Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
 
-The function calls the module like any function (`module(batch["images"])`), with the mode already set.
+It may return a pair of such losses and weights of the same shape, by which the weights of the batch are multiplied: a
+target of weight 0 is ignored, and the loss of the step is the weighted mean. The function calls the module like any
+function (`module(batch["images"])`), with the mode already set.
 """
 
 
@@ -149,7 +151,7 @@ class ForeignModel:
 
         In training, the call also updates the module's other variables, such as batch statistics.
         """
-        losses = self._run(self.score, module, batch, context)
+        losses, target_weights = self._scores(self.score, module, batch, context)
         row_count = len(jax.tree.leaves(dict(batch))[0])
         if not getattr(losses, "shape", ()) or losses.shape[0] != row_count:
             shape_or_type = getattr(losses, "shape", type(losses).__name__)
@@ -157,7 +159,12 @@ class ForeignModel:
                 f"score returned {shape_or_type} for a batch of {row_count} rows; expected "
                 "one loss per row or per target, of shape (rows, ...). Do not take the mean: jaxscale computes it"
             )
-        return weighted_sum(losses, batch, self._is_counted(batch))
+        if target_weights is not None and getattr(target_weights, "shape", None) != losses.shape:
+            shape_or_type = getattr(target_weights, "shape", type(target_weights).__name__)
+            raise UserError(
+                f"score returned weights {shape_or_type} for losses of shape {losses.shape}; expected the same shape"
+            )
+        return weighted_sum(losses, batch, target_weights)
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
@@ -173,13 +180,17 @@ class ForeignModel:
         self, correct_fn: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Return two sums of weights: of the correct targets, and of all targets."""
-        sums = weighted_sum(self._run(correct_fn, module, batch, context), batch, self._is_counted(batch))
+        correct_targets, target_weights = self._scores(correct_fn, module, batch, context)
+        sums = weighted_sum(correct_targets, batch, target_weights)
         return sums.total, sums.weight
 
-    def _is_counted(self, batch: Batch) -> Bool[Array, "..."] | None:
-        """Whether each loss counts, of a score that reports it; `None` if all count."""
+    def _scores(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> tuple[Any, Any]:
+        """Return the losses that a score returns, and its weights of targets; `None` if all targets count alike."""
+        scores = self._run(score, module, batch, context)
+        if isinstance(scores, tuple) and len(scores) == 2:
+            return scores
         is_counted = getattr(self.score, "is_counted", None)
-        return None if is_counted is None else is_counted(batch)
+        return scores, None if is_counted is None else is_counted(batch)
 
     def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
         """Return `score(module, batch)`, computed with the mode, random keys and compute type of the context."""

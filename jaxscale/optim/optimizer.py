@@ -118,6 +118,11 @@ class Optimizer:
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
+        if hasattr(self.custom, "init") and hasattr(self.custom, "update"):
+            raise UserError(
+                "optimizer.custom: got an optax transformation, expected a function that returns one for a learning "
+                "rate, such as lambda rate: optax.adam(rate)"
+            )
         check_types(self)
         self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
         self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")

@@ -131,3 +131,8 @@ def test_options_that_are_set_reach_the_rule():
 def test_schedule_free_has_a_constant_rate_and_others_fall():
     assert Optimizer(name="schedule_free").learning_rate_at(90, 100) == pytest.approx(1e-3)
     assert Optimizer().learning_rate_at(100, 100) == pytest.approx(1e-4)
+
+
+def test_a_transformation_in_place_of_its_function_names_the_way_out():
+    with pytest.raises(UserError, match=r"optimizer\.custom: got an optax transformation, .* lambda rate: optax\.adam"):
+        Optimizer(custom=optax.adam(1e-3))

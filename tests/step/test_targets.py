@@ -102,3 +102,25 @@ def test_a_number_that_is_no_class_is_refused(model, batch, name, number, count)
 def test_weights_of_negative_sum_are_refused():
     with pytest.raises(jx.UserError, match="weights: got a batch whose weights add up to -4"):
         built(CLASSIFIER).place(IMAGES | {"weights": np.full(4, -1.0, np.float32)})
+
+
+def test_a_score_of_your_own_may_weigh_its_targets():
+    def score(module, batch):
+        is_known = batch["labels"] < 3
+        logits = module(batch["images"])
+        return -jax.nn.log_softmax(logits)[..., 0], is_known
+
+    step = built(jx.models.ForeignModel(lambda rngs: Net(rngs), score))
+    plain = built(jx.models.ForeignModel(lambda rngs: Net(rngs), lambda module, batch: score(module, batch)[0]))
+    batch = IMAGES | {"labels": np.array([0, 4, 2, 3], np.int32)}
+    weighted = step.evaluate(step.init(), step.place(batch))
+    masked = plain.evaluate(plain.init(), plain.place(batch | {"weights": np.array([1, 0, 1, 0], np.float32)}))
+    assert float(weighted.weight) == float(masked.weight) == 2
+    np.testing.assert_allclose(weighted.total, masked.total, rtol=1e-6)
+
+
+def test_weights_of_another_shape_than_the_losses_are_refused():
+    score = lambda module, batch: (module(batch["images"])[:, 0], 1.0)  # noqa: E731
+    step = built(jx.models.ForeignModel(lambda rngs: Net(rngs), score))
+    with pytest.raises(jx.UserError, match="score returned weights float for losses of shape"):
+        step.place(IMAGES)
