@@ -1,4 +1,4 @@
-"""Check that an optimizer's update rule treats each element by itself, so that it can run on slices of the parameters.
+"""Check that an optimizer's update rule treats each element by itself, so that the rule can run on slices of tensors.
 
 The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
 does not pass; such a rule sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping
@@ -43,9 +43,9 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
         >>> first_mixing(optax.adamw(1e-3), params), first_mixing(optax.lamb(1e-3), params)
         (None, 'reduce_sum')
     """
-    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
-    state = jax.eval_shape(rule.init, shapes)
-    return _first_mixing_primitive(jax.make_jaxpr(rule.update)(shapes, state, shapes))
+    abstract_params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
+    abstract_state = jax.eval_shape(rule.init, abstract_params)
+    return _first_mixing_primitive(jax.make_jaxpr(rule.update)(abstract_params, abstract_state, abstract_params))
 
 
 def check_elementwise(

@@ -1,8 +1,8 @@
-"""Seconds of work on a chip by the roofline model: the time for the FLOP or the time for the bytes, if that is longer.
+"""Seconds of work on a chip by the roofline model: the time for the FLOP or for the bytes, whichever is longer.
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
-The model is for the choice of what to recompute. It does not predict the time of a step, because kernels overlap and
+The model serves to choose what to recompute. It does not predict the time of a step, because kernels overlap and
 fused operations do not move bytes.
 
 References:
