@@ -175,7 +175,7 @@ def menu(
         calls = MemoryCosts.of(block, parsed_platform, plan or block.plan).calls
         if not calls:
             raise UserError(
-                f"{block.name}: the model exposes no blocks; build it from layers.Stack or layers.Chain, or pass one"
+                f"{block.name}: the model exposes no blocks; use layers.Stack or layers.Chain, or pass a block"
             )
         # if the model has several kinds of blocks, the kind that keeps the most bytes
         graph_by_kind = {call.fingerprint: call.graph for call in calls}

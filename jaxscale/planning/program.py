@@ -83,8 +83,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
         program.names[value] = path.removeprefix("params/")
     input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
     placements = place(program, input_dims, step.mesh.shape, is_tiled=platform.chip.kind == "tpu")
-    compiler = _compiler(platform, step.plan)
-    return TracedStep(program, placements, compiler, paths_and_leaves, jaxpr_flop(jaxpr).total)
+    return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
