@@ -93,7 +93,7 @@ def host_bandwidth(chip: Chip | None) -> float:
 def _block_budgets(
     plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = ""
 ) -> list[tuple[BlockGraph, int]]:
-    """For each kind of block, its graph and the bytes that the kept values of one block, without its input, may take.
+    """For each kind of block, its graph and the bytes that one such block may keep besides its input.
 
     These bytes are proportional to those that the block keeps without a plan.
 

@@ -69,8 +69,8 @@ def remat(
         raise UserError("remat: got the plan fit, which is for a whole model: set it in a Plan, or give save:BYTES")
     if memory_plan.rule in _RULES_OF_SEVERAL_BLOCKS:
         raise UserError(
-            f"remat: the plan {memory_plan} is for a sequence of blocks, but remat wraps one: give save:BYTES or full, "
-            "or set the plan in a Plan"
+            f"remat: the plan {memory_plan} is for a sequence of blocks, but remat wraps one block: give save:BYTES "
+            "or full, or set the plan in a Plan"
         )
     if memory_plan.rule == "none":
         return block

@@ -59,8 +59,7 @@ def plan_stack(
 
 
 def least_bytes(graph: BlockGraph, layers: int) -> int:
-    """The fewest bytes that a scanned stack can keep: ceil(L / k) + k inputs, for L layers in segments of the best
-    length k.
+    """The fewest bytes a scanned stack can keep: ceil(L / k) + k inputs, for L layers and the best segment length k.
 
     Example:
         >>> from jaxscale.programs.block import BlockGraph, Value

@@ -1,6 +1,6 @@
 """Recorded errors of memory estimates, and factors fitted to compiled programs.
 
-`experiments/benchmarks/fit_accuracy.py --write` writes both to `accuracy.json`.
+`experiments/benchmarks/fit_accuracy.py --write` writes the errors and the factors to `accuracy.json`.
 """
 
 import dataclasses

@@ -35,7 +35,7 @@ ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
 )  # fmt: skip
-"""Operations that store their results as arrays, as all reductions (`reduce_...`) do too."""
+"""Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
 VIEWS = (
     "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",

@@ -41,7 +41,7 @@ FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt",
 """Text forms of the memory plans without a budget."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
-"""Budgets besides a block's input, as shares of the bytes that the block keeps without a plan."""
+"""Budgets, without a block's input, as shares of the bytes that the block keeps without a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def menu(
             offloaded. Required for an experiment.
         plan: plan of the experiment; `experiment.plan` by default.
         layers: number of identical blocks in the stack; ignored for an experiment, whose model determines the number.
-        shares: budgets besides a block's input, as shares of the bytes that the block keeps without a plan.
+        shares: budgets, without a block's input, as shares of the bytes that the block keeps without a plan.
         named: keyword arguments of the block, passed unchanged.
 
     Raises:

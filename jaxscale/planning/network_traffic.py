@@ -31,7 +31,7 @@ class Traffic:
         exact_bytes: bytes that would be sent per step if float32 gradients were reduced in every step.
         sender: what sends the bytes: "reduce" and the codec, "diloco" and the interval, or the type in which gradients
             are reduced.
-        link: name of the links along the axis; "" if the platform's table has none.
+        link: name of the links along the axis; "" if the platform's table has no such link.
         seconds: seconds to send the bytes of a step; `None` without a link.
     """
 

@@ -1,4 +1,4 @@
-"""Resolve `pipeline auto:P` for an experiment on a platform: choose schedule, microbatches, stash and stages.
+"""Resolve `pipeline auto:P` for an experiment on a platform: choose the schedule, microbatches, stash and stages.
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the

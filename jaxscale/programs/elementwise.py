@@ -24,11 +24,11 @@ ELEMENTWISE = frozenset(
         "stop_gradient", "sub", "tan", "tanh", "xor",
     ]
 )  # fmt: skip
-"""Primitives with results that depend only on the operands at the same position."""
+"""Primitives whose results depend only on the operands at the same position."""
 ARRAY = "a constant array"
 """Result of `first_mixing` for a rule that closes over an array, which would have to be sliced like the parameters."""
 POSITION_DEPENDENT = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
-"""Primitives with results that depend on the position: every slice would get the results of the first slice."""
+"""Primitives whose results depend on the position: every slice would get the results of the first slice."""
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:

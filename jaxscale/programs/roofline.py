@@ -16,7 +16,7 @@ EFFICIENCY = {
     "v5e": 0.80,  # fitted to the same runs
     "v5p": 0.80,  # fitted to the same runs
 }
-"""Share of the peak that the matrix products of a training step reach."""
+"""Share of the peak that the matrix products of a training step reach, by the name of the chip."""
 DEFAULT_EFFICIENCY = 0.6
 """Assumed efficiency of all other chips; whole steps of MaxText on an H100 (492 TFLOP/s) reach half the peak."""
 
