@@ -3,7 +3,7 @@
 The candidates are plans without a budget (`MENU`) and the optimal plan for the largest budget that fits: the best save
 set of a stack of identical blocks, or Rotor's plan of a chain of different blocks. The estimate guides the search
 for this budget. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next
-budget. Thus few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies
+budget. In this way, few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies
 activations to the host, is chosen at the same budget if it saves `OFFLOAD_GAIN` of the blocks' time.
 
 The cost is the modeled seconds of recomputation and of copies that do not overlap with computation, or recomputed FLOP

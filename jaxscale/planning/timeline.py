@@ -22,7 +22,7 @@ from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
 NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations whose results cannot reuse the memory of operands. Results of reductions (`reduce_...`) cannot either."""
+"""Operations whose results cannot reuse the memory of operands. Results of reductions (`reduce_...`) cannot, either."""
 
 PieceBytes = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""

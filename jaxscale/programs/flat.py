@@ -208,7 +208,7 @@ class _Flattener:
     def _append_equations(self, jaxpr: Any, inputs: Sequence[Atom], is_backward: bool) -> list[Atom]:
         """Append the operations of an open jaxpr; return its results.
 
-        `is_backward` says whether the jaxpr is called in the backward pass.
+        `is_backward` is true if the jaxpr is called in the backward pass.
         """
 
         def append_equation(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:

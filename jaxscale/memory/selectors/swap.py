@@ -108,7 +108,7 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue]
 
 
 def values_to_move(budget: int, host: Host, values: Sequence[IdleValue]) -> list[IdleValue]:
-    """The values that move to the host so that the others fit the budget: the first in order, small values last.
+    """The values that move to the host so that the other values fit the budget: in order, but small values last.
 
     Raises:
         UserError: the host's budget is too small.
