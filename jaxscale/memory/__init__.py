@@ -30,7 +30,7 @@ _MODULE_BY_NAME = {
     "square_root": "jaxscale.memory.chain",
     "times_run": "jaxscale.memory.chain",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""The module of each public name; a name is loaded from its module at the first use."""
 
 if TYPE_CHECKING:
     from jaxscale.memory.chain import (

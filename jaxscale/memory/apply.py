@@ -1,8 +1,9 @@
-"""Apply a memory plan or its decision to the blocks of a model: wrap them in `jax.checkpoint`, from outside the model.
+"""Apply a memory plan or a decision to a model's blocks: wrap the blocks in `jax.checkpoint`, from outside the model.
 
 In a chain, `Remat(nodes)` becomes a checkpoint that keeps only its inputs, and `Save(i, option)` becomes block i inside
-the wrapper of that option. The barriers of `prevent_cse` stay on in a chain, because each block occurs twice in one
-program. Without barriers XLA would merge the second run with the first and keep the values that the plan recomputes.
+the wrapper of this option. The barriers of `prevent_cse` stay on in a chain, because each block occurs twice in one
+program. Without barriers XLA would merge the second run of a block with the first and keep the values that the plan
+recomputes.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxscale.memory.save_set import EVERYTHING
 class KeepBy:
     """One of JAX's policies, by its name in `jax.checkpoint_policies`.
 
-    The type distinguishes blocks that a plan wrapped from the user's checkpoints in a traced program.
+    In a traced program, this type distinguishes the checkpoints of a plan from the user's own.
     """
 
     name: str
@@ -116,7 +117,7 @@ def treatment_of_chain(decision: ChainDecision) -> Treatment:
 def _run_nodes(
     nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
 ) -> tuple[Any, list[Any]]:
-    """Run the calls of blocks under these nodes; return the last block's `x` and the second result of each block."""
+    """Run the calls of blocks under a plan's nodes; return the last block's `x` and the second result of each block."""
     block_results, call_index = [], 0
     for node in nodes:
         if isinstance(node, Save):

@@ -1,11 +1,12 @@
 """Chains: stages in sequence, plans of what to keep and what to recompute, and the cost of a plan.
 
-A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps the values of that option until its backward
-pass; `Remat(nodes)` runs its stages, keeps only the input of the first, and runs them again, under its nodes, for their
-backward pass. `simulate` walks a plan and returns its seconds, bytes and number of forward runs; the solvers are tested
-against it. This module has the plans that need no costs: `revolve`, optimal for identical stages and a number of slots
-(stage inputs kept at a time; Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
-arXiv:1604.06174). The plan for different stages and a budget in bytes is in `memory/rotor_table.py`.
+A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps the values of this option until the stage's
+backward pass; `Remat(nodes)` runs the stages of its nodes, keeps only the first stage's input, and runs the stages
+again, as the nodes specify, for their backward pass. `simulate` walks through a plan and returns its seconds, bytes and
+number of forward runs; tests compare the solvers with `simulate`. This module has the plans that need no costs:
+`revolve`, optimal for identical stages and a number of slots (stage inputs kept at a time; Griewank and Walther 2000,
+Algorithm 799), and `periodic` (Chen et al. 2016, arXiv:1604.06174). The plan for different stages and a budget in bytes
+is in `memory/rotor_table.py`.
 
 Left out: plans that keep a value beyond the segment that computes it (non-persistent schedules), which nested
 `jax.checkpoint` cannot express.
@@ -21,7 +22,7 @@ from jaxscale.values import check_types
 
 
 def _check_not_negative(record: object, *field_names: str) -> None:
-    """Raise if one of the fields of these names in a dataclass is negative."""
+    """Raise an error if one of the named fields of a dataclass is negative."""
     for field_name in field_names:
         if getattr(record, field_name) < 0:
             raise UserError(f"{field_name}: got {getattr(record, field_name)}, expected 0 or more")
@@ -29,7 +30,7 @@ def _check_not_negative(record: object, *field_names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One way to keep a stage from its forward pass to its backward pass.
+    """One way to keep values of a stage from its forward pass to its backward pass.
 
     Args:
         kept_bytes: bytes kept besides the stage's input and output, which are always kept.
@@ -54,13 +55,13 @@ class Stage:
 
     Args:
         forward_seconds: seconds of the stage's forward pass.
-        backward_seconds: seconds of the stage's backward pass if all values were kept.
+        backward_seconds: seconds of the stage's backward pass if all values are kept.
         output_bytes: bytes of the output, `passed_bytes` included. The gradient of the output has as many bytes.
         options: ways to keep the stage's values for its backward pass.
         working_bytes: further bytes in use while the forward pass of the stage runs.
         passed_bytes: bytes of the input arrays that the output contains unchanged (the skip connections of a U-Net).
-            They take memory only once. A stage that passes on fewer bytes than the stage before drops the arrays that
-            were added last.
+            These arrays take memory only once. A stage that passes on fewer bytes than the stage before it drops the
+            arrays that were added last.
 
     Example:
         >>> Stage(1.0, 2.0, 8, (Option(40, name="all"), Option(8, 0.5, name="matrix products"))).options[1].name
@@ -95,7 +96,7 @@ class Save:
 
     Args:
         stage: index of the stage, from 0.
-        option: index, into the stage's options, of the way to keep its values.
+        option: index of the stage's option under which its values are kept.
     """
 
     stage: int
@@ -111,7 +112,7 @@ class Remat:
     """Run neighboring stages, keep only the first stage's input, and run the stages again for their backward pass.
 
     Args:
-        nodes: plan of these stages for their second run.
+        nodes: plan under which the stages run the second time.
     """
 
     nodes: "tuple[Save | Remat, ...]"
@@ -185,7 +186,7 @@ def check_nodes(nodes: Nodes, stage_count: int) -> None:
 
 
 def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCost:
-    """Return the cost of a plan, from a walk through its forward and backward pass.
+    """Return the cost of a plan, computed by a walk through its forward and backward passes.
 
     Args:
         nodes: the plan of the chain.
@@ -233,7 +234,7 @@ class _Walk:
         self.seconds, self.peak_bytes, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
     def update_peak(self, added_bytes: int, stage_index: int) -> None:
-        """Raise the peak if a stage that runs with `added_bytes` besides the live bytes exceeds it."""
+        """Update the peak if the live bytes plus the `added_bytes` of a running stage exceed the peak so far."""
         if self.live_bytes + added_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_stage = self.live_bytes + added_bytes, stage_index
 
@@ -252,14 +253,14 @@ class _Walk:
         self.forwards += 1
 
     def run_forward(self, start: int, stop: int) -> None:
-        """Run stages `start` to `stop` - 1 forward; keep the first stage's input and the last stage's output."""
+        """Run stages `start` to `stop` - 1 forward; keep only the first stage's input and the last stage's output."""
         for index in range(start, stop):
             input_bytes = self.new_bytes(start, index) if index > start else 0
             self.update_peak(input_bytes + self.new_bytes(index, index + 1) + self.stages[index].working_bytes, index)
             self.count_forward(index)
 
     def run(self, nodes: Nodes, gradient_bytes: int) -> None:
-        """Run nodes forward and backward; the gradient of their output takes `gradient_bytes`."""
+        """Run nodes forward and backward; the gradient of the last node's output takes `gradient_bytes`."""
         if not nodes:
             return
         node, later_nodes = nodes[0], nodes[1:]
@@ -316,7 +317,7 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps the input of every K-th stage, and all values of the last segment, the first to run backward.
+    """The plan that keeps the input of every K-th stage, and all values of the last segment, which runs backward first.
 
     Args:
         stages: number of stages.
@@ -333,7 +334,9 @@ def periodic(stages: int, every: int) -> Nodes:
 
 
 def revolve_cost(stages: int, slots: int) -> int:
-    """The least number of repeated forward runs: r L - C(s + r, r - 1), where r is the least with C(s + r, r) >= L.
+    """The least number of repeated forward runs: r L - C(s + r, r - 1), for the least r with C(s + r, r) >= L.
+
+    C(n, k) is a binomial coefficient.
 
     Args:
         stages: L, the number of identical stages.
@@ -387,6 +390,6 @@ def _head_count(stage_count: int, slots: int) -> int:
 
 
 def _check_slots(stages: int, slots: int) -> None:
-    """Raise unless the numbers of stages and of slots are both at least one."""
+    """Raise an error unless the numbers of stages and slots are both at least one."""
     if stages < 1 or slots < 1:
         raise UserError(f"revolve: got {stages} stages and {slots} slots, expected at least one of each")

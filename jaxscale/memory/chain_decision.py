@@ -1,9 +1,9 @@
-"""Decide a memory plan for a chain of blocks: traced blocks become stages with options, for which nodes are chosen.
+"""Resolve a memory plan for a chain of blocks: make stages of the traced blocks, and choose the nodes of the chain.
 
 The options of a block are its optimal save sets (`graph.menu`) on the lower convex hull of cost against bytes, from the
 set of all values to the empty set. A budget limits the bytes kept for a later backward pass: the inputs of blocks and
-the kept values inside blocks. Gradients and the working memory of the running block come on top; `peak_bytes` of
-`chain.simulate` includes both.
+the kept values inside blocks. The budget does not cover gradients and the working memory of the running block;
+`peak_bytes` of `chain.simulate` includes both.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ from jaxscale.programs.collect import BlockCall
 CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
 """Rules of a `MemoryPlan` for chains."""
 POINTS = 8
-"""Number of save sets solved for each kind of block if there are several kinds."""
+"""Number of save sets to solve for per kind of block if there are several kinds."""
 ONE_KIND_POINTS = 23
-"""Number of save sets solved if all blocks are of one kind; Rotor's table is then small."""
+"""Number of save sets to solve for if all blocks are of one kind; Rotor's table is then small."""
 _TIE_FLOP_PER_BYTE = 1e-6
 """FLOP charged per recomputed byte: among options of equal FLOP, the one that recomputes fewer bytes is chosen."""
 
@@ -52,7 +52,7 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
         input_bytes: bytes of the first block's input.
 
     Raises:
-        UserError: the budget is below the least possible, or the rule is not in `CHAIN_RULES`.
+        UserError: the budget is too small, or the rule is not in `CHAIN_RULES`.
 
     Example:
         >>> chain_nodes(MemoryPlan.parse("periodic:1"), [Stage(1.0, 2.0, 8)] * 2, 8)
@@ -81,7 +81,7 @@ def default_objective(chip: Chip | None) -> SaveSetObjective:
 
 
 def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
-    """Save sets of a block by falling bytes, from the one that keeps everything to the one that keeps nothing.
+    """Save sets of a block by decreasing bytes, from the one that keeps everything to the one that keeps nothing.
 
     Args:
         graph: graph of the block.
@@ -94,9 +94,9 @@ def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = 
 
 
 def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
-    """The cost of a block as a stage of a chain. With the objective "flop", the stage's seconds are FLOP.
+    """The cost of a block as a stage of a chain. With the objective "flop", the stage's seconds hold FLOP.
 
-    The backward pass is assumed to cost twice the forward pass, and to hold all values that it reads in memory.
+    The backward pass is assumed to cost twice the forward pass, and to have all values that it reads in memory at once.
 
     Args:
         graph: graph of the block.
@@ -108,7 +108,7 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
     needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
     def option_of(save: SaveSet) -> Option:
-        """The option of the stage that keeps a save set."""
+        """The stage's option to keep the values of a save set."""
         # the block's output is left out of `kept_bytes`: it is always kept, as the next block's input
         kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
         kept_output_bytes = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
@@ -124,20 +124,21 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Decide a memory plan for a model of one chain or one stack of blocks; a stack is then not scanned.
+    """Resolve a memory plan for a model of one chain or one stack of blocks; a stack is then not scanned.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
-        calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
-        chip: chip on which the modeled seconds are minimized; without one, or with unknown rates, FLOP are minimized.
+        calls: the model's blocks (`programs.collect`), per device and microbatch; traced with `chip` if it is given.
+        chip: chip for which modeled seconds are minimized; without a chip, or if its rates are unknown, FLOP are
+            minimized.
 
     Raises:
-        UserError: the budget is below the least possible, or the blocks do not form one chain.
+        UserError: the budget is too small, or the blocks do not form one chain.
     """
     if not calls or (len(calls) > 1 and any(call.count > 1 for call in calls)):
         raise UserError(
             f"memory {plan}: this model's blocks are not one chain ({len(calls)} calls of blocks, some in a loop): "
-            "build the model of one layers.Chain or one layers.Stack, or use the memory plan save:BYTES"
+            "build the model from one layers.Chain or one layers.Stack, or use the memory plan save:BYTES"
         )
     objective = default_objective(chip)
     graph_by_kind = {call.fingerprint: call.graph for call in calls}

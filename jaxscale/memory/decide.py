@@ -1,8 +1,8 @@
 """Resolve a memory plan for a model's blocks to a decision.
 
 This module implements the rules none, dots, full, jax, save, greedy, dtr_static and file, and for a scanned stack also
-sqrt and periodic. Rules for chains of blocks are in `chain_decision.py` and those for offload in `selectors`; the
-planner resolves `fit`.
+sqrt and periodic. The rules for chains of blocks are in `chain_decision.py`, and the selectors of `offload` in
+`selectors`; the planner resolves `fit`.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
 
     Args:
         plan: memory plan with any rule but `fit`.
-        calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
-        chip: chip on which the modeled seconds are minimized, if the plan does not specify the objective "flop".
+        calls: the model's blocks (`programs.collect`), per device and microbatch; traced with `chip` if it is given.
+        chip: chip for which modeled seconds are minimized, if the plan does not specify the objective "flop".
 
     Raises:
-        UserError: the budget is below the least possible, the rule does not apply to this model, or it has no blocks.
+        UserError: the budget is too small, the rule does not apply to this model, or the model has no blocks.
     """
     if plan.rule == "file":
         return read_decision(plan.name)
     if not calls:
         raise UserError(
-            f"memory {plan}: no blocks were found in this model; build it of layers.Stack or layers.Chain, wrap it "
+            f"memory {plan}: no blocks were found in this model; build it from layers.Stack or layers.Chain, wrap it "
             "in a ForeignModel, or set no memory plan",
             page="start/own_model",
         )
@@ -79,7 +79,7 @@ def graphs_by_kind(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
 
 
 def host_bandwidth(chip: Chip | None) -> float:
-    """Bytes/s between a chip and its host in each direction; if unknown, the least of all PCIe links in the tables.
+    """Bytes/s between a chip and its host in each direction; if unknown, those of the slowest PCIe link in the tables.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -93,14 +93,14 @@ def host_bandwidth(chip: Chip | None) -> float:
 def _block_budgets(
     plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = ""
 ) -> list[tuple[BlockGraph, int]]:
-    """For each kind of block, its graph and the bytes that the kept values of one block, without its input, may take.
+    """For each kind of block, its graph and the bytes that one such block may keep besides its input.
 
     These bytes are proportional to those that the block keeps without a plan.
 
     Args:
         plan: memory plan whose budget includes the inputs of blocks.
         calls: the model's blocks.
-        alternatives: plans that keep fewer block inputs, for the error if the inputs alone exceed the budget.
+        alternatives: plans that keep fewer block inputs, to suggest in the error if the inputs alone exceed the budget.
     """
     budget, inputs_bytes = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
     if budget < inputs_bytes:

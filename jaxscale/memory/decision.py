@@ -1,4 +1,4 @@
-"""A decision is a memory plan resolved for one model: the names of the values that each block keeps; saved as JSON."""
+"""A decision is a memory plan resolved for one model: the names of the values that each block keeps, saved as JSON."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from jaxscale.values import check_types, from_json, read_json, to_json
 class SaveSet:
     """The values of a block that are kept from its forward to its backward pass; the others are recomputed.
 
-    The block's inputs are always kept. Bytes, FLOP and seconds are of one block, per device and microbatch.
+    The block's inputs are always kept. Bytes, FLOP and seconds are those of one block, per device and microbatch.
 
     Args:
         block: fingerprint of the block (`programs.block.BlockGraph`).
@@ -24,7 +24,8 @@ class SaveSet:
         bytes: bytes of the values kept on the device.
         host_bytes: bytes of the values in host memory.
         flop: FLOP of matrix products and convolutions that the backward pass recomputes.
-        seconds: modeled seconds of recomputation and of copies that are not hidden; 0 without a chip.
+        seconds: modeled seconds of recomputation and of copies that do not overlap with computation; 0 without a
+            chip.
     """
 
     block: str
@@ -63,7 +64,7 @@ class StackDecision:
     Args:
         groups: one or two groups of neighboring layers, from the first layer on.
         segment: number of blocks in a segment. Of each segment only the input of its first block is kept; the values
-            of the save sets are kept only while their segment is recomputed. `None` for a stack without segments.
+            of the save sets are kept only while the segment is recomputed. `None` for a stack without segments.
     """
 
     groups: tuple[Group, ...]
@@ -146,7 +147,7 @@ class Decision:
         return self.bytes / max(self.layers, 1)
 
     def write(self, path: Any) -> None:
-        """Write a JSON file for `read_decision` and the memory plan `file:PATH`."""
+        """Write the decision to a JSON file, for `read_decision` and for the memory plan `file:PATH`."""
         Path(path).write_text(json.dumps(to_json(self), indent=1) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 This is Checkmate's problem (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole
 forward pass, which makes the integer program small. For each value, k and o in {0, 1} are 1 if the value is kept on the
-device or on the host; for each equation, r in {0, 1} is 1 if it runs again in the backward pass:
+device or on the host, respectively; for each equation, r in {0, 1} is 1 if it runs again in the backward pass:
 
     minimize    sum_e cost_e r_e (+ seconds of copies that do not overlap with computation)
     subject to  k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
@@ -12,8 +12,8 @@ device or on the host; for each equation, r in {0, 1} is 1 if it runs again in t
 Of the sets of least cost, the smallest is chosen. With a host budget the program makes POFO's choice (Beaumont et al.
 2021) for one block. Values that can only be kept together have one name in the traced program, their mark.
 
-Left out: when within the backward pass a value is recomputed (Checkmate's schedule). JAX recomputes a block as a whole,
-so the memory of the recomputation differs between save sets only by the bytes they keep.
+Not modeled: at which point of the backward pass a value is recomputed (Checkmate's schedule). JAX recomputes a block as
+a whole, so the memory of the recomputation differs between save sets only by the bytes they keep.
 
 The solver is HiGHS, through scipy.
 """
@@ -34,7 +34,7 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
     """The save set of least cost within a budget; if several sets have that cost, the smallest of them.
 
     Args:
-        graph: graph of the block; it needs seconds (a chip) if `objective` is "seconds" or `host` is given.
+        graph: graph of the block; if `objective` is "seconds" or `host` is given, a graph made with a chip.
         budget: most bytes kept on the device, besides the block's inputs.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
@@ -57,7 +57,7 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective 
     """The smallest save set of a block with a cost of at most `max_cost`.
 
     Args:
-        graph: graph of the block; it needs seconds if `objective` is "seconds".
+        graph: graph of the block; if `objective` is "seconds", a graph made with a chip.
         max_cost: most recomputed FLOP of matrix products, or most modeled seconds.
         objective: unit of `max_cost`, FLOP or seconds.
 
@@ -79,17 +79,18 @@ def menu(
     objective: SaveSetObjective = "flop",
     host: Host | None = None,
 ) -> tuple[SaveSet, ...]:
-    """The curve of cost against memory: optimal save sets for rising budgets, from the one that keeps nothing on.
+    """The curve of cost against memory: optimal save sets for increasing budgets; the first set keeps nothing.
 
     Args:
         graph: graph of the block.
-        points: budgets in bytes to solve for, or the number of budgets. If it is a number, each next budget is chosen
-            in the middle of a gap between two solutions, the one with the largest product of bytes and cost.
+        points: budgets in bytes to solve for, or the number of budgets. If it is a number, each next budget is the
+            middle of a gap between two solutions: the gap with the largest product of width in bytes and difference in
+            cost.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
     Returns:
-        Save sets by rising bytes and falling cost, without duplicates.
+        Save sets by increasing bytes and decreasing cost, without duplicates.
     """
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
@@ -133,9 +134,9 @@ def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Hos
 class _Program:
     """The integer program of a graph, built once for all budgets.
 
-    Each variable has one column. ("keep", mark), ("host", mark) and ("run", index of an equation) are 0 or 1.
-    ("out", "") and ("back", "") are the seconds of copies to and from the host that do not overlap with computation,
-    in units of `cost_scale`.
+    Each variable has one column. The variables ("keep", mark), ("host", mark) and ("run", index of an equation) are 0
+    or 1; ("out", "") and ("back", "") are the seconds of copies to and from the host that do not overlap with
+    computation, in units of `cost_scale`.
 
     Attributes:
         graph, host, objective: the arguments.
@@ -147,16 +148,17 @@ class _Program:
         choice_count: number of "keep" and "host" variables, which have the first columns.
         row_matrix: sparse float array; each row times the variables is at least the row's entry in `least_sums`.
         least_sums: float array with one entry for each row.
-        cost_weights: float array with a weight for each column; the weighted sum is the cost over `cost_scale`.
+        cost_weights: float array with a weight for each column; the weighted sum is the cost divided by `cost_scale`.
         cost_scale: largest cost of an equation.
-        byte_weights: float array with a weight for each column; the weighted sum is the kept bytes over `byte_unit`.
+        byte_weights: float array with a weight for each column; the weighted sum is the kept bytes in units of
+            `byte_unit`.
         byte_unit: largest number of bytes of a mark.
     """
 
     def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
-                "the objective 'flop' does not support a host, because copies to it cost seconds: use 'seconds'"
+                "the objective 'flop' does not support a host, because copies to a host cost seconds: use 'seconds'"
             )
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
@@ -232,7 +234,7 @@ class _Program:
         mark_of = {index: mark for mark, indices in self.indices_by_mark.items() for index in indices}
 
         def availability_terms(index: int) -> dict[int, float]:
-            """The factors, by column, of a sum that is at least 1 if the value is kept, on the host, or recomputed."""
+            """The factors, by column, of a sum that is at least 1 if the value is kept, offloaded or recomputed."""
             terms = {column_of["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
                 columns = [column_of.get((kind, mark_of[index])) for kind in ("keep", "host")]
@@ -302,7 +304,7 @@ class _Program:
         return save_set(self.graph, names_by_kind["keep"], names_by_kind["host"], self.host)
 
     def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
-        """The solution of least weighted sum: a float array of the variables by column, or `None` if none is feasible.
+        """The solution of least weighted sum, a float array with an entry per column; `None` if none is feasible.
 
         Args:
             weights: float array with the weight of each column.

@@ -1,4 +1,4 @@
-"""Heuristics for the save set of a block: evict values one by one until the remaining ones fit the budget.
+"""Heuristics for the save set of a block: evict values one by one until the remaining values fit the budget.
 
 * `ratio` evicts the value with the least recomputation cost per freed byte.
 * `dtr_static` uses the score of Dynamic Tensor Rematerialization (DTR; Kirisame et al. 2021, arXiv:2006.09616), cost /
@@ -44,7 +44,7 @@ def greedy(
     check_request(graph, budget, objective)
 
     def rerun_cost(kept_indices: frozenset[int]) -> float:
-        """The cost of recomputation if these values are kept."""
+        """The cost of recomputation if the values with these indices are kept."""
         return cost_of(recompute(graph, kept_indices), objective)
 
     # time is counted as the cost of the equations that ran so far; for each value, the time of its last read
@@ -61,7 +61,7 @@ def greedy(
         def eviction_key(
             index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
         ) -> tuple[float, int]:
-            """The sort key of a value, the least for the one to evict next: the score, then the negative bytes."""
+            """The score of a value, then its negative bytes; the value with the least key is evicted next."""
             age = elapsed_cost - last_read_costs[index]
             staleness = age + elapsed_cost * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes

@@ -3,9 +3,9 @@ a policy that keeps values by name.
 
 A policy of JAX sees operations, not values, so a name is the one robust way to select a value. The names are inserted
 into the traced program; the user does not have to name anything. A save set is valid for one program: an error is
-raised if it is applied to another one (a different model, version or shape).
+raised if it is applied to another program (a different model, version or shape).
 
-Left out: values inside an operation with a custom derivative that does not name these values.
+Not supported: values inside an operation whose custom derivative does not name them.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _LATER_PREFIX = f"{MARK}offloaded later:"
 
 
 class StaleGraph(UserError):
-    """The error when a save set is applied to a block that it was not made for."""
+    """The error that is raised if a save set is applied to a block for which it was not made."""
 
 
 def keep_everything(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -39,7 +39,7 @@ def keep_everything(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class KeepNamed:
-    """Policy of `jax.checkpoint` that keeps the values of some names, on the device or on the host.
+    """Policy of `jax.checkpoint` that keeps the values with certain names, on the device or on the host.
 
     Args:
         keep: names kept on the device.
@@ -51,7 +51,7 @@ class KeepNamed:
 
     @functools.cached_property
     def _policy(self) -> Callable[..., Any]:
-        """The policy of JAX that this one calls."""
+        """The policy of JAX that this policy calls."""
         policies = jax.checkpoint_policies
         if not self.offload:
             return policies.save_only_these_names(*sorted(self.keep))
@@ -72,13 +72,13 @@ class Keeping:
     """A wrapper of blocks that keeps the values of each block's save set.
 
     Args:
-        saves: for each kind of block, its save set by its fingerprint.
-        prepare_args: function from a block's arguments to those that the block receives; it runs in the forward pass
-            and again in the backward pass. `None` leaves the arguments unchanged. Save sets do not include the values
-            that this function computes.
+        saves: the save set of each kind of block, by the block's fingerprint.
+        prepare_args: function from the wrapped block's arguments to those of the block itself; it runs in the forward
+            pass and again in the backward pass. `None` leaves the arguments unchanged. Save sets do not include the
+            values that this function computes.
         everything_policy: policy of `jax.checkpoint` for a save set that keeps everything.
-        is_offload_deferred: whether the values to offload stay on the device until a pipeline stage's values move at
-            once. A policy then keeps them under `deferred_names`.
+        is_offload_deferred: whether the values to offload stay on the device until all values of a pipeline stage move
+            to the host at once. A policy then keeps the values under `deferred_names`.
     """
 
     saves: Mapping[str, SaveSet]
@@ -88,7 +88,7 @@ class Keeping:
 
     @property
     def deferred_names(self) -> frozenset[str]:
-        """Names, in the traced program, of the values to offload if that is deferred."""
+        """Names, in the traced program, of the values to offload if the offload is deferred."""
         names = {name for save in self.saves.values() for name in save.offload}
         return frozenset({_LATER_PREFIX + name for name in names} | {_residual_name(name) for name in names})
 
@@ -110,7 +110,7 @@ class Keeping:
                 policy = KeepNamed(policy.keep | self.deferred_names)
 
             def insert_name(value_number: int, value: Any) -> Any:
-                """Return the value with this number in the program, under its name if it is to be kept."""
+                """Return the value with this number in the program; a value to keep is given its name."""
                 is_kept = value_number in inserted_names
                 return checkpoint_name(value, inserted_names[value_number]) if is_kept else value
 
@@ -133,7 +133,7 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
 
     Raises:
         StaleGraph: when a block is traced, if none of the sets was made for it.
-        UserError: two different sets are for one block; or, when a block is traced, it lacks a value of its set.
+        UserError: two different sets are for one block; or a block, when it is traced, lacks a value of its set.
     """
     save_by_block: dict[str, SaveSet] = {}
     for save in saves:

@@ -28,9 +28,9 @@ def remat(
 
     Results and gradients equal those of `block`. Under a budget the kept values are
 
-        argmin over sets S of { recomputed cost of S : bytes of inputs + bytes of S <= budget },
+        argmin over sets S of { recomputed cost of S : bytes of inputs + bytes of S <= budget }.
 
-    solved exactly by `save`, and by heuristics under `greedy` and `dtr_static`.
+    The rule `save` finds this set exactly; `greedy` and `dtr_static` approximate it by heuristics.
 
     Args:
         block: a function of pytrees of arrays that JAX can differentiate; the last argument is the activation.
@@ -38,7 +38,7 @@ def remat(
             "offload:pofo:136MiB"; budgets include the activation itself.
         args: the block's arguments, as arrays or shapes (`jax.ShapeDtypeStruct`), for which a plan with a budget is
             solved. The returned function then accepts arrays of these shapes and dtypes. Other plans need no `args`.
-        platform: platform on which the cost is modeled in seconds, such as "tpu v5e:1x1"; without one the cost is FLOP.
+        platform: platform on which the cost is modeled in seconds, such as "tpu v5e:1x1"; if `None`, the cost is FLOP.
 
     Returns:
         A function with the positional arguments of `block`, which JAX can differentiate, compile, map and scan.
@@ -69,8 +69,8 @@ def remat(
         raise UserError("remat: got the plan fit, which is for a whole model: set it in a Plan, or give save:BYTES")
     if memory_plan.rule in _RULES_OF_SEVERAL_BLOCKS:
         raise UserError(
-            f"remat: the plan {memory_plan} is for a sequence of blocks, but remat wraps one: give save:BYTES or full, "
-            "or set the plan in a Plan"
+            f"remat: the plan {memory_plan} is for a sequence of blocks, but remat wraps one block: give save:BYTES "
+            "or full, or set the plan in a Plan"
         )
     if memory_plan.rule == "none":
         return block

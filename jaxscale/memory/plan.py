@@ -58,7 +58,7 @@ class MemoryPlan:
     | `dots` | results of matrix products; the values between them are recomputed |
     | `full` | each block's input |
     | `jax:POLICY` | the values selected by a policy of `jax.checkpoint_policies`, by name |
-    | `sqrt`, `periodic:K` | the input of every K-th block; for `sqrt`, K is about the root of their number |
+    | `sqrt`, `periodic:K` | the input of every K-th block; for `sqrt`, K is about the square root of the block count |
     | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for identical blocks |
     | `chain:BYTES` | Rotor's optimum for different blocks: segments that run again, and a save set per block |
     | `save:BYTES[:flop\\|seconds]` | the save set of least cost for each block, by integer program |
@@ -152,7 +152,7 @@ class MemoryPlan:
 
     @property
     def policy(self) -> str | None:
-        """The name of JAX's policy that the plan applies to every block; `None` for other rules."""
+        """The name of the JAX policy that the plan applies to every block; `None` if the rule uses no JAX policy."""
         return {"dots": "dots_saveable", "full": "nothing_saveable", "jax": self.name}.get(self.rule)
 
     def __str__(self) -> str:

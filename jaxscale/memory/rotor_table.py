@@ -14,10 +14,10 @@ A budget limits either the bytes kept for a later backward pass (`kept`, as else
 papers, all bytes alive at any time (`alive`), which include gradients and the working memory of the running stage.
 
 Free bytes are counted in slots of a grid. The grid is exact if all kept sizes are multiples of one unit and the budget
-is not too many units. Otherwise kept sizes are rounded to the nearest number of slots, plans are tried from the fastest
-on, and the first plan with true bytes (`chain.simulate`) within the budget is returned. Errors of rounding to the
-nearest cancel; those of rounding up would add. Identical stages need a table by number of stages instead of one by
-(first stage, last stage).
+has few enough units. Otherwise kept sizes are rounded to the nearest number of slots, plans are tried in order,
+starting with the fastest, and the first plan with true bytes (`chain.simulate`) within the budget is returned. Errors
+of rounding to the nearest number partly cancel; errors of rounding up would add up. Identical stages need a table by
+number of stages instead of one by (first stage, last stage).
 
 Left out: plans that keep a value beyond its segment (non-persistent), and offload (see `memory/selectors/`).
 """
@@ -113,7 +113,7 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
 
 
 def _budget_error(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
-    """The error for a budget below the least possible."""
+    """The error for a budget smaller than the least possible budget."""
     stage_bytes = [
         min(problem.save_need_bytes(index, option, index) for option in range(len(stage.options))) + input_bytes
         for index, (stage, input_bytes) in enumerate(zip(problem.stages, problem.edge_bytes, strict=False))
@@ -130,8 +130,8 @@ def _budget_error(problem: "_Problem", budget: int, least_bytes: int) -> UserErr
 class _Problem:
     """The costs of a chain's stages, indexed by stage.
 
-    A plan of stages first..last (indices, both included) begins with one node. The node has a code: -1 - option for the
-    `Save` of stage first under that option, and the cut c for the `Remat` of stages first..c-1.
+    The first node of a plan of stages first..last (indices, both included) has a code: -1 - option for the `Save` of
+    stage first under that option, and the cut c for the `Remat` of stages first..c-1.
 
     Attributes:
         stages, input_bytes, bound: the arguments; there are `stage_count` stages.
@@ -173,7 +173,7 @@ class _Problem:
             self.run_need_bytes *= self.stage_count
 
     def limited_bytes(self, cost: ChainCost) -> int:
-        """The bytes of a plan with this cost that the budget limits."""
+        """The peak bytes or the kept bytes of a plan with this cost, whichever the budget limits."""
         return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
     def saved_bytes(self, index: int, option: int) -> int:
@@ -181,7 +181,7 @@ class _Problem:
         return self.stages[index].options[option].kept_bytes + self.new_bytes[index][0]
 
     def save_need_bytes(self, index: int, option: int, last: int) -> int:
-        """The bytes that saving stage `index` takes besides its input, as the first of the stages up to `last`."""
+        """The bytes in use besides the stage's input when stage `index` is saved as the first of stages index..last."""
         stage = self.stages[index]
         if self.bound == "kept":
             return self.saved_bytes(index, option) if index < last else stage.options[option].kept_bytes
@@ -199,7 +199,7 @@ class _Problem:
     # -- the least memory ----------------------------------------------------------------------------------------------
 
     def least_bytes(self) -> int:
-        """The least bytes that any plan of the chain needs, the chain's input included."""
+        """The fewest bytes that any plan of the chain needs, the chain's input included."""
         if not hasattr(self, "_least_by_span"):
             # for the span of stages first..last: its least bytes, and the code of its plan's first node
             self._least_by_span: dict[tuple[int, int], tuple[int, int]] = {}
@@ -230,7 +230,7 @@ class _Problem:
         return (Remat(self.least_nodes(first, cut - 1)), *self.least_nodes(cut, last))
 
     def _least_bytes_of(self, first: int, last: int) -> int:
-        """The least bytes of stages first..last, besides the input of the first; 0 for no stages."""
+        """The fewest bytes that stages first..last need, besides their input; 0 if there are no stages."""
         return self._least_by_span[self._key(first, last)][0] if first <= last else 0
 
     def _key(self, first: int, last: int) -> tuple[int, int]:
@@ -377,7 +377,7 @@ class _Table:
         return best_row
 
     def _shift(self, row: CostRow, slot_count: int) -> CostRow:
-        """The row if `slot_count` slots are taken: costs move to higher slots, and the first slots become infinite."""
+        """A row of costs if `slot_count` slots are taken: costs move to higher slots, and the first become infinite."""
         shifted_row = np.full(self.grid.length, np.inf)
         if slot_count < self.grid.length:
             shifted_row[slot_count:] = row[: self.grid.length - slot_count]

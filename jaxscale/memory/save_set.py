@@ -9,7 +9,7 @@ from jaxscale.memory.plan import POLICIES, SaveSetObjective
 from jaxscale.programs.block import BlockGraph, Equation
 
 EVERYTHING = "*"
-"""The name that stands for all residuals (values that the backward pass reads); a save set with it has no other."""
+"""The name of all residuals (values that the backward pass reads) together; a save set with it has no other name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSe
 
 
 def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -> None:
-    """Raise if the budget is negative or the graph lacks the costs that the objective needs.
+    """Raise an error if the budget is negative or the graph lacks the costs that the objective needs.
 
     Raises:
         UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
@@ -65,11 +65,11 @@ def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -
     if budget < 0:
         raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
     if objective == "seconds" and graph.equations and not graph.seconds:
-        raise UserError("the objective 'seconds' needs a chip with known rates: specify one, or use 'flop'")
+        raise UserError("the objective 'seconds' needs a chip with known rates: specify a chip, or use 'flop'")
 
 
 def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
-    """The equations that the backward pass recomputes if these values are kept.
+    """The equations that the backward pass recomputes if the values with these indices are kept.
 
     Args:
         graph: graph of the block.
@@ -111,7 +111,7 @@ def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun
 
 
 def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
-    """The save set that keeps the values of these names, with its bytes and its cost.
+    """The save set that keeps the values with these names; its bytes and cost are computed from the graph.
 
     Args:
         graph: graph of the block.
@@ -120,7 +120,7 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
         host: host memory; its bandwidth determines the seconds of copies.
 
     Raises:
-        UserError: the block has no value of such a name, or the value cannot be kept by name.
+        UserError: the block has no value with one of these names, or a value cannot be kept by name.
     """
     keep_names, offload_names = tuple(keep), tuple(offload)
     if keep_names == (EVERYTHING,):

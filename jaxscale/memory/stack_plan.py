@@ -1,4 +1,4 @@
-"""One budget for all blocks of a model: a save set for each kind, and for a scanned stack two groups or two levels.
+"""One budget for all blocks: a save set per kind of block and, in a scanned stack, two groups of layers or two levels.
 
 * One save set for all layers is the optimum of `graph.solve` for a layer's share of the budget.
 * Two groups of layers have save sets at two neighboring points of the lower convex hull of the curve of cost against
@@ -59,7 +59,7 @@ def plan_stack(
 
 
 def least_bytes(graph: BlockGraph, layers: int) -> int:
-    """The fewest bytes that a scanned stack can keep: ceil(L / k) + k inputs, for L layers in segments of the best k.
+    """The fewest bytes a scanned stack can keep: ceil(L / k) + k inputs, for L layers and the best segment length k.
 
     Example:
         >>> from jaxscale.programs.block import BlockGraph, Value
@@ -95,7 +95,7 @@ def _two_level_decision(graph: BlockGraph, layers: int, budget: int, objective: 
 
 
 def budget_error(budget: int, least_budget: int, alternatives: str = "") -> UserError:
-    """The error for a budget in bytes below the least possible; `alternatives` lists memory plans that need less."""
+    """The error for a budget in bytes smaller than the least one; `alternatives` names memory plans that need less."""
     return UserError(
         f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least_budget)}, which "
         f"the inputs of blocks take; to lower that, use {alternatives}more microbatches, a smaller batch, or a mesh "
@@ -105,7 +105,7 @@ def budget_error(budget: int, least_budget: int, alternatives: str = "") -> User
 
 
 def hull(saves: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet, ...]:
-    """The save sets that lie on the lower convex hull of cost against bytes, by rising bytes."""
+    """The save sets that lie on the lower convex hull of cost against bytes, in order of increasing bytes."""
     hull_saves: list[SaveSet] = []
     for save in sorted(saves, key=lambda save: (save.bytes, cost_of(save, objective))):
         if hull_saves and cost_of(save, objective) >= cost_of(hull_saves[-1], objective):

@@ -1,6 +1,6 @@
 """Recorded errors of memory estimates, and factors fitted to compiled programs.
 
-`experiments/benchmarks/fit_accuracy.py --write` writes both to `accuracy.json`.
+`experiments/benchmarks/fit_accuracy.py --write` writes the errors and the factors to `accuracy.json`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ MARGIN = 0.15
 """Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit."""
 
 NEARER_MARGIN = 0.12
-"""Margin if the piece of the step that needs the most memory was compiled."""
+"""Margin, instead of `MARGIN`, if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
 """Margin of a pipelined step if errors of fewer than `LEAST_PROGRAMS` such steps are recorded for the platform."""
@@ -75,7 +75,7 @@ def _recorded_sections() -> dict:
 
 
 def factors(kind: str) -> Factors:
-    """The factors of a kind of platform, "tpu", "gpu" or "cpu"; without an entry they are 1."""
+    """The factors of a kind of platform, "tpu", "gpu" or "cpu"; 1 if no factors are recorded."""
     return Factors(**_recorded_sections().get("factors", {}).get(kind, {}))
 
 

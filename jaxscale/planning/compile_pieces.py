@@ -32,7 +32,7 @@ class Piece:
     """Neighboring operations of a step's program.
 
     Args:
-        name: "forward blocks", "loss" or "backward blocks"; the second such piece has the suffix " 2", and so on.
+        name: "forward blocks", "loss" or "backward blocks"; the second piece of a name has the suffix " 2", and so on.
         path: indices of the loops (over microbatches) around the piece, the outermost first.
         start: index of the first operation of the piece.
         stop: index after the last operation of the piece.
@@ -109,7 +109,7 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
 def lowered_piece(
     devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
 ) -> Any:
-    """Lower a piece of a train step for devices; `compile_report` takes this function with all but the first argument.
+    """Lower a piece of a train step for some devices; `piece_bytes` binds all arguments but the first.
 
     Args:
         devices: devices of the platform.
@@ -151,7 +151,7 @@ def lowered_piece(
         return [array_by_value[value] for value in output_values]
 
     def format_of(value: int) -> Any:
-        """The sharding of an argument of the step; for any other value also a layout, which the compiler chooses."""
+        """The sharding of an argument of the step; for any other value, a format whose layout the compiler chooses."""
         sharding = _sharding(step.mesh, program.avals[value], arrays.placements.dims[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
@@ -167,7 +167,7 @@ def lowered_piece(
 
 
 def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """The indices of a piece's operations and of earlier operations that compute expressions for it, in order."""
+    """The indices, in order, of a piece's operations and of the earlier operations that compute expressions for it."""
     operations = arrays.program.operations
     producer_indices = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)
@@ -204,7 +204,7 @@ def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
 
 
 def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:
-    """The sharding of an array from the mesh axes of each dim; a dim that they cannot split evenly is not sharded."""
+    """The sharding of an array from the mesh axes of each dim; a dim that the axes cannot split evenly is not split."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_by_dim = [

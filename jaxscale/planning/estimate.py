@@ -49,14 +49,14 @@ class Estimate:
         plan: the plan, with a resolved mesh.
         device_bytes_by_kind: bytes of device memory of each kind of tensor, at the moment that needs the most.
         host_bytes_by_kind: bytes of host memory of each kind of tensor.
-        flop: FLOP of the products of forward and backward pass, recomputation included, all devices together.
+        flop: FLOP of the products in the forward and the backward pass, recomputation included, on all devices.
         timeline: live bytes through the step, without its arguments.
         argument_items: the arguments on the device, which are the leaves of state and batch.
         notes: lines of text about the choice of the mesh and the decision of the memory rule.
         compiled_pieces: names of the pieces of the step for which a compiler reported the bytes of temporaries.
         state_bytes_per_parameter: bytes of optimizer state over all devices, divided by the number of parameters.
-        slow_axis_traffic: traffic of a device over the mesh's slow axis (between replicas); `None` if it has one
-            replica.
+        slow_axis_traffic: traffic of a device over the mesh's slow axis (between replicas); `None` if the mesh has
+            one replica.
         kernels: the implementation of each kernel in the traced program.
     """
 
@@ -218,7 +218,7 @@ def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tu
     device_items, host_items = [], []
     kind_by_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kind_by_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
-    for value, (path, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
+    for value, (path, leaf) in zip(trace.program.inputs, trace.paths_and_leaves, strict=False):
         group, _, leaf_name = path.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")

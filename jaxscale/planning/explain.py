@@ -36,7 +36,7 @@ MAX_ITEMS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The arrays that take a step's memory, as a value that prints as text and draws as SVG and HTML.
+    """The arrays that take a step's memory, for display as text, SVG and HTML.
 
     Args:
         fit: whether the step fits, and the bytes of each kind of tensor.
@@ -81,7 +81,7 @@ class Explanation:
         return stacked(self.moments, self.fit.limit, self.backward_start)
 
     def html(self) -> str:
-        """A self-contained HTML page with verdict, timeline, arrays alive at the peak, and time against memory."""
+        """A self-contained HTML page with verdict, timeline, arrays alive at the peak, and plans by bytes and cost."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
         sections = [
             ("", f"<pre>{escape(str(self.fit))}</pre>"),
@@ -165,7 +165,7 @@ def explain(
 def compare(
     experiment: Experiment, platform: Platform, plan: Plan, memory_plans: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
-    """The bytes and cost of a step under each of several memory plans, with costs as multiples of the lowest.
+    """The bytes and cost of a step under each of several memory plans; costs are multiples of the lowest cost.
 
     The cost is modeled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
     chip's rates are unknown. Memory plans that are not valid for the model are left out.
@@ -174,7 +174,7 @@ def compare(
         experiment: the experiment to plan for.
         platform: platform to train on.
         plan: plan of the step; the memory plan in it is compared first.
-        memory_plans: text forms of the memory plans that replace it.
+        memory_plans: text forms of the memory plans that replace the one in `plan`.
         costs: costs of memory plans for the model's blocks.
     """
     # all dicts are keyed by the text form of the memory plan
@@ -203,7 +203,7 @@ def compare(
 
 
 def _plan_texts(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """The text forms of the memory plans to compare: the menu, optimal plans, and other rules with one budget."""
+    """The text forms of the memory plans to compare: plans without a budget, optimal plans, and other rules."""
     kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
     optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]

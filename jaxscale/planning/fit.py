@@ -1,7 +1,7 @@
 """fit: whether an experiment's train step fits a platform, what takes the memory, and which changes would save most.
 
-The result is an estimate (`estimate.py`), and is printed as one. With `verify`, the step is compiled for the platform;
-with `compile_block`, one piece of the step is.
+The result is an estimate (`estimate.py`), and it is printed as one. With `verify`, the step is compiled for the
+platform; with `compile_block`, only one piece of the step is compiled.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class PlanChange:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a train step fits a platform, as a value that prints as text and draws as SVG and HTML.
+    """Whether a train step fits a platform, for display as text, SVG and HTML.
 
     Args:
         name: name of the experiment.
@@ -83,13 +83,13 @@ class Fit:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes of device memory per device, as the compiler reported them or otherwise by estimate."""
+        """The bytes of device memory per device: the compiler's number, or the estimate if there is none."""
         compiler_bytes = None if self.report is None else self.report.device_bytes
         return self.estimate.device_bytes if compiler_bytes is None else compiler_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory per device, by estimate or as the compiler reported them, whichever is larger."""
+        """The bytes of host memory per device: the estimate or the compiler's number, whichever is larger."""
         compiler_bytes = None if self.report is None else self.report.host_bytes
         return max(self.estimate.host_bytes, compiler_bytes or 0)
 
@@ -116,7 +116,7 @@ class Fit:
 
     @property
     def verdict(self) -> str:
-        """Whether the step fits, with its bytes, in words; by estimate or, with `verify`, according to the compiler."""
+        """Whether the step fits, and its bytes, as text: by estimate or, with `verify`, according to the compiler."""
         evidence = "according to the compiler" if self.verified else "by estimate"
         if self.estimate.compiled_pieces and not self.verified:
             evidence += f", {' and '.join(self.estimate.compiled_pieces)} compiled"
@@ -181,7 +181,7 @@ class Fit:
         return "\n".join(lines)
 
     def _traffic_lines(self) -> list[str]:
-        """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, all axes."""
+        """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, each axis."""
         traffic, plan, report = self.estimate.slow_axis_traffic, self.estimate.plan, self.report
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
@@ -283,21 +283,21 @@ def fit(
 
 
 def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[PlanChange, ...]:
-    """The changes to the plan that save memory, with the bytes that each saves by estimate, the largest saving first.
+    """The changes to the plan that save memory, with the estimated bytes of each saving, the largest saving first.
 
-    If no single change is enough, the last entry combines several.
+    If no single change is enough, the last entry combines several changes.
 
     Args:
         experiment: the experiment to plan for.
         platform: platform that the step should run on.
-        step_fit: result for the current plan.
+        step_fit: the `Fit` of the current plan.
     """
     plan = step_fit.estimate.plan
     old_estimate = estimate(experiment, platform, plan) if step_fit.estimate.compiled_pieces else step_fit.estimate
     old_bytes = old_estimate.device_bytes
 
     def change_of(text_by_field: Mapping[str, str]) -> PlanChange | None:
-        """The change of the plan's fields to these texts; `None` if it is not valid for the model or batch."""
+        """The change of the plan's fields to these texts; `None` if the new plan is not valid."""
         try:
             new_estimate = estimate(experiment, platform, override(plan, text_by_field))
         except UserError:

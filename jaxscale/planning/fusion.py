@@ -1,4 +1,4 @@
-"""Which values of a traced program a compiler stores as arrays, and which it computes inside their readers.
+"""Which values of a traced program a compiler stores as arrays, and which it computes inside other operations.
 
 The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
 of such arrays. The compiler computes an expression inside the operations that read it, so that the expression needs no
@@ -35,16 +35,16 @@ ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
 )  # fmt: skip
-"""Operations that store their results as arrays, as all reductions (`reduce_...`) do too."""
+"""Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
 VIEWS = (
     "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
     "enter", "leave",
 )  # fmt: skip
-"""Operations that leave the bytes unchanged."""
+"""Operations that leave the bytes of their operand unchanged."""
 
 NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose")
-"""Operations with a result that is listed under the name of their operand."""
+"""Operations whose result is listed under the name of the operand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Arrays:
 
     Attributes:
         array_bytes: bytes per device of each array.
-        sources_by_value: for each value, the arrays that it is computed from; an array is its own only source.
+        sources_by_value: for each value, the arrays that it is computed from; the only source of an array is the array
+            itself.
         output_values: values that the program returns.
         scattered_sums: sums into which a scatter writes one element per row (`_scattered_sums`).
         is_inner: whether the program is the body of a loop or a branch.
@@ -138,7 +139,8 @@ class Arrays:
     def is_ring_product(self, index: int) -> bool:
         """Whether the product with this index is computed around a ring of devices.
 
-        It is then computed in steps, between which an operand or the partial result moves to the next device.
+        Such a product is computed in steps. Between two steps, an operand or the partial result moves to the next
+        device.
         """
         if self.placements.axis_sizes.get("fsdp", 1) <= 2:
             return False
@@ -203,7 +205,7 @@ class Arrays:
         return reader_indices
 
     def _is_fully_sharded(self, value: int) -> bool:
-        """Whether each device holds another part of a value; if not, XLA's partitioner keeps a scatter."""
+        """Whether each device holds a different part of a value; if not, XLA's partitioner keeps its scatter."""
         device_count = math.prod(self.placements.axis_sizes.values())
         return math.prod(map(self.placements.part_count, self.placements.dims[value])) == device_count
 

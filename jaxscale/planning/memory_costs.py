@@ -1,7 +1,8 @@
 """Costs of memory plans: the seconds that they add to a train step that would keep all activations.
 
-These are the seconds of recomputation, by roofline, and of copies to the host and back that do not overlap with the
-block's own computation. Only the model's blocks are traced, once. If the chip's rates are unknown, costs are FLOP.
+The costs are the seconds of recomputation (by the roofline model) and of copies to the host and back that do not
+overlap with the block's own computation. Only the model's blocks are traced, and only once. If the chip's rates are
+unknown, costs are FLOP.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class MemoryCosts:
         platform: platform on which the seconds are modeled.
         calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
         microbatches: number of microbatches of a step.
-        stages: number of pipeline stages on one device, which are equal.
+        stages: number of pipeline stages on one device, which all cost the same.
     """
 
     platform: Platform

@@ -1,10 +1,10 @@
 """`memory fit`: the cheapest memory plan that fits.
 
 The candidates are plans without a budget (`MENU`) and the optimal plan for the largest budget that fits: the best save
-set of a stack of identical blocks, or Rotor's plan of a chain of different blocks. The budget is searched with the
-estimate. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next budget,
-so that few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies activations
-to the host, is chosen at that budget if it saves `OFFLOAD_GAIN` of the blocks' time.
+set of a stack of identical blocks, or Rotor's plan of a chain of different blocks. The estimate guides the search
+for this budget. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next
+budget. In this way, few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies
+activations to the host, is chosen at the same budget if it saves `OFFLOAD_GAIN` of the blocks' time.
 
 The cost is the modeled seconds of recomputation and of copies that do not overlap with computation, or recomputed FLOP
 if the chip's rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and
@@ -33,10 +33,10 @@ from jaxscale.values.byte_sizes import bytes_text
 from jaxscale.values.units import size
 
 MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
-"""Candidates without a budget."""
+"""Text forms of the candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must save, because the model ignores transfers that slow down its copies."""
+"""Share of the blocks' time that offload must save, because the cost model ignores transfers that slow down copies."""
 
 CLOSE = 0.02
 """The search for a budget ends when less than this share of the limit is unused."""
@@ -72,7 +72,7 @@ class Candidate:
 
 
 class NothingFits(UserError):
-    """The error if no memory plan fits.
+    """The error that is raised if no memory plan fits.
 
     Args:
         message: text with the bytes of the smallest plan, and ways to lower them.
@@ -102,7 +102,7 @@ def cheapest_fit(
         limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
         plan: plan in which the memory plan is replaced; the experiment's plan by default.
         menu: text forms of the memory plans to choose from; by default `MENU` and the optimal plans of any budget.
-        measure: function that compiles a step and returns its bytes of device memory; without it the estimate decides.
+        measure: function that compiles a step and returns its bytes of device memory; if `None`, the estimate decides.
         host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
     Raises:
@@ -161,7 +161,7 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """The names of the rules that are optimal for the model's blocks; for these, the best budget is searched."""
+    """The names of the rules that are optimal for the model's blocks; `cheapest_fit` searches for the best budget."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -200,7 +200,7 @@ class _Candidates:
         return MemoryCosts.of(self.experiment, self.platform, self.plan)
 
     def candidate(self, text: str) -> Candidate:
-        """The candidate of a memory plan, by the plan's text form.
+        """The candidate with the memory plan of this text form.
 
         Raises:
             UserError: the memory plan is not valid for the model.
@@ -225,7 +225,7 @@ class _Candidates:
             return None
 
     def candidate_of_budget(self, rule: str, budget: int) -> Candidate | None:
-        """The candidate of a rule with this budget in bytes; `None` if that is below the least possible."""
+        """The candidate of a rule with this budget in bytes; `None` if the budget is too small."""
         try:
             return self.candidate(f"{rule}:{bytes_text(budget)}")
         except UserError:
@@ -322,7 +322,7 @@ def _largest_by_estimate(
 
 
 def _granularity(budget: int) -> int:
-    """A power of two, in bytes: searched budgets near `budget` are its multiples, so that their text is short."""
+    """A power of two, in bytes. Budgets searched near `budget` are multiples of it, so that their texts are short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 

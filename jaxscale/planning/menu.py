@@ -38,15 +38,15 @@ BUDGETED = ("save", "chain", *HEURISTICS)
 """Rules with a budget."""
 
 FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
-"""Memory plans without a budget."""
+"""Text forms of the memory plans without a budget."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
-"""Budgets besides a block's input, as shares of the bytes that the block keeps without a plan."""
+"""Budgets, without a block's input, as shares of the bytes that the block keeps without a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Menu:
-    """Decisions of memory rules for a stack of identical blocks, as a value that prints as text and draws as SVG.
+    """Decisions of memory rules for a stack of identical blocks, for display as text, SVG and HTML.
 
     Args:
         title: name of the block, its bytes and its time.
@@ -65,12 +65,12 @@ class Menu:
     decisions: dict[str, tuple[Decision, ...]] = dataclasses.field(repr=False)
 
     def within(self, rule: str, budget: int) -> Decision | None:
-        """The cheapest decision of a rule within a budget in bytes; `None` if no decision is within it."""
+        """The cheapest decision of a rule within a budget in bytes; `None` if no decision is within the budget."""
         fitting_decisions = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
         return min(fitting_decisions, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """Time (or FLOP) that a decision adds to the forward and backward pass, as a share of that of the passes."""
+        """Time (or FLOP) that a decision adds to the forward and backward pass, as a share of what the passes take."""
         passes_cost = 3 * self.layers * (self.graph.seconds if self.is_timed else self.graph.flop)
         return (decision.seconds if self.is_timed else decision.flop) / (passes_cost or 1)
 
@@ -143,14 +143,15 @@ def menu(
     """The decisions of all memory rules for a block, with their bytes and costs.
 
     Args:
-        block: a function or an NNX module, called as `block(*args, **named)`; the last of `args` is the activation. Or
-            a `BlockGraph`; or an `Experiment`, to compare rules on a block of its model as one device runs it.
+        block: a function or an NNX module, called as `block(*args, **named)`, where the last of `args` is the
+            activation; a `BlockGraph`; or an `Experiment`, to compare rules on a block of its model as one device
+            runs it.
         args: arrays or shapes (`jax.ShapeDtypeStruct`) of the block's arguments, per device and microbatch.
-        platform: platform on which time is modeled, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing is
+        platform: platform on which time is modeled, such as "tpu v5e:4x4"; if `None`, costs are FLOP and nothing is
             offloaded. Required for an experiment.
         plan: plan of the experiment; `experiment.plan` by default.
-        layers: number of identical blocks in the stack; ignored for an experiment, for which it is that of the model.
-        shares: budgets besides a block's input, as shares of the bytes that the block keeps without a plan.
+        layers: number of identical blocks in the stack; ignored for an experiment, whose model determines the number.
+        shares: budgets, without a block's input, as shares of the bytes that the block keeps without a plan.
         named: keyword arguments of the block, passed unchanged.
 
     Raises:
@@ -174,7 +175,7 @@ def menu(
         calls = MemoryCosts.of(block, parsed_platform, plan or block.plan).calls
         if not calls:
             raise UserError(
-                f"{block.name}: its model exposes no blocks; build it of layers.Stack or layers.Chain, or pass a block"
+                f"{block.name}: the model exposes no blocks; use layers.Stack or layers.Chain, or pass a block"
             )
         # if the model has several kinds of blocks, the kind that keeps the most bytes
         graph_by_kind = {call.fingerprint: call.graph for call in calls}

@@ -1,9 +1,9 @@
 """Network traffic of a train step: bytes per device, step and mesh axis, and seconds on the slow axis.
 
-The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of the codec, or DiLoCo's
-exchanges averaged over steps, or otherwise the gradients' shards in the type in which they are reduced. The traffic
-over every axis is read from a compiled program. Seconds are bytes divided by the link's bandwidth, on the assumption
-that nothing else uses the link. Left out: latency, and overlap with computation.
+The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of encoded gradients,
+the bytes of DiLoCo's exchanges per step on average, or else the bytes of the gradients' shards in the type in which the
+gradients are reduced. The traffic over every axis is read from a compiled program. Seconds are bytes divided by the
+link's bandwidth, on the assumption that nothing else uses the link. Left out: latency, and overlap with computation.
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ class Traffic:
     Args:
         sent_bytes: bytes sent per step; for DiLoCo the mean over steps.
         exact_bytes: bytes that would be sent per step if float32 gradients were reduced in every step.
-        sender: "reduce" with the codec, "diloco" with the interval, or the type in which gradients are reduced.
-        link: name of the links along the axis; "" if the platform's table has none.
+        sender: what sends the bytes: "reduce" and the codec, "diloco" and the interval, or the type in which gradients
+            are reduced.
+        link: name of the links along the axis; "" if the platform's table has no such link.
         seconds: seconds to send the bytes of a step; `None` without a link.
     """
 
@@ -48,7 +49,7 @@ class Traffic:
 
 
 def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
-    """The traffic of a step over the slow axis; `None` if its mesh has one replica.
+    """The traffic of a step over the slow axis; `None` if the mesh has only one replica.
 
     Args:
         step: a train step.
@@ -97,7 +98,7 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
 
 
 def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int = 1) -> dict[str, int]:
-    """The bytes that a device sends in a compiled step, by the axes of the collectives; each is assumed to use a ring.
+    """The bytes that a device sends in a compiled step, by the collectives' axes, if each collective uses a ring.
 
     Args:
         collectives: collectives of the compiled step.

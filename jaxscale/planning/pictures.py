@@ -1,4 +1,4 @@
-"""Pictures of a step's memory as SVG: live bytes through a step, and plans by time and memory."""
+"""Pictures of a step's memory as SVG: live bytes through a step, and memory plans by bytes and cost."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
 
 CUT = 3
-"""Largest excess cost drawn to scale, as a multiple of the median one; excess is the difference from the lowest."""
+"""Largest excess cost (above the lowest cost) that is drawn to scale, as a multiple of the median excess cost."""
 
 MAX_MOMENTS = 400
 """Maximum number of moments drawn; of neighboring moments, those with the most and the fewest live bytes remain."""
@@ -27,7 +27,7 @@ class Point:
     Args:
         name: text form of the memory plan.
         bytes: bytes of device memory per device.
-        cost: FLOP or seconds of a step, as a multiple of the lowest.
+        cost: FLOP or seconds of a step, as a multiple of the lowest cost of all plans.
         is_current: whether this is the memory plan of the user's plan.
         kept_bytes: bytes of kept activations of the whole model; `None` if unknown.
         block_kept_bytes: bytes of kept activations of one block; `None` if unknown.
@@ -159,7 +159,7 @@ def _edge_cost(points: Sequence[Point]) -> float:
 
 
 def table(items: Sequence[Item], row_count: int = 60) -> Markup:
-    """The first `row_count` arrays as an HTML table, with one row for the sum of all others."""
+    """The first `row_count` arrays as an HTML table, with one row for the total of all others."""
     rows = [(size(item.bytes), item.kind, item.name) for item in items[:row_count]]
     smaller_items = items[row_count:]
     sum_row = (size(sum(item.bytes for item in smaller_items)), "", f"{len(smaller_items)} smaller ones")
@@ -169,7 +169,7 @@ def table(items: Sequence[Item], row_count: int = 60) -> Markup:
 
 
 def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A self-contained HTML page of sections, each given by its heading and its markup; "" stands for no heading."""
+    """A self-contained HTML page of sections, which are pairs of heading and markup; "" stands for no heading."""
     heading_elements = [element("h2", heading) if heading else None for heading, _ in sections]
     contents = [Markup(content) for _, content in sections]
     return markup.page(title, element("h1", title), list(zip(heading_elements, contents, strict=True)))

@@ -1,9 +1,9 @@
-"""Resolve `pipeline auto:P` for an experiment on a platform: choose schedule, microbatches, stash and stages.
+"""Resolve `pipeline auto:P` for an experiment on a platform: choose the schedule, microbatches, stash and stages.
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
-memory that remains besides weights and optimizer state. On a CPU, whose rates are unknown, blocks have the prices of a
-TPU v5e; only their proportions matter.
+memory that weights and optimizer state leave free. On a CPU, whose rates are unknown, blocks have the prices of a
+TPU v5e; only the proportions of the prices matter.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxscale.state.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"
-"""Chip with the rates that determine the prices of the blocks if the platform's rates are unknown."""
+"""Chip whose rates determine the prices of the blocks if the platform's rates are unknown."""
 MAX_MICROBATCHES = 16
 """Maximum number of microbatches per device on the pipe axis."""
 MAX_ESTIMATES = 24
@@ -104,7 +104,7 @@ def pipeline_choice(
 
     if limit is None:
         return with_pipeline(choice.best)
-    estimates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
+    bytes_and_candidates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
     possible_candidates = [candidate for candidate in choice.candidates if candidate.partition is not None]
     for candidate in possible_candidates[:MAX_ESTIMATES]:
         # prices include only the bytes kept for backward passes; the estimate covers the whole step
@@ -112,10 +112,10 @@ def pipeline_choice(
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
         if needed_bytes <= limit:
             return candidate_plan
-        estimates.append((needed_bytes, candidate))
-    least_bytes, smallest_candidate = min(estimates, key=lambda pair: pair[0])
+        bytes_and_candidates.append((needed_bytes, candidate))
+    least_bytes, smallest_candidate = min(bytes_and_candidates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: none of the {len(estimates)} fastest candidates fits {size(limit)}; "
+        f"pipeline {plan.pipeline}: none of the {len(bytes_and_candidates)} fastest candidates fits {size(limit)}; "
         f"{smallest_candidate} needs the least, {size(least_bytes)}. "
         "Use more devices, memory full, ZeRO over fsdp, or a loss in chunks"
     )

@@ -49,14 +49,14 @@ class TracedStep:
         program: flat program of the step; its inputs are the leaves of the state, then those of the batch.
         placements: placements of the program's values.
         compiler: properties of the platform's compiler.
-        leaves: for each input of the program, its path and its abstract value.
+        paths_and_leaves: for each input of the program, its path and its abstract value.
         flop: FLOP of the step's products, all devices together.
     """
 
     program: FlatProgram
     placements: Placements
     compiler: Compiler
-    leaves: tuple[tuple[str, Any], ...]
+    paths_and_leaves: tuple[tuple[str, Any], ...]
     flop: int
 
 
@@ -77,13 +77,13 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     jaxpr = jax.make_jaxpr(step.step_fn)(*arguments)
     step.check_kernels()
     program = flatten(jaxpr)
-    paths_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    leaves = tuple((path_name(path), leaf) for path, leaf in paths_and_leaves)
-    for value, (path, _) in zip(program.inputs, leaves, strict=False):
+    keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
+    for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
-    input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
+    input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
     placements = place(program, input_dims, step.mesh.shape, is_tiled=platform.chip.kind == "tpu")
-    return TracedStep(program, placements, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
+    return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
@@ -99,7 +99,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
-    """Lower the train step for devices; `compile_report` takes this function with all but the first argument.
+    """Lower the train step for some devices; `step_recipe` binds all arguments but the first.
 
     Args:
         devices: devices of the platform.

@@ -1,11 +1,11 @@
 """Prices of a model's stages on a platform: seconds by roofline and stashed bytes, per block and microbatch.
 
 The model is traced for the devices of one stage, without a pipeline, and nothing is compiled. The forward time of a
-block is that of its operations by roofline. The backward consists of the input gradient I and the weight gradient W.
-The gradient of a product with respect to a value that depends on the block's input belongs to I; the gradient with
-respect to a weight belongs to W. Each takes as long as the product. Both gradients of a kernel or a loop together take
-twice as long as its forward and belong to I. The memory plan's recomputation also belongs to I. Work outside the blocks
-(mostly the head) belongs to the last stage.
+block is the time of its operations by the roofline model. The backward pass consists of the input gradient I and the
+weight gradient W. The gradient of a product with respect to a value that depends on the block's input belongs to I; the
+gradient with respect to a weight belongs to W. Each gradient takes as long as the product. Both gradients of a kernel
+or a loop together take twice as long as its forward pass and belong to I. The memory plan's recomputation also belongs
+to I. Work outside the blocks (mostly the head) belongs to the last stage.
 
 Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and inefficiencies
 that a roofline does not model.
@@ -44,7 +44,8 @@ from jaxscale.step.train_step import TrainStep
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
     """The seconds and bytes of a schedule's stages.
 
-    The blocks are divided into stages as in the experiment's plan, or evenly if its partition is not for this schedule.
+    The blocks are divided into stages as in the experiment's plan, or evenly if the plan's partition is not for this
+    schedule.
 
     Args:
         experiment: the experiment to plan for.
@@ -95,7 +96,7 @@ def costs_of(
         prices: prices of the model's blocks.
         layer_counts: number of blocks in each stage.
         message_seconds: seconds that a message takes on each link of the ring of devices.
-        recompute: whether a stage keeps only its input and reruns its forward before its backward.
+        recompute: whether a stage keeps only its input and reruns its forward pass before its backward pass.
 
     Example:
         >>> costs_of(ModelPrices((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
@@ -157,7 +158,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     step = described_step(experiment, platform, plan, platform.devices // ranks)
     calls = traced_blocks(step.objective, chip)
     if not calls:
-        raise UserError(f"{experiment.name}: its model exposes no blocks; build it of layers.Stack or layers.Chain")
+        raise UserError(f"{experiment.name}: the model exposes no blocks; build it from layers.Stack or layers.Chain")
     decision = decide(step.plan.memory, calls, chip)
     block_count = sum(call.count for call in calls)
     stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
@@ -218,8 +219,8 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     objective, plan = step.objective, step.plan
     assert plan.mesh is not None
     microbatch_shapes = {
-        name: jax.ShapeDtypeStruct((shape.shape[0] // plan.microbatches, *shape.shape[1:]), shape.dtype)
-        for name, shape in batch_shapes(objective.planned.experiment).items()
+        name: jax.ShapeDtypeStruct((leaf.shape[0] // plan.microbatches, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in batch_shapes(objective.planned.experiment).items()
     }
     row_count = next(iter(microbatch_shapes.values())).shape[0]
     # shapes of a random key and of the indices of the microbatch's rows

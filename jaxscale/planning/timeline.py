@@ -22,7 +22,7 @@ from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
 NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations with results that cannot reuse the memory of operands; the same holds for reductions (`reduce_...`)."""
+"""Operations whose results cannot reuse the memory of operands. Results of reductions (`reduce_...`) cannot, either."""
 
 PieceBytes = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""
@@ -33,7 +33,8 @@ class Item:
     """An array that is alive.
 
     Args:
-        name: the model's name of the array with type and shape, or type, shape and source line.
+        name: the model's name of the array, with type and shape; if it has no name, type, shape, operation and source
+            line.
         kind: purpose of the array, such as "gradients".
         bytes: bytes per device.
     """
@@ -118,7 +119,7 @@ def timeline(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sweep:
-    """A walk through the operations of a program that lists the arrays alive at each.
+    """A walk through the operations of a program that lists the arrays alive at each operation.
 
     Args:
         arrays: arrays of the program.
@@ -179,7 +180,7 @@ class _Sweep:
         return moments
 
     def _last_reads(self) -> dict[int, int]:
-        """The index of the last operation that reads each array, directly or through an expression, by the array."""
+        """For each array, the index of the last operation that reads it, directly or through an expression."""
         arrays, program = self.arrays, self.arrays.program
         last_reads: dict[int, int] = {}
         for index, operation in enumerate(program.operations):
@@ -290,7 +291,7 @@ class _Sweep:
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
-    """The model's name of a value (or ""), and the operation that computes it, ahead of views and loops that return it.
+    """The model's name of a value (or ""), and the operation that computes it, found through views and loops.
 
     Args:
         operation: the operation that returns the value in `program`.

@@ -1,15 +1,15 @@
 """Partition of a model's blocks over different kinds of devices, so that faster devices get more blocks.
 
 Groups of devices are placed along the pipe in the given order. If there are N times as many devices as ranks, N
-pipelines run side by side (HetPipe's virtual workers). The devices are sorted by speed and cut into sets of N
-neighbors, and each worker gets one device of every set, so that the workers are about equally fast; they share the rows
-of a microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
+pipelines run side by side (HetPipe's virtual workers). The devices are sorted by speed and divided into sets of N
+neighbors. Each worker gets one device of every set, so that the workers are about equally fast. The workers share the
+rows of a microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
 
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
 
-Left out: memory (use `fit` for the platform with the least memory); the links between machines of different kinds,
-which are in no table, so that each rank has the link of its own chip; and training, because one program needs devices
-of one kind. The result is printed as the plan's pipeline, with its option `stages`.
+Left out: memory (use `fit` for the platform with the least memory); the links between machines of different kinds
+(no table lists them, so each rank is assumed to have the link of its own chip); and training, because one program needs
+devices of one kind. The result is printed as the plan's pipeline, with its option `stages`.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def assign(
         schedule: schedule of the pipeline.
 
     Raises:
-        UserError: the rates of a chip are unknown, rows cannot be split evenly, or the schedule has several routes.
+        UserError: the rates of a chip are unknown, rows cannot be split evenly, or microbatches take several routes.
     """
     worker_count = sum(group.devices for group in groups) // schedule.ranks
     _, microbatch_count = pipeline.shape()

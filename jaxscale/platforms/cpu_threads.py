@@ -20,13 +20,13 @@ import jax
 from jaxscale.compat import is_backend_started
 
 THREADS_PER_DEVICE = 3
-"""One for the device's program, one for a collective after a loop, and one for a collective after a nested loop."""
+"""One thread for the program, one for a collective after a loop, and one for a collective after a nested loop."""
 VARIABLE = "NPROC"
 """Environment variable from which XLA:CPU takes its number of threads."""
 
 
 def provide_threads() -> str:
-    """Make the CPU backend start with three threads per device, if there are several devices and fewer cores than that.
+    """Make the CPU backend start with three threads per device, if there are several devices and too few cores.
 
     `NPROC` in the environment takes precedence, and a running backend is not changed.
 

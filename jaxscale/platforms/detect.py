@@ -25,7 +25,7 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
         devices: JAX devices; by default those of all processes of the run.
 
     Returns:
-        The platform. Its chip is that of the tables, with the memory that the backend reports; a chip that is in no
+        The platform. Its chip is taken from the tables, with the memory that the backend reports; a chip that is in no
         table has no rates. A TPU slice's topology follows from the chips' coordinates.
     """
     import jax
@@ -77,7 +77,7 @@ def accelerators(folder: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
 def hush_absent_gpus() -> None:
     """If there is no GPU, suppress JAX's log message about the CUDA plugin, which may be installed only to compile.
 
-    JAX starts every installed plugin, and logs a traceback because this one finds no drivers.
+    JAX starts every installed plugin, and logs a traceback because the CUDA plugin finds no drivers.
     """
     if "gpu" not in accelerators():
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_worth_logging)

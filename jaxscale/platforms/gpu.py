@@ -1,9 +1,10 @@
 """Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
 
-NVIDIA's datasheets print rates "with sparsity"; this table has the dense rates, half as high. Memory is that of the
-datasheet, in units of 10^9 bytes. The network between hosts depends on the site and is left out. The datasheets are
-quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from glennklockwood.com/garden/processors,
-variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
+NVIDIA's datasheets print rates "with sparsity"; this table has the dense rates, which are half as high. Memory sizes
+are those of the datasheets, in units of 10^9 bytes. The network between hosts depends on the site and is left out. The
+datasheets are quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from
+glennklockwood.com/garden/processors, variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from
+aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
 """
 
 import dataclasses
@@ -169,4 +170,4 @@ B200 = Chip(
 
 GPUS = (T4, L4, A100_40, A100_80, A100_40_PCIE, A100_80_PCIE, H100, H100_PCIE, H200, B200)
 ALIASES = {"a100": "a100-80", "a100-pcie": "a100-80-pcie", "h100-sxm": "h100"}
-"""Names of chips by the further names that a platform's text may use."""
+"""The name of the chip for each other name that a platform's text may use."""

@@ -24,10 +24,11 @@ class Link:
 
     Args:
         name: "ici", "nvlink", "pcie" or "dcn".
-        connects: description of the parts that it connects.
-        bandwidth: bytes/s in one direction, of one link or of all such links of a chip or host, as `per` specifies.
+        connects: description of the parts that the link connects.
+        bandwidth: bytes/s in one direction, of one link or of all links of this kind of a chip or host, as `per`
+            specifies.
         per: "link", "chip" or "host": the unit that has this bandwidth.
-        links: number of such links of a chip or host.
+        links: number of links of this kind of a chip or host.
         latency: seconds of one hop; None if unknown.
         source: source of the numbers.
     """
@@ -83,7 +84,7 @@ class Chip:
         """Return the FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
 
         A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that supports it, unless a higher
-        precision is requested; the peak of that type is returned.
+        precision is requested; so the peak of bfloat16 or TF32 is returned.
 
         Args:
             dtype: name of the operands' type, such as "bfloat16", "float32" or "float8_e4m3fn".
@@ -165,7 +166,7 @@ class Platform:
 
     @property
     def device_memory(self) -> int | None:
-        """The bytes that a program may use on one JAX device; if unknown, all of its memory, or None."""
+        """The bytes that a program may use on one JAX device, or else the device's memory; None if both are unknown."""
         chip_memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
         return None if chip_memory is None else chip_memory // self.chip.devices
 
@@ -260,7 +261,7 @@ def _find_chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mappi
 
 
 def _parse_gpu(text: str, tail: str) -> Platform:
-    """Parse a platform's text, given also the part after "gpu"."""
+    """Parse the text of a GPU platform; `tail` is the part after "gpu"."""
     from jaxscale.platforms.gpu import ALIASES
 
     match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", tail, re.DOTALL)
@@ -272,7 +273,7 @@ def _parse_gpu(text: str, tail: str) -> Platform:
 
 
 def _parse_tpu(text: str, tail: str) -> Platform:
-    """Parse a platform's text, given also the part after "tpu"."""
+    """Parse the text of a TPU platform; `tail` is the part after "tpu"."""
     from jaxscale.platforms.tpu import ALIASES, check_topology, topologies
 
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", tail, re.DOTALL)

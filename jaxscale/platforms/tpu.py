@@ -143,7 +143,7 @@ V7X = Chip(
 
 TPUS = (V4, V5E, V5P, V6E, V7X)
 ALIASES = {"tpu7x": "7x", "v7x": "7x", "ironwood": "7x", "trillium": "v6e"}
-"""Names of chips by the further names that a platform's text may use."""
+"""The name of the chip for each other name that a platform's text may use."""
 
 # Cloud TPU documentation, TPU v5e and TPU v6e, "supported configurations"
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -157,8 +157,9 @@ _LARGEST = {"v4": 4096, "v5p": 6144, "7x": 9216}
 def topologies(name: str) -> tuple[tuple[int, ...], ...]:
     """Return the topologies of all slices of a TPU, by the chip's name, from the smallest to the largest.
 
-    Flat slices (v5e, v6e) are listed in a table. Slices in three dims (v4, v5p, 7x) are four small ones, and all A x B
-    x C in multiples of 4 with A <= B <= C up to the largest size (Cloud TPU documentation, TPU types and topologies).
+    Flat slices (v5e, v6e) are listed in a table. The slices in three dims (v4, v5p, 7x) are four small slices, and
+    all slices A x B x C of multiples of 4 with A <= B <= C, up to the largest size (Cloud TPU documentation, TPU types
+    and topologies).
 
     Example:
         >>> topologies("v5e")[:4]

@@ -30,12 +30,12 @@ from jaxscale.sharding import place
 from jaxscale.sharding.partition import dim_axes
 
 MARK = "jaxscale:"
-"""Prefix of the generated names of a block's values, which avoids collisions with the model's names."""
+"""Prefix of the generated names of a block's values; it prevents collisions with the model's names."""
 VIEWS = frozenset(
     {"reshape", "broadcast_in_dim", "squeeze", "transpose", "convert_element_type", "expand_dims", "slice", "iota"}
     | {"split", "name", "sharding_constraint", "optimization_barrier", "stop_gradient", "copy", "pvary"}
 )
-"""Primitives that a compiler fuses into their readers."""
+"""Primitives that a compiler fuses into the operations that read their results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Value:
         dtype: type of the elements.
         bytes: bytes per device.
         producer: index of the equation that computes the value; -1 for an input of the block.
-        mark: name by which JAX's checkpoint policies can keep the value; `None` if they cannot.
+        mark: name by which JAX's checkpoint policies can keep the value; `None` if no policy can.
         source: line of the user's code that computes the value.
     """
 
@@ -86,12 +86,12 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class BlockGraph:
-    """Values and equations of a block's forward pass, in the order they run.
+    """Values and equations of a block's forward pass, in the order in which they run.
 
     Args:
         fingerprint: fingerprint of the block's program.
         values: the values, the block's inputs first.
-        equations: the operations, in the order they run.
+        equations: the operations, in the order in which they run.
         inputs: indices of the block's inputs among the values.
         carried: indices of the inputs that are activations, which every memory plan keeps.
         outputs: indices of the block's results.
@@ -140,7 +140,7 @@ class BlockGraph:
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes of `needed`, which a block keeps without a memory plan; a value and its named copy count once."""
+        """The bytes of `needed`, the values kept without a memory plan; a value and its named copy count once."""
         needed_indices = set(self.needed)
         producers = (self.equations[self.values[index].producer] for index in self.needed)
         copy_indices = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
@@ -160,7 +160,7 @@ def block_graph(
     Args:
         fn: the block, a function that JAX can differentiate.
         args: arrays, shapes (`jax.ShapeDtypeStruct`, with a sharding or without) or tracers.
-        chip: chip on which the seconds are modeled; without one they are 0.
+        chip: chip on which the seconds are modeled; if `None`, the seconds are 0.
         mesh: number of devices along each mesh axis; by default the mesh of the current layout
             (`sharding.place.layout`).
         batch: mesh axes along the first dim of activations of unknown placement; by default the batch axes of the
@@ -225,7 +225,7 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
 
     Args:
         program: program of the block.
-        consts: values that the block closes over; it is differentiated with respect to those that are tracers.
+        consts: values that the block closes over; the block is differentiated with respect to those that are tracers.
     """
     import jax
     import jax.numpy as jnp
@@ -246,7 +246,7 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
             return checkpoint_name(array, MARK + names[value_number]) if value_number in names else array
 
         def block(*variables: Any) -> Any:
-            """Return the block's results, from the inputs that it is differentiated with respect to."""
+            """Return the block's results, from the inputs with respect to which the block is differentiated."""
             operands = list(arguments)
             for index, variable in zip(variable_indices, variables, strict=True):
                 operands[index] = variable
@@ -282,12 +282,13 @@ class _Builder:
     """A builder of the graph of a program that returns a block's results, then its residuals.
 
     Attributes:
-        program, dims, mesh, chip: the arguments; `dims` are the mesh axes along each dim of each value, by its number.
+        program, dims, mesh, chip: the arguments; `dims` are the mesh axes along each dim of each value, by the value's
+            number.
         values, equations: the graph's values and equations, as far as they have been added.
         index_by_number: index of each value in the graph, by its number in the program.
         name_counts: number of values that have been added under each name.
         naming_steps: the first step that names a value, by the number of the value.
-        reader_counts: number of times that each value is read, by its number.
+        reader_counts: number of times that each value is read, by the value's number.
     """
 
     def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
@@ -341,7 +342,7 @@ class _Builder:
     def _add_value(self, value_number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
         """Add the value with this number in the program; return its index in the graph.
 
-        `name` gets a counter if other values have it; the further arguments are fields of the `Value`.
+        `name` gets a counter if another value has the same name; the further arguments are fields of the `Value`.
         """
         aval = self.program.avals[value_number]
         self.name_counts[name] += 1

@@ -1,7 +1,7 @@
 """Record the blocks that a model calls, in one trace and without devices.
 
 Every block runs through `blocks.wrap`: the blocks of `layers.Stack` and `layers.Chain`, and the repeated submodules of
-a foreign NNX model. During the trace a recorder replaces the memory plan there.
+a foreign NNX model. During the trace, a recorder takes the place of the memory plan in `blocks.wrap`.
 """
 
 import dataclasses
@@ -24,9 +24,10 @@ class BlockCall:
 
     Args:
         fingerprint: fingerprint of the block's program.
-        graph: graph of the block; calls with the same fingerprint share one.
+        graph: graph of the block; calls with the same fingerprint share one graph.
         args: shapes of the block's arguments: by convention parameters, other state, activations, further arguments.
-        count: number of runs of the block in one forward pass; for the body of a scan over layers, their number.
+        count: number of runs of the block in one forward pass; for the body of a scan over layers, the number of
+            layers.
         rolled: whether the block is the body of a rolled `lax.scan`.
         order: index of this call among the model's calls.
     """
@@ -56,7 +57,7 @@ def collect(
     Args:
         fn: function to trace, such as a model's loss; it is not run.
         args: arrays or shapes (`jax.ShapeDtypeStruct`).
-        chip: chip on which the seconds of the graphs are modeled; without one they are 0.
+        chip: chip on which the seconds of the graphs are modeled; if `None`, the seconds are 0.
         mesh: number of devices along each mesh axis; the current layout's by default.
         batch: mesh axes along the first dim of activations of unknown placement.
 

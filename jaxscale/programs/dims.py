@@ -1,4 +1,4 @@
-"""Mesh axes along the dims of arrays, and links between dims of an operand and of a result with the same elements."""
+"""Mesh axes along the dims of arrays, and links between dims of an operand and a result that have the same elements."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ DimLink = tuple[int, int, int]
 
 
 def dims_of(sharding: Any, rank: int) -> Dims:
-    """Return the mesh axes along each of an array's dims (`rank` of them); none unless it has a `NamedSharding`."""
+    """Return the mesh axes along each of an array's `rank` dims; no axes unless `sharding` is a `NamedSharding`."""
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
@@ -52,12 +52,12 @@ def local_bytes(aval: Any, dims: Dims, axis_sizes: Mapping[str, int]) -> int:
 
 
 def shape_of(value: Any) -> Shape:
-    """Return the shape of an abstract value or literal; `()` for one without a shape, such as a token."""
+    """Return the shape of an abstract value or literal; `()` for a value without a shape, such as a token."""
     return getattr(value, "shape", ())
 
 
 def links(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> list[DimLink] | None:
-    """Return the links of an operation that rearranges, reduces or multiplies its operands; `None` for any other.
+    """Return the links of an operation that rearranges, reduces or multiplies its operands; `None` for others.
 
     Args:
         primitive: name of the operation.
@@ -74,7 +74,7 @@ def links(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_s
 
 
 def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
-    """Return the dims that a product or convolution sums over, as pairs of a left and a right operand's dim."""
+    """Return the dims that a product or convolution sums over, as pairs (left operand's dim, right operand's dim)."""
     dim_numbers = params.get("dimension_numbers")
     if primitive == "dot_general":
         return list(zip(*dim_numbers[0], strict=True))
@@ -100,7 +100,7 @@ def _remove_dims(param_name: str, params: Any, operand_shapes: Any, result_shape
 
 
 def _reshape(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a reshape, between dims with the same key."""
+    """Yield the links of a reshape, between dims with the same key (`_dim_keys`)."""
     result_dims = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
     return ((0, dim, result_dims[key]) for dim, key in enumerate(_dim_keys(operand_shapes[0])) if key in result_dims)
 
@@ -108,8 +108,8 @@ def _reshape(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[
 def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
     """Return a unique key of each dim, which is the same before and after a reshape if the dim starts a group of dims.
 
-    The key is the product of the sizes of earlier dims, whether the dim's size is 1, and the number of earlier dims for
-    which these two are the same.
+    The key is the product of the sizes of earlier dims, whether the dim's size is 1, and the number of earlier dims
+    for which the product and the flag are the same.
     """
     keys: list[tuple[int, bool, int]] = []
     for dim, size in enumerate(shape):

@@ -1,4 +1,4 @@
-"""Check that an optimizer's update rule treats each element by itself, so that it can run on slices of the parameters.
+"""Check that an optimizer's update rule treats each element by itself, so that the rule can run on slices of tensors.
 
 The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
 does not pass; such a rule sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping
@@ -24,11 +24,11 @@ ELEMENTWISE = frozenset(
         "stop_gradient", "sub", "tan", "tanh", "xor",
     ]
 )  # fmt: skip
-"""Primitives with results that depend only on the operands at the same position."""
+"""Primitives whose results depend only on the operands at the same position."""
 ARRAY = "a constant array"
 """Result of `first_mixing` for a rule that closes over an array, which would have to be sliced like the parameters."""
 POSITION_DEPENDENT = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
-"""Primitives with results that depend on the position: every slice would get the results of the first slice."""
+"""Primitives whose results depend on the position: every slice would get the results of the first slice."""
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
@@ -43,9 +43,9 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
         >>> first_mixing(optax.adamw(1e-3), params), first_mixing(optax.lamb(1e-3), params)
         (None, 'reduce_sum')
     """
-    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
-    state = jax.eval_shape(rule.init, shapes)
-    return _first_mixing_primitive(jax.make_jaxpr(rule.update)(shapes, state, shapes))
+    abstract_params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
+    abstract_state = jax.eval_shape(rule.init, abstract_params)
+    return _first_mixing_primitive(jax.make_jaxpr(rule.update)(abstract_params, abstract_state, abstract_params))
 
 
 def check_elementwise(

@@ -5,8 +5,9 @@ compiler would do. The body of a loop remains a separate program. Values are num
 are stored beside the list.
 
 The `shard_map` of a pipelined step, and the one that computes a gradient per replica, are inlined too. At its borders,
-the operation "enter" returns one device's part of an array, and "leave" returns the array of all parts. A `cond` of a
-pipelined step has a program for each branch; any other `cond` is replaced by its longest branch.
+the operation "enter" returns one device's part of an array, and "leave" returns the whole array, made of the parts of
+all devices. A `cond` of a pipelined step has a program for each branch; any other `cond` is replaced by its longest
+branch.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ PIPE = "pipe"
 """Mesh axis over which a pipeline's stages are placed."""
 
 REPLICA = "replica"
-"""Mesh axis over which a codec reduces gradients."""
+"""Mesh axis over which a gradient codec reduces gradients."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,9 +81,9 @@ class FlatProgram:
     Args:
         inputs: numbers of the arguments, then of the constants.
         outputs: number of each result; `None` for a literal.
-        operations: the operations, in the order they run.
-        avals: abstract value (shape and type) of each value, by its number.
-        names: the model's name (`checkpoint_name`) of each named value, by its number.
+        operations: the operations, in the order in which they run.
+        avals: abstract value (shape and type) of each value, by the value's number.
+        names: the model's name (`checkpoint_name`) of each named value, by the value's number.
     """
 
     inputs: tuple[int, ...]
@@ -207,7 +208,7 @@ class _Flattener:
     def _append_equations(self, jaxpr: Any, inputs: Sequence[Atom], is_backward: bool) -> list[Atom]:
         """Append the operations of an open jaxpr; return its results.
 
-        `is_backward` is whether the jaxpr is called in the backward pass.
+        `is_backward` is true if the jaxpr is called in the backward pass.
         """
 
         def append_equation(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
@@ -244,7 +245,7 @@ class _Flattener:
         outer_manual_axes, self.manual_axes = self.manual_axes, frozenset(eqn.params["newly_manual_axes"])
 
         def append_each(kind: str, atoms: Sequence[Atom], result_vars: Sequence[Any], specs: Any) -> list[Atom]:
-            """Append an operation of this kind for each value, with its partition spec; return the results.
+            """Append an operation of this kind for each value, with the spec of the value; return the results.
 
             Literals are returned unchanged. `result_vars` has the variable of each result.
             """
@@ -300,7 +301,7 @@ def _with_late_slices(program: FlatProgram) -> FlatProgram:
 
 
 def _callee(eqn: Any) -> Any:
-    """Return the open jaxpr that a call runs, or a `cond`'s longest branch; `None` if the equation is no call."""
+    """Return the open jaxpr that a call runs, or a `cond`'s longest branch; `None` for any other equation."""
     if eqn.primitive.name == "cond":
         return max(map(open_jaxpr, eqn.params["branches"]), key=lambda branch: len(branch.eqns))
     for param_name in CALLEE_PARAMS:

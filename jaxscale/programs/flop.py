@@ -87,7 +87,7 @@ def model_flop(fn: Callable[..., Any], *args: Any) -> int:
     if flop.unknown_loops:
         raise ValueError(
             f"{flop.unknown_loops} while loop(s) with matrix products have an unknown number of trips; "
-            "use lax.scan, or fori_loop with fixed bounds (count_flop counts one trip of each)"
+            "use lax.scan, or fori_loop with fixed bounds (count_flop counts one trip of each loop)"
         )
     return flop.total
 
@@ -106,7 +106,7 @@ def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
 
     Args:
         jaxpr: a jaxpr, open or closed.
-        used_flags: for each output, whether it is used; by default all are.
+        used_flags: for each output, whether it is used; by default all are used.
     """
     opened_jaxpr = open_jaxpr(jaxpr)
     used_flags = [True] * len(opened_jaxpr.outvars) if used_flags is None else used_flags
@@ -194,7 +194,7 @@ def _valid_tap_count(
 
 
 def _kernel_flop(eqn: Any) -> Flop:
-    """Return the FLOP of a Pallas kernel by its `CostEstimate`, or else its body's FLOP times its grid's steps."""
+    """Return the FLOP of a Pallas kernel: its `CostEstimate`, or else its body's FLOP times the steps of its grid."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})

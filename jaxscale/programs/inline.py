@@ -29,8 +29,8 @@ class Step(NamedTuple):
 
     Args:
         eqn: equation of the jaxpr, with primitive, params and source.
-        inputs: for each operand, its number, or a constant.
-        outputs: for each result, its number; `None` if nothing reads the result.
+        inputs: for each operand, the operand's number or a constant.
+        outputs: for each result, the result's number; `None` if nothing reads the result.
         scope: names of the calling functions, outermost first.
     """
 
@@ -58,10 +58,10 @@ class InlinedProgram(NamedTuple):
     """A program as a list of steps.
 
     Args:
-        steps: the steps that a result depends on, in the order they run.
+        steps: the steps that a result depends on, in the order in which they run.
         inputs: numbers of the values that the function closes over, then of its arguments.
-        outputs: for each result, its number, or a constant.
-        avals: abstract value (shape and type) of every value, indexed by its number.
+        outputs: for each result, the result's number or a constant.
+        avals: abstract value (shape and type) of every value, indexed by the value's number.
     """
 
     steps: tuple[Step, ...]
@@ -74,8 +74,8 @@ class InlinedProgram(NamedTuple):
 
         Args:
             arguments: a JAX array for each input.
-            replace: function of the number of a computed value and its array that returns the array to use instead; by
-                default no array is replaced.
+            replace: function that takes the number and the array of a computed value, and returns the array to use
+                instead; by default no array is replaced.
         """
         array_by_number: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
@@ -120,7 +120,7 @@ class InlinedProgram(NamedTuple):
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """Return, by the number of each value, the number of the value that it is an alias of, or else its own."""
+        """Return, by each value's number, the number of the value of which it is an alias, or else its own number."""
         root_by_number = {value_number: value_number for value_number in range(len(self.avals))}
         for step in self.steps:
             if step.is_alias:
@@ -132,8 +132,9 @@ class InlinedProgram(NamedTuple):
     def names(self) -> dict[int, str]:
         """Return a unique name of each computed value that is not an alias, by the value's number.
 
-        If the model names the value (`checkpoint_name`), its name begins with that name. Otherwise it begins with the
-        names of the calling functions and of the primitive, as in "silu/logistic". A counter makes it unique.
+        If the model names the value (`checkpoint_name`), the unique name begins with the model's name. Otherwise it
+        begins with the names of the calling functions and of the primitive, as in "silu/logistic". A counter makes the
+        name unique.
         """
         root_by_number, model_name_by_number = self.roots(), {}
         for step in self.steps:
@@ -163,7 +164,7 @@ def inline(closed_jaxpr: Any) -> InlinedProgram:
         return tuple(range(len(avals) - len(variables), len(avals)))
 
     def append_steps(jaxpr: Any, inputs: Sequence[int | Constant], scope: tuple[str, ...]) -> list[int | Constant]:
-        """Append the steps of a jaxpr called from functions of the names in `scope`; return its results."""
+        """Append the steps of a jaxpr called from the functions named in `scope`; return its results."""
 
         def append_equation(eqn: Any, operands: list[int | Constant]) -> Sequence[int | Constant]:
             """Append an equation as a step, or the steps of the program that it calls; return its results."""

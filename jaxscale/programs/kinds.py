@@ -11,7 +11,7 @@ from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 from jaxscale.programs.regions import tick_loops
 
 STAGE_WEIGHT_PRIMITIVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
-"""Operations that turn a pipelined step's weights into those of its stages; Chimera concatenates two copies."""
+"""Operations that turn a pipelined step's weights into weights of stages; Chimera concatenates two copies."""
 
 COMPUTE_COPY_PRIMITIVES = (
     "convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose",
@@ -64,9 +64,9 @@ def has_both_passes(program: FlatProgram) -> bool:
 
 
 def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Return the indices of the last loop over layers in the forward pass and of the first one in the backward pass.
+    """Return the indices of the forward pass's last loop over layers and of the backward pass's first loop over layers.
 
-    If there is no such loop, the index of the first operation of the backward pass is returned instead.
+    If a pass has no such loop, the index of the first operation of the backward pass is returned instead.
     """
     first_backward = next(index for index, operation in enumerate(operations) if operation.is_backward)
     loops = [(index, operation) for index, operation in enumerate(operations) if operation.loop_body is not None]

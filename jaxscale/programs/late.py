@@ -1,11 +1,11 @@
-"""Late results of a TPU's compiler: the gradient of a head's weight, if it is summed around a ring of devices.
+"""Results that a TPU's compiler computes late: the gradient of a head's weight, if summed around a ring of devices.
 
 A product around a ring is computed in steps, between which partial sums move to the next device. The operands of this
 gradient are available after the loss. Yet XLA schedules some or all steps of the ring after the backward pass of the
 blocks, because nothing reads the gradient sooner and the blocks hide its messages. The logits, or the gradient of the
 logits in the compute type, stay alive until then. Programs differ in which of these arrays stays alive and in how many
-steps are late. This module assumes that the logits do, which are larger. Left out: rings that XLA finishes before the
-blocks.
+steps are late. This module assumes that the logits, which are larger, stay alive. Left out: rings that XLA finishes
+before the blocks.
 """
 
 from collections.abc import Callable, Iterable

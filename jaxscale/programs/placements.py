@@ -30,7 +30,7 @@ from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 from jaxscale.sharding.partition import dim_axes
 
 _FIXPOINT = 3
-"""Maximum number of passes over a loop's body until its state has the same dims before and after."""
+"""Maximum number of passes over a loop's body until the state has the same dims before and after a pass."""
 _SMALL = 2**16
 """Number of elements below which padding to whole tiles is ignored."""
 
@@ -44,7 +44,7 @@ _PLACED_BY_READERS = (
     "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
     "optimization_barrier",
 )  # fmt: skip
-"""Operations that place their operands like the result, because a reader of the result needs it there."""
+"""Operations that place their operands like the result, which is placed where its readers need it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,12 +54,12 @@ class Placements:
     Args:
         program: a flat program.
         axis_sizes: number of devices along each mesh axis.
-        is_tiled: whether memory is tiled, as a TPU's is.
-        dims: mesh axes along the dims of each value, by its number.
+        is_tiled: whether memory is tiled, as on a TPU.
+        dims: mesh axes along the dims of each value, by the value's number.
         gathered_bytes: bytes of gathered weights, by the index of the operation that reads them.
         summed_products: indices of the products with results that are summed over devices of the fsdp axis.
         loop_placements: placements in the body of each loop, by the loop's index among the operations.
-        branch_placements: placements in the branches of each `cond`, by its index among the operations.
+        branch_placements: placements in the branches of each `cond`, by the `cond`'s index among the operations.
     """
 
     program: FlatProgram
@@ -119,7 +119,7 @@ def place(
         program: a flat program.
         input_dims: mesh axes along the dims of each input; inputs without an entry are unsharded.
         axis_sizes: number of devices along each mesh axis.
-        is_tiled: whether memory is tiled, as a TPU's is.
+        is_tiled: whether memory is tiled, as on a TPU.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -246,7 +246,7 @@ def _linked_dims(
     result: int,
     placements: Placements,
 ) -> Dims:
-    """Return the dims of a result, given by its number.
+    """Return the dims of a result; `result` is the number of the value.
 
     Each dim of the result gets the axes of the first sharded operand dim that is linked to it, except for axes that
     another dim of the result uses.
@@ -274,7 +274,7 @@ def _linked_dims(
 
 
 def _links(operation: Operation, shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Return the links between an operation's operands and a result; of several links to a dim the first counts."""
+    """Return the links between an operation's operands and a result; the first link to a dim counts."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
         return _gather_links(params, shapes, result_shape)
@@ -305,7 +305,7 @@ def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> 
 
 
 def _place_loop(operation: Operation, index: int, operand_dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place a loop's body until the state has the same dims before and after it; return the dims of each result."""
+    """Place a loop's body until the loop's state has the same dims before and after it; return each result's dims."""
     body = operation.loop_body
     assert body is not None
     axis_sizes = _automatic_sizes(operation, placements)

@@ -1,10 +1,10 @@
 """Arrays that the loop over ticks of a pipelined step updates in place.
 
-In each tick (one round of the schedule) a device runs one branch of a `cond`: a pass of a stage, or none. Messages and
-activations wait in slots, the entries of arrays called pools; sums of gradients are other arrays. A branch updates some
-of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch are
-alive only within it, so that the branch that needs the most memory determines the peak. Values are represented by their
-numbers in a `FlatProgram`.
+In each tick (one round of the schedule) a device runs one branch of a `cond`: a pass of a stage, or no pass. Messages
+and activations wait in slots, the entries of arrays called pools; sums of gradients are other arrays. A branch updates
+some of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch
+are alive only within it, so that the branch that needs the most memory determines the peak. Values are represented by
+their numbers in a `FlatProgram`.
 """
 
 import math
@@ -19,7 +19,7 @@ ELEMENT_PRESERVING = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast"
 
 
 def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a `cond`'s result and the operand that the first of its branches to do so returns unchanged."""
+    """Yield the pairs (result, operand) of a `cond` in which a branch returns the operand unchanged as the result."""
     for output_index, result in enumerate(operation.outputs):
         for branch in operation.branches:
             branch_output = branch.outputs[output_index]
@@ -32,7 +32,7 @@ def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Return the results of an operation that need no new memory, because they are or overwrite values of the caller.
+    """Return the results of an operation that need no new memory: they are the caller's values or overwrite them.
 
     Args:
         operation: an operation of a pipelined step.
@@ -69,7 +69,7 @@ def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -
 
 
 def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[str] = SLICES) -> bool:
-    """Return whether an operation of a pipelined step, of one of `kinds`, returns all elements of its operand.
+    """Return whether an operation is in a pipelined step, is of one of `kinds`, and returns its whole operand.
 
     An example is the slice of a pool's only slot, or of a device's only stage.
     """

@@ -1,8 +1,8 @@
-"""Seconds of work on a chip by the roofline model: the time for the FLOP or the time for the bytes, if that is longer.
+"""Seconds of work on a chip by the roofline model: the time for the FLOP or for the bytes, whichever is longer.
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
-The model is for the choice of what to recompute. It does not predict the time of a step, because kernels overlap and
+The model serves to choose what to recompute. It does not predict the time of a step, because kernels overlap and
 fused operations do not move bytes.
 
 References:
@@ -16,7 +16,7 @@ EFFICIENCY = {
     "v5e": 0.80,  # fitted to the same runs
     "v5p": 0.80,  # fitted to the same runs
 }
-"""Share of the peak that the matrix products of a training step reach."""
+"""Share of the peak that the matrix products of a training step reach, by the name of the chip."""
 DEFAULT_EFFICIENCY = 0.6
 """Assumed efficiency of all other chips; whole steps of MaxText on an H100 (492 TFLOP/s) reach half the peak."""
 

@@ -1,8 +1,8 @@
 """Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
-The placement of a value (`Dims`) lists the mesh axes along each of its dims; names such as `dims` stand for it. The
-placements of some inputs and of the program's sharding constraints are known. Every other dim gets the axes of the
-nearest dim that it is linked to. A dim of a matrix product's result is linked to the operand's dim with the same
+The placement of a value (`Dims`) lists the mesh axes along each of its dims; names such as `dims` stand for placements.
+The placements of some inputs and of the program's sharding constraints are known. Every other dim gets the axes of the
+nearest dim to which it is linked. A dim of a matrix product's result is linked to the operand's dim with the same
 elements. A dim that is reshaped into several dims is linked to the first of them.
 
 Left out: costs that a compiler compares (the bytes of a resharding, uneven parts), and links through gathers. A kernel,
@@ -74,7 +74,7 @@ def propagate(
 
 
 def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    """Yield the linked pairs of dims of a step's operands and results."""
+    """Yield the pairs of linked dims among a step's operands and results."""
     operands = [atom if isinstance(atom, int) else None for atom in step.inputs]  # numbers; `None` for a constant
     shapes = [shape_of(program.avals[atom] if isinstance(atom, int) else atom.value) for atom in step.inputs]
     for result in step.outputs:

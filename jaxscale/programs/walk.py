@@ -83,13 +83,13 @@ def live_steps(
     """Return the steps that the results depend on, in order, and the numbers of all values that these steps read.
 
     Args:
-        steps: steps in the order they run; `inputs` and `outputs` of a step are the numbers of values, as `int`, or
-            literals of another type.
+        steps: steps in the order in which they run; the `inputs` and `outputs` of a step are numbers of values (of type
+            `int`) or literals (of another type).
         results: numbers of the results, or literals.
         has_effect: function that returns whether a step must run even if nothing reads its outputs.
 
     Returns:
-        The steps, and the set of numbers; the numbers of the results are among them.
+        The steps, and the set of numbers, which includes the numbers of the results.
     """
     read_numbers = {atom for atom in results if isinstance(atom, int)}
     reversed_steps: list[Any] = []

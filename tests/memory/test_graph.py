@@ -222,7 +222,7 @@ def test_mistakes_are_named(llama):
         solve(without, 0, objective="seconds")
     with pytest.raises(UserError, match="needs a chip"):
         greedy(without, 0, objective="seconds")
-    with pytest.raises(UserError, match="copies to it cost seconds: use 'seconds'"):
+    with pytest.raises(UserError, match="copies to a host cost seconds: use 'seconds'"):
         solve(llama, 0, host=Host(1, 1.0))
     with pytest.raises(UserError, match="unknown policy"):
         policy_set(llama, "dots_savable")

@@ -2,8 +2,8 @@
 
 | rule | chooses | module |
 |---|---|---|
-| pofo | values to keep, recompute or offload, together, at the least cost | `pofo` |
-| capuchin | values with hidden copies, then further values to copy or to recompute, whichever is cheaper | `capuchin` |
+| pofo | values to keep, recompute and offload, all at once, at the least cost | `pofo` |
+| capuchin | values whose copies are hidden, then values to copy or recompute, whichever is cheaper | `capuchin` |
 | vdnn | inputs of the matrix products | `orders` |
 | tflms | the values that are idle the longest | `orders` |
 | autoswap | the values with the largest product of bytes and idle time | `orders` |
@@ -27,7 +27,7 @@ from jaxscale.memory.selectors.swapadvisor import swapadvisor
 from jaxscale.programs.block import BlockGraph
 
 SelectorFunction = Callable[[BlockGraph, int, Host], SaveSet]
-"""Function of a block's graph with seconds, its budget of bytes on the device, and the host; returns a save set."""
+"""Function of a block's graph (with seconds), a budget of bytes on the device, and a host; returns a save set."""
 
 SELECTORS: Mapping[str, SelectorFunction] = {
     "pofo": pofo,

@@ -1,6 +1,6 @@
 """Capuchin (Peng et al. 2020, "Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020).
 
-Values with copies that overlap with computation go to the host first, in order of falling idle time. Each further value
+Values whose copies overlap with computation go to the host first, in order of decreasing idle time. Each further value
 is copied or recomputed, whichever is cheaper per byte.
 
 Left out: the slow first step that measures times (here a roofline model estimates them); management of tensors while
@@ -25,7 +25,7 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     kept_values, offloaded_values = list(values), []
 
     def set_of(kept_values: list[IdleValue], offloaded_values: list[IdleValue]) -> SaveSet:
-        """The save set that keeps the first values and offloads the second."""
+        """The save set that keeps `kept_values` and offloads `offloaded_values`."""
         kept_names = [name for value in kept_values for name in value.names]
         offloaded_names = [name for value in offloaded_values for name in value.names]
         return save_set(graph, kept_names, offloaded_names, host)

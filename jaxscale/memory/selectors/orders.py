@@ -1,4 +1,4 @@
-"""Rules that move values to the host, in an order of their own, until the others fit the budget.
+"""Rules that move values to the host, each rule in its own order, until the other values fit the budget.
 
 Each rule is a sort key: the value with the least key goes to the host first. Nothing is recomputed.
 """

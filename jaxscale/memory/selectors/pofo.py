@@ -1,7 +1,7 @@
 """POFO (Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS).
 
-Each value is kept, recomputed or offloaded, and the choices for all values are made together, at the least cost. The
-paper's dynamic program is for chains, in which copies overlap with other stages. Here an integer program
+Each value is kept, recomputed or offloaded, and the choices for all values are made together, so that the total cost is
+the least. The paper's dynamic program is for chains, in which copies overlap with other stages. Here an integer program
 (`graph.solve`) makes the same choice within one block, and copies overlap with the computation of that block. Left out:
 prefetching across blocks, which XLA does not do in a scan over layers.
 """
@@ -14,7 +14,7 @@ from jaxscale.programs.block import BlockGraph
 
 
 def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The save set of a block of least cost, where each value is kept, recomputed or offloaded.
+    """The save set of least cost for a block, in which each value is kept, recomputed or offloaded.
 
     Args:
         graph: graph of the block, with seconds.

@@ -19,14 +19,14 @@ SMALL = 256 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class IdleValue:
-    """A value (or several, kept or moved together) that is idle between its reads in forward and backward pass.
+    """A value, or several values kept or moved together, idle between reads in the forward and backward pass.
 
     Args:
         names: names of the values.
         bytes: bytes of the values, per device.
-        start: time of their last read in the forward pass, in seconds from the start of the block.
-        stop: time of their first read in the backward pass, in seconds from the start of the block.
-        is_product_input: whether a matrix product or convolution reads one of them.
+        start: time of the last read of the values in the forward pass, in seconds from the start of the block.
+        stop: time of the first read of the values in the backward pass, in seconds from the start of the block.
+        is_product_input: whether a matrix product or convolution reads one of the values.
     """
 
     names: tuple[str, ...]
@@ -44,8 +44,8 @@ class IdleValue:
 def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
     """The values to keep or move so that the backward pass recomputes no product, in order of computation.
 
-    These are the values that the backward pass reads and that can be kept by name. A value inside an operation cannot;
-    it is recomputed from the result of an earlier product, which is then among the values instead.
+    These are the values that the backward pass reads and that can be kept by name. A value inside an operation cannot
+    be kept by name. It is recomputed from the result of an earlier product, and this result is one of the values here.
 
     Raises:
         UserError: the graph has no seconds.
@@ -92,12 +92,12 @@ def keep_all_set(graph: BlockGraph, budget: int) -> SaveSet | None:
 
 
 def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue], float]) -> SaveSet:
-    """The save set that moves values to the host, in a given order, until the others fit; small values move last.
+    """The save set that moves values to the host, in a given order, until the other values fit; small values move last.
 
     Args:
         graph: graph of the block, with seconds.
         budget: most bytes kept on the device besides the block's inputs.
-        host: host memory for the other values.
+        host: host memory for the values that move.
         order: sort key of the values; the value with the least key moves first.
 
     Raises:
@@ -108,7 +108,7 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue]
 
 
 def values_to_move(budget: int, host: Host, values: Sequence[IdleValue]) -> list[IdleValue]:
-    """The values that move to the host so that the others fit the budget: the first in order, but small values last.
+    """The values that move to the host so that the other values fit the budget: in order, but small values last.
 
     Raises:
         UserError: the host's budget is too small.

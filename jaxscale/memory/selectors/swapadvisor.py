@@ -22,7 +22,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     Args:
         graph: graph of the block, with seconds.
         budget: most bytes kept on the device besides the block's inputs.
-        host: host memory for the other values.
+        host: host memory for the values that move.
     """
     values = idle_values(graph)
     moved_values = values_to_move(budget, host, values)  # a first solution; refuses a budget that no solution meets
@@ -32,7 +32,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     Genes = tuple[bool, ...]  # for each value, whether it moves
 
     def evaluate(genes: Genes) -> tuple[float, SaveSet]:
-        """Return the seconds of the save set of these genes, with a penalty beyond a budget, and the save set."""
+        """Return the seconds of the save set of these genes, with a penalty above a budget, and the save set."""
         save = set_without(graph, host, values, [v for v, is_moved in zip(values, genes, strict=True) if is_moved])
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
@@ -40,13 +40,13 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     evaluations: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
-        """The sort key of genes, the least for the best ones: seconds with penalty, then bytes in host memory."""
+        """The sort key of genes: seconds with penalty, then bytes in host memory; the best genes have the least key."""
         if genes not in evaluations:
             evaluations[genes] = evaluate(genes)
         return evaluations[genes][0], evaluations[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
-        """The genes of a child: each is that of a random parent, and a few are flipped."""
+        """The genes of a child: each gene is that of a random parent, and a few genes are flipped."""
         mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
