@@ -18,7 +18,7 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
         step: number of updates made.
         signal_name: name of the signal; empty if another process received it.
         is_saved: whether the state after these updates has just been saved. If not, this process has not made a step
-            yet, and `step` is that of the checkpoint from which it started.
+            yet, and `step` is the step of the checkpoint from which the process started, or 0.
 
     Raises:
         Preempted: the run has a checkpoint.
@@ -38,7 +38,7 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
 
 
 def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:
-    """Stop a run that skipped too many steps in a row: log that, write the report, and raise an error.
+    """Stop a run that skipped too many steps in a row: log the divergence, write the report, and raise an error.
 
     Args:
         journal: the run's journal.

@@ -22,8 +22,8 @@ def held_out_means(
         one_at_a_time: whether to wait for each batch before starting the next one, as the CPU platform requires.
 
     Returns:
-        A dict of `loss` (nats per target), `targets` (their number) and, if reported, `accuracy`; `None` if nothing is
-        held out.
+        A dict of `loss` (nats per target), `targets` (number of targets) and, if the model reports it, `accuracy`;
+        `None` if no data is held out.
     """
     import jax
 
@@ -59,8 +59,8 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
         batches: number of held-out batches; all by default.
 
     Returns:
-        A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (their number) and, if the model reports
-        it, `accuracy`.
+        A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets) and, if the model
+        reports it, `accuracy`.
 
     Raises:
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
