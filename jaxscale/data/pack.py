@@ -34,7 +34,7 @@ class Packing(NamedTuple):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack pieces into rows: each piece, longest first, goes to the fullest row with room for it.
+    """Pack pieces of documents into rows: each piece, longest first, goes to the fullest row with room for the piece.
 
     Args:
         lengths: [pieces] whole numbers from 1 to `capacity`, length of each piece.
@@ -136,7 +136,7 @@ class Packed:
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Index of each piece's first token and its number of targets, row by row; and the first piece of each row."""
+        """Arrays of the first token and target count of each piece, row by row, and of the first piece of each row."""
         first_tokens, target_counts = split_documents(self.tokens.document_starts, self.context)
         if self.tokens.is_learned is not None:
             learned_before = np.concatenate([[0], np.cumsum(self.tokens.is_learned, dtype=np.int64)])
