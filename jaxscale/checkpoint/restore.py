@@ -76,7 +76,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
         step.canonical_abstract()
     )
     if restored is None:
-        raise UserError(f"{directory} has no checkpoint yet: train the run until its first save")
+        raise UserError(f"{directory} has no checkpoint yet: continue the run until its first save")
     return restored
 
 
@@ -110,7 +110,7 @@ def restore_parameters(
     checkpoint_step = checkpoints.best() if best else None
     if not checkpoints.steps() or (best and checkpoint_step is None):
         loss_text = "with a held-out loss " if best and checkpoints.steps() else ""
-        raise UserError(f"{folder} has no checkpoint {loss_text}yet: train the run until its first save")
+        raise UserError(f"{folder} has no checkpoint {loss_text}yet: continue the run until its first save")
     step = _build_step(experiment, jax.devices(), split)
     # shape, dtype and sharding of each array
     abstract_leaves = step.canonical_abstract()

@@ -58,7 +58,7 @@ class Restored:
     Args:
         description: description of the checkpoint.
         arrays: the canonical tree, as arrays by name.
-        damaged: for each newer checkpoint that was skipped, by its step, the reason why it is damaged.
+        damaged: by step, the reason why a newer checkpoint is damaged and was skipped.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
     """
 
@@ -145,7 +145,7 @@ def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) 
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise DamagedError("its arrays cannot be read: a file is missing, incomplete or changed") from error
+        raise DamagedError("the arrays cannot be read: a file is missing, incomplete or changed") from error
 
 
 def read_content(path: Any) -> dict[str, Any]:
@@ -167,9 +167,9 @@ def read_content(path: Any) -> dict[str, Any]:
             metadata: Any = ocp.metadata(readable_path).custom_metadata
         content, stored_digest = metadata["jaxscale"], metadata["sha256"]
     except Exception as error:
-        raise DamagedError(f"its description cannot be read: {first_line(error)}") from error
+        raise DamagedError(f"the description cannot be read: {first_line(error)}") from error
     if digest(content) != stored_digest:
-        raise DamagedError("its description does not match the description's checksum")
+        raise DamagedError("the description does not match its checksum")
     if content["format"] > FORMAT:
         raise UserError(
             f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
@@ -255,7 +255,7 @@ def _silence_orbax() -> Iterator[None]:
 def _single_process_context() -> Any:
     """Return Orbax's context for a read by this process alone.
 
-    In other contexts, a load waits at a barrier for all processes, so a process that failed would block it forever.
+    In other contexts, a load waits at a barrier for all processes, so a failed process would block the others forever.
     """
     import jax
     from orbax.checkpoint import v1 as ocp
@@ -268,5 +268,5 @@ def _single_process_context() -> Any:
 
 
 def _is_not_abandoned(record: Any) -> bool:
-    """Return whether to log a record; records about failed reads with errors that were never retrieved are dropped."""
+    """Return whether to log a record; records about failed reads whose errors were never retrieved are dropped."""
     return "never retrieved" not in record.getMessage()
