@@ -156,7 +156,7 @@ def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows
 
 
 def _byte_texts(entries: Sequence[Any]) -> list[str]:
-    """Return the sum of the bytes of parameters, in total and per device, as two texts."""
+    """Return the bytes of all given parameters together, in total and per device, as two texts."""
     return [size(sum(float(entry.get(field) or 0) for entry in entries)) for field in ("bytes", "bytes_per_device")]
 
 
@@ -183,7 +183,7 @@ def _axis_tags(axes_by_dim: list[list[str]], axis_sizes: dict[str, int]) -> list
         for axis in axes
         if axis_sizes.get(axis, 1) > 1
     ]
-    return tags or [element("span", "whole on each", class_="faint")]
+    return tags or [element("span", "whole on each device", class_="faint")]
 
 
 def _breakable_name(name: str) -> list[Any]:
