@@ -193,7 +193,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
             defines.
     """
     from jaxscale.recipe.experiment import Experiment
-    from jaxscale.recipe.plan import Plan, read_plan
+    from jaxscale.recipe.plan import Plan, ignoring_moved_fields, read_plan
 
     folder = run_path(run_dir)
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
