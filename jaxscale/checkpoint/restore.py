@@ -114,13 +114,15 @@ def restore_parameters(
     step = _build_step(experiment, jax.devices(), split)
     # shape, dtype and sharding of each array
     abstract_leaves = step.canonical_abstract()
-    trained_leaves = {name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest")}
-    restored = checkpoints.restore_arrays(trained_leaves, step=checkpoint_step)
+    abstract_trained = {
+        name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest")
+    }
+    restored = checkpoints.restore_arrays(abstract_trained, step=checkpoint_step)
     assert restored is not None
-    optimizer_leaves = {name: leaf for name, leaf in abstract_leaves.items() if name not in trained_leaves}
+    abstract_unread = {name: leaf for name, leaf in abstract_leaves.items() if name not in abstract_trained}
     zero_arrays = jax.jit(
-        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
-        out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
+        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract_unread.items()},
+        out_shardings={name: leaf.sharding for name, leaf in abstract_unread.items()},
     )()
     state = step.from_canonical({**restored.arrays, **zero_arrays})
     return Trained(folder, experiment, step, state, restored.description)

@@ -72,12 +72,12 @@ class DamagedError(Exception):
     """A checkpoint cannot be read or does not match its checksums."""
 
 
-def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | None, str]:
+def restore_silently(path: Any, abstract_leaves: Mapping[str, Any]) -> tuple[Restored | None, str]:
     """Read the checkpoint in a folder, without messages from Orbax.
 
     Args:
         path: folder of the checkpoint.
-        leaves: shape, dtype and sharding of each requested array, by name.
+        abstract_leaves: shape, dtype and sharding of each requested array, by name.
 
     Returns:
         The checkpoint and an empty string; or, if the checkpoint is damaged, `None` and the reason.
@@ -87,7 +87,7 @@ def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | N
     """
     with _silence_orbax():
         try:
-            return _restore(path, leaves), ""
+            return _restore(path, abstract_leaves), ""
         except DamagedError as error:
             reason = str(error)
         gc.collect()  # end abandoned reads now, while their messages are dropped
@@ -95,7 +95,7 @@ def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | N
         return None, reason
 
 
-def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
+def _restore(path: Any, abstract_leaves: Mapping[str, Any]) -> Restored:
     """Read the checkpoint in a folder, in stages that all processes finish together.
 
     If a process fails in a stage, all raise an error; otherwise a collective would wait for that process forever.
@@ -106,42 +106,44 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
     def read() -> tuple[dict[str, Any], Any]:
         """Return the description as a dict, and the converter from the saved arrays to the requested ones."""
         content = read_content(path)
-        converter = conversion(content["arrays"], leaves)
+        converter = conversion(content["arrays"], abstract_leaves)
         _check_arrays(content["arrays"], converter.abstract, path)
         return content, converter
 
     content, converter = call_on_all(read, DamagedError)
     array_facts = content["arrays"]
-    saved_leaves = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
-    arrays = call_on_all(lambda: _load(path, array_facts, saved_leaves), DamagedError)
+    abstract_saved = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
+    arrays = call_on_all(lambda: _load(path, array_facts, abstract_saved), DamagedError)
     sums = checksums(arrays)  # equal on all processes
-    mismatched_names = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
+    mismatched_names = [name for name in abstract_saved if list(sums[name]) != array_facts[name][2:]]
     if mismatched_names:
         counts_text = f"{len(mismatched_names)} of {len(sums)} arrays do not"
         raise DamagedError(f"array {mismatched_names[0]!r} does not match its checksum ({counts_text})")
-    return Restored(Description.of(content), converter.convert(_cast(arrays, saved_leaves)), converted=converter.lines)
+    return Restored(
+        Description.of(content), converter.convert(_cast(arrays, abstract_saved)), converted=converter.lines
+    )
 
 
-def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _load(path: Any, array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Read the requested arrays of a checkpoint, in their saved dtypes and with the requested shardings.
 
     Args:
         path: folder of the checkpoint.
         array_facts: shape, dtype and two checksums of each saved array, by name.
-        leaves: shape, dtype and sharding of each requested array, by name.
+        abstract_leaves: shape, dtype and sharding of each requested array, by name.
     """
     import jax
     from orbax.checkpoint import v1 as ocp
 
     abstract_arrays: dict[str, Any] = dict.fromkeys(array_facts, ocp.PLACEHOLDER)  # a placeholder is not read
-    for name, leaf in leaves.items():
+    for name, leaf in abstract_leaves.items():
         # read in the saved dtype, because the checksum was computed in that dtype
         dtype = leaf.dtype if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else array_facts[name][1]
         abstract_arrays[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     try:
         with _single_process_context(), local_copy(path) as readable_path:
             loaded_arrays = ocp.load(readable_path, abstract_arrays)
-        return jax.block_until_ready({name: loaded_arrays[name] for name in leaves})
+        return jax.block_until_ready({name: loaded_arrays[name] for name in abstract_leaves})
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
@@ -178,11 +180,11 @@ def read_content(path: Any) -> dict[str, Any]:
     return content
 
 
-def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], path: Any) -> None:
+def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
     """Raise UserError if a checkpoint lacks an array that the model needs, or has an array of another shape."""
     from jaxscale.state.canonical import OPTIONAL
 
-    for name, leaf in leaves.items():
+    for name, leaf in abstract_leaves.items():
         if name not in array_facts and name.startswith(OPTIONAL):
             continue
         if name not in array_facts:
@@ -198,19 +200,19 @@ def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], pat
             )
 
 
-def _cast(arrays: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays, by name, converted to the dtypes of `leaves`."""
+def _cast(arrays: dict[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays, by name, converted to the dtypes of `abstract_leaves`."""
     import jax
 
     from jaxscale.sharding.memory_space import to_device
 
-    names_to_cast = {name for name, array in arrays.items() if array.dtype != leaves[name].dtype}
+    names_to_cast = {name for name, array in arrays.items() if array.dtype != abstract_leaves[name].dtype}
     if not names_to_cast:
         return arrays
-    shardings = {name: leaves[name].sharding for name in names_to_cast}
+    shardings = {name: abstract_leaves[name].sharding for name in names_to_cast}
 
     def cast(arrays: dict[str, Any]) -> dict[str, Any]:
-        return {name: to_device(array).astype(leaves[name].dtype) for name, array in arrays.items()}
+        return {name: to_device(array).astype(abstract_leaves[name].dtype) for name, array in arrays.items()}
 
     return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in names_to_cast})
 

@@ -222,7 +222,7 @@ class RunRecord:
 
 
 def _override_words(overrides: Any) -> list[str]:
-    """Return the words of a command line that set the overrides in source.json, a dict or a list of words."""
+    """Return the words of a command line that set `overrides`, which source.json holds as a dict or a list of words."""
     if isinstance(overrides, dict):
         return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
@@ -247,7 +247,7 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
 
 
 def _number_fields(content: Any) -> dict[str, float]:
-    """Return the fields of a JSON object that are numbers, by name; there are none in other JSON values."""
+    """Return the fields of a JSON object that are numbers, by name; for any other JSON value, an empty dict."""
     items = content.items() if isinstance(content, dict) else ()
     return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
 

@@ -111,10 +111,10 @@ class DeviceTime:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The times of the devices in a trace; its `str` is the page of text.
+    """The times of the devices in a trace; `str(summary)` is the page of text.
 
     Args:
-        devices: the devices of the traced processes.
+        devices: the time of each device of the traced processes.
         steps: number of traced steps.
     """
 
@@ -225,11 +225,11 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
     Args:
         planes: `ProfileData.planes`.
     """
-    lines_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
+    events_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)  # with a list for each line
     for plane in planes:
         for device, line_events in device_events(plane):
-            lines_by_device[device].append(line_events)
-    return [_device_time(device, lines) for device, lines in sorted(lines_by_device.items()) if any(lines)]
+            events_by_device[device].append(line_events)
+    return [_device_time(device, events) for device, events in sorted(events_by_device.items()) if any(events)]
 
 
 def kind_of(name: str) -> OperationKind:
@@ -246,16 +246,16 @@ def kind_of(name: str) -> OperationKind:
     return "copy" if _COPY.search(name) else "other"
 
 
-def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
-    """Return the `DeviceTime` of one device; `lines` holds a list of events for each line of the device."""
+def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> DeviceTime:
+    """Return the `DeviceTime` of one device; `events_by_line` holds a list of events for each line of the device."""
     seconds_by_operation: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
     count_by_operation: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
-    for line in lines:
-        for event, self_ns in _self_times(line):
+    for line_events in events_by_line:
+        for event, self_ns in _self_times(line_events):
             seconds_by_operation[event.name, event.kind] += self_ns * 1e-9
             count_by_operation[event.name, event.kind] += 1
     busy_ns, longest_gap_ns, latest_end_ns = 0.0, 0.0, None
-    events = sorted((event for line in lines for event in line), key=lambda event: event.start)
+    events = sorted((event for line_events in events_by_line for event in line_events), key=lambda event: event.start)
     for event in events:
         if latest_end_ns is None:
             latest_end_ns = event.start

@@ -34,7 +34,7 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
             f"stopped by {cause} before step {step + 1}. The checkpoint of step {step} is intact: start the run again "
             "to continue it"
         )
-    raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost, start the run again")
+    raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost; start the run again")
 
 
 def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:

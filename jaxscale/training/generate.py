@@ -85,7 +85,7 @@ def check_can_generate(model: Any, tokenizer: Any) -> None:
     """Raise UserError for a model without a KV cache for decoding, or data without a tokenizer."""
     if not can_generate(model, tokenizer):
         raise UserError(
-            f"{type(model).__name__} with this data cannot generate text: it needs a KV cache and a tokenizer"
+            f"{type(model).__name__} with this data cannot generate text: that needs a KV cache and a tokenizer"
         )
 
 
