@@ -54,7 +54,7 @@ class RestoredState(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run.
 
-    Every process of a run creates such an object, and calls the same methods at the same steps.
+    Every process of a run creates a `Checkpoints`, and calls the same methods at the same steps.
 
     Args:
         folder: folder of the checkpoints: a local folder, or one in gs://; a single process may also use s3://.
@@ -159,7 +159,7 @@ class Checkpoints:
             The state, its step, and the data that was saved with it; `None` if there is no checkpoint.
 
         Raises:
-            UserError: all checkpoints are damaged, or one is of a newer version or of another model.
+            UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
 
         Example:
             >>> import jaxscale, tempfile
@@ -280,7 +280,7 @@ class Checkpoints:
             The restored checkpoint; `None` if the run has no checkpoint.
 
         Raises:
-            UserError: all checkpoints are damaged, or one is of a newer version or of another model.
+            UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
         """
         steps = send_from_first(self.steps()) if step is None else [step]
         damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged

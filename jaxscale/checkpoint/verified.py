@@ -58,7 +58,7 @@ class Restored:
     Args:
         description: description of the checkpoint.
         arrays: the canonical tree, as arrays by name.
-        damaged: by step, the reason why a newer checkpoint is damaged and was skipped.
+        damaged: reason why each newer checkpoint was skipped as damaged, by the checkpoint's step.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
     """
 
@@ -98,7 +98,7 @@ def restore_silently(path: Any, abstract_leaves: Mapping[str, Any]) -> tuple[Res
 def _restore(path: Any, abstract_leaves: Mapping[str, Any]) -> Restored:
     """Read the checkpoint in a folder, in stages that all processes finish together.
 
-    If a process fails in a stage, all raise an error; otherwise a collective would wait for that process forever.
+    If a process fails in a stage, all processes raise an error; else a collective would wait for that process forever.
     """
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.state.conversion import conversion

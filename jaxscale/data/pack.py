@@ -4,7 +4,8 @@ A document of m tokens has m - 1 targets: its first token is never a target, and
 token but the first is a target exactly once per epoch. A document of more than `context` targets is split, and each
 piece is a separate segment, with positions that start at 0. Rows are filled by best fit on the histogram of lengths,
 longest first (Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027). Two rows
-are of the same kind if their pieces have the same lengths; the work grows with the number of kinds, not of documents.
+are of the same kind if their pieces have the same lengths. The work grows with the number of kinds of rows, not with
+the number of documents.
 
 The packing is computed once, from the lengths alone, so row i is the same for every reader; only the order of the rows
 changes with the epoch. (Grain's packers fill rows from a stream: their state contains half-filled rows, and the packing

@@ -37,7 +37,8 @@ def check_data(experiment: Experiment, data: Any) -> None:
     class_count = data_facts.get("classes", 0)
     if traits.classes is not None and class_count > traits.classes:
         raise UserError(
-            f"the data has {class_count} classes, but model.classes is {traits.classes}: set that to {class_count}"
+            f"the data has {class_count} classes, but model.classes is {traits.classes}: "
+            f"set model.classes to {class_count}"
         )
     # height, width and channels of the images; `None` in the model's shape accepts any size
     data_shape, model_shape = data_facts.get("shape"), (traits.image, traits.image, traits.channels)
@@ -47,7 +48,9 @@ def check_data(experiment: Experiment, data: Any) -> None:
         data_text, model_text = (
             " x ".join(str(size or "any") for size in shape) for shape in (data_shape, model_shape)
         )
-        raise UserError(f"the images are {data_text}, but the model takes {model_text}: set model.image and .channels")
+        raise UserError(
+            f"the images are {data_text}, but the model takes {model_text}: set model.image and model.channels"
+        )
     data_context = getattr(experiment.data, "context", None)
     if traits.context is not None and data_context is not None and data_context > traits.context:
         raise UserError(

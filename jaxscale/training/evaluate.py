@@ -74,5 +74,5 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
     is_cpu = trained_run.step.mesh.devices.flat[0].platform == "cpu"
     means = held_out_means(trained_run.step, data, trained_run.state, batches, one_at_a_time=is_cpu)
     if means is None:
-        raise UserError(f"the data of {trained_run.directory} has nothing held out: set its held_out above 0")
+        raise UserError(f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0")
     return {"step": trained_run.description.step, **means}

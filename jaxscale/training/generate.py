@@ -17,7 +17,10 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
 
 _LONGEST_STEPWISE = 16
-"""A prompt of up to this many tokens is fed one token at a time. Of a longer prompt, 2**i tokens are fed at once."""
+"""Largest number of tokens in a prompt that is fed one token at a time.
+
+Of a longer prompt, the first tokens are fed at once: as many as the largest power of two below the prompt's length.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +240,7 @@ def _window_program() -> Any:
             _, cache = module(window[:, :prefill_count], cache=cache, context=context)
 
         def decode_position(carry: Any, position: Any) -> Any:
-            """Feed the tokens at a position and draw the next tokens [rows]; the carry is the cache and those draws."""
+            """Feed the tokens at a position and draw the next tokens [rows]; the carry is the cache and the new tokens."""
             cache, drawn_tokens = carry
             tokens = jnp.where(position < lengths, window[:, position], drawn_tokens)
             logits, cache = module(tokens[:, None], cache=cache, context=context)

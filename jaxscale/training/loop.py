@@ -64,8 +64,8 @@ def train(
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
         limit: device memory in bytes, or a text such as "12GiB". A step that needs more is refused once it is compiled;
             the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. The default is the memory JAX may use.
-        resume: "auto" continues the run in the directory; its experiment may differ from this one in steps, evaluation,
-            samples, checkpoint and plan. "never" renames that directory and starts a new run.
+        resume: "auto" continues the run in the directory; the run's experiment may differ from `experiment` in steps,
+            evaluation, samples, checkpoint and plan. "never" renames that directory and starts a new run.
         log_every: number of steps per line of the log; the speeds in a line are means over these steps.
         profile: range of steps to trace, such as "10:13" for the steps 10, 11 and 12.
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
@@ -79,7 +79,7 @@ def train(
         UserError: an argument is not valid, which is checked before anything is traced; or a file could not be written,
             in which case older checkpoints are intact.
         Preempted: a signal stopped the run, and the run has a checkpoint to continue from.
-        KeyboardInterrupt: a signal stopped a new run before its first step, so it has no checkpoint.
+        KeyboardInterrupt: a signal stopped a new run before its first step, so the run has no checkpoint.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
     plan = plan_of(experiment, plan)
@@ -348,7 +348,7 @@ class _Training:
         return state
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
-        """Compile the step; show and log its memory, FLOP and kernels."""
+        """Compile the step; show and log the step's memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
         excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache

@@ -55,7 +55,7 @@ class Pauses:
         """Evaluate, draw samples and save a checkpoint after a step, whichever of these is due.
 
         Args:
-            updates: number of updates so far; after the run's last update, all three are due.
+            updates: number of updates so far; after the run's last update, evaluation, samples and checkpoint are due.
             tokens: number of target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches after this step's batch.

@@ -109,7 +109,7 @@ class Run:
 
     @property
     def state(self) -> Any:
-        """The train state after the last step, or that of the newest checkpoint."""
+        """The train state after the last step, or the state of the newest checkpoint."""
         self._restore()
         return self._state
 
