@@ -135,7 +135,7 @@ class Draw:
             named_platform(self.platform)  # refuses an unknown platform
 
     def _measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
-        """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with its mean seconds."""
+        """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with the mean times."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run, traced_plan

@@ -88,7 +88,7 @@ class Fit:
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
-    Exit codes: 0 it fits, 3 it does not, 2 a mistake in the arguments.
+    Exit codes: 0 the step fits, 3 it does not fit, 2 a mistake in the arguments.
 
     Args:
         file: Python file that defines experiment(), such as experiments/llama_8b.py.

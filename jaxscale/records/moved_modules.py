@@ -44,7 +44,7 @@ MOVED = {
 
 
 def provide_old_paths(text: str) -> None:
-    """Make moved modules importable by those of their old paths that a Python file mentions, in this process.
+    """Make moved modules importable, in this process, by the old paths that a Python file mentions.
 
     Args:
         text: content of the file.

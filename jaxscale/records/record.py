@@ -131,7 +131,7 @@ class RunRecord:
 
     @property
     def tokens(self) -> float | None:
-        """Number of target tokens so far; `None` if it was not logged."""
+        """Number of target tokens so far; `None` if the number was not logged."""
         tokens = self.rows("train").column("tokens")
         return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
 

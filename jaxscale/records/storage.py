@@ -6,7 +6,7 @@ killed run loses only lines that the continued run writes again. Nothing is lock
 run's log.
 
 Tests (tests/records/test_storage.py) start a run in a bucket, stop the run, and continue it past a damaged checkpoint.
-They generate text with the run, evaluate it, and set it aside for a new run. Checkpoints go to gs:// by TensorStore's
+They generate text with the run, evaluate it, and rename it for a new run. Checkpoints go to gs:// through TensorStore's
 driver, over HTTP to a server on the same machine that implements the required part of Google's JSON API. For s3://,
 checkpoints go through a local folder (`mirror`). All other files go through epath to an fsspec file system that, like
 an object store, has no empty folders. These tests do not cover gcsfs and s3fs themselves, the buckets of Google and

@@ -69,7 +69,7 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
         window: number of steps.
 
     Returns:
-        float (n,), with NaN at a step without a finite value around it.
+        float (n,), with NaN at a step around which no value is finite.
 
     Example:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()

@@ -262,7 +262,7 @@ def _visible_text(text: str) -> str:
 
 
 def _event_sheet(run: RunRecord) -> Markup | None:
-    """Return a timeline for each name of an event, with a dot for each event, and a table of all events below."""
+    """Return a sheet with a timeline for the events of each name, and a table of all events below; `None` for none."""
     rows = run.rows("event")
     if not rows:
         return None

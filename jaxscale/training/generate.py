@@ -240,7 +240,7 @@ def _window_program() -> Any:
             _, cache = module(window[:, :prefill_count], cache=cache, context=context)
 
         def decode_position(carry: Any, position: Any) -> Any:
-            """Feed the tokens at a position and draw the next tokens [rows]; the carry is the cache and the new tokens."""
+            """Feed the tokens at a position, and draw the next ones; the carry is the cache and drawn tokens [rows]."""
             cache, drawn_tokens = carry
             tokens = jnp.where(position < lengths, window[:, position], drawn_tokens)
             logits, cache = module(tokens[:, None], cache=cache, context=context)

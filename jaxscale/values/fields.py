@@ -15,7 +15,7 @@ def check_types(value: Any) -> None:
     annotation that cannot be checked accepts any value.
 
     Raises:
-        UserError: a field does not hold its declared type; the message gives the field, its value and this type.
+        UserError: a field does not hold its declared type; the message gives the field, its value and that type.
 
     Example:
         >>> import dataclasses
