@@ -33,7 +33,7 @@ def upload(save: Any, local_folder: Path, bucket_path: Any) -> Future[None]:
     """Start to upload the local folder of a save to a bucket, in the background.
 
     Args:
-        save: the save that Orbax is running; `save.result()` waits for it.
+        save: the save that Orbax is running; `save.result()` waits for the save to finish.
         local_folder: the folder that Orbax writes; its parent folder is removed after the upload.
         bucket_path: path of the checkpoint in the bucket.
 

@@ -76,7 +76,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
         step.canonical_abstract()
     )
     if restored is None:
-        raise UserError(f"{directory} has no checkpoint yet: train the run until its first save")
+        raise UserError(f"{directory} has no checkpoint yet: continue the run until its first save")
     return restored
 
 
@@ -110,17 +110,19 @@ def restore_parameters(
     checkpoint_step = checkpoints.best() if best else None
     if not checkpoints.steps() or (best and checkpoint_step is None):
         loss_text = "with a held-out loss " if best and checkpoints.steps() else ""
-        raise UserError(f"{folder} has no checkpoint {loss_text}yet: train the run until its first save")
+        raise UserError(f"{folder} has no checkpoint {loss_text}yet: continue the run until its first save")
     step = _build_step(experiment, jax.devices(), split)
     # shape, dtype and sharding of each array
     abstract_leaves = step.canonical_abstract()
-    trained_leaves = {name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest")}
-    restored = checkpoints.restore_arrays(trained_leaves, step=checkpoint_step)
+    abstract_trained = {
+        name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest")
+    }
+    restored = checkpoints.restore_arrays(abstract_trained, step=checkpoint_step)
     assert restored is not None
-    optimizer_leaves = {name: leaf for name, leaf in abstract_leaves.items() if name not in trained_leaves}
+    abstract_unread = {name: leaf for name, leaf in abstract_leaves.items() if name not in abstract_trained}
     zero_arrays = jax.jit(
-        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
-        out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
+        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract_unread.items()},
+        out_shardings={name: leaf.sharding for name, leaf in abstract_unread.items()},
     )()
     state = step.from_canonical({**restored.arrays, **zero_arrays})
     return Trained(folder, experiment, step, state, restored.description)

@@ -54,11 +54,11 @@ class RestoredState(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run.
 
-    Every process of a run creates such an object, and calls the same methods at the same steps.
+    Every process of a run creates a `Checkpoints`, and calls the same methods at the same steps.
 
     Args:
         folder: folder of the checkpoints: a local folder, or one in gs://; a single process may also use s3://.
-        keep: number of newest checkpoints to keep.
+        keep: number of checkpoints to keep, the newest ones.
         best: whether to keep the checkpoint with the lowest held-out loss, too.
         write: whether to create the folder and remove half-written checkpoints. A reader must pass false, because the
             run may still be writing.
@@ -126,14 +126,15 @@ class Checkpoints:
             step: the train step.
             state: the train state.
             data: state of the data, as JSON values, which `restore` returns to the training loop.
-            loss: held-out loss of the state in nats per target; with `best`, the checkpoint of the lowest loss is kept.
+            loss: held-out loss of the state in nats per target. If the checkpoints have `best` set, the state with the
+                lowest loss is kept.
             wait: whether to return only when the checkpoint is committed.
 
         Returns:
             True if the save was started; false if the step already has a checkpoint, which stays unchanged.
 
         Raises:
-            UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
+            UserError: the previous save failed or, with `wait`, this save; older checkpoints are intact.
         """
         try:
             json.dumps(data)
@@ -158,7 +159,7 @@ class Checkpoints:
             The state, its step, and the data that was saved with it; `None` if there is no checkpoint.
 
         Raises:
-            UserError: all checkpoints are damaged, or one is of a newer version or of another model.
+            UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
 
         Example:
             >>> import jaxscale, tempfile
@@ -197,7 +198,7 @@ class Checkpoints:
             True if the save was started; false if the step already has a checkpoint, which stays unchanged.
 
         Raises:
-            UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
+            UserError: the previous save failed or, with `wait`, this save; older checkpoints are intact.
         """
         from orbax.checkpoint import v1 as ocp
 
@@ -279,7 +280,7 @@ class Checkpoints:
             The restored checkpoint; `None` if the run has no checkpoint.
 
         Raises:
-            UserError: all checkpoints are damaged, or one is of a newer version or of another model.
+            UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
         """
         steps = send_from_first(self.steps()) if step is None else [step]
         damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
@@ -359,7 +360,7 @@ class Checkpoints:
 
 
 def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:
-    """Return a warning if a save needs more memory than a device has; `None` if not, or if the limit is unknown.
+    """Return a warning if a save needs more memory than a device has; `None` if the memory suffices or is unknown.
 
     Args:
         state_bytes: bytes per device of everything that is kept between steps.
@@ -377,7 +378,7 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
 
 
 def _check_reachable(folder: Any) -> None:
-    """Raise UserError for a folder that several processes cannot save to together, if there are several."""
+    """Raise UserError if the run has several processes, and they cannot save to the folder together."""
     import jax
 
     if is_mirrored(folder) and jax.process_count() > 1:

@@ -58,7 +58,7 @@ class Restored:
     Args:
         description: description of the checkpoint.
         arrays: the canonical tree, as arrays by name.
-        damaged: for each newer checkpoint that was skipped, by its step, the reason why it is damaged.
+        damaged: reason why each newer checkpoint was skipped as damaged, by the checkpoint's step.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
     """
 
@@ -72,12 +72,12 @@ class DamagedError(Exception):
     """A checkpoint cannot be read or does not match its checksums."""
 
 
-def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | None, str]:
+def restore_silently(path: Any, abstract_leaves: Mapping[str, Any]) -> tuple[Restored | None, str]:
     """Read the checkpoint in a folder, without messages from Orbax.
 
     Args:
         path: folder of the checkpoint.
-        leaves: shape, dtype and sharding of each requested array, by name.
+        abstract_leaves: shape, dtype and sharding of each requested array, by name.
 
     Returns:
         The checkpoint and an empty string; or, if the checkpoint is damaged, `None` and the reason.
@@ -87,7 +87,7 @@ def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | N
     """
     with _silence_orbax():
         try:
-            return _restore(path, leaves), ""
+            return _restore(path, abstract_leaves), ""
         except DamagedError as error:
             reason = str(error)
         gc.collect()  # end abandoned reads now, while their messages are dropped
@@ -95,10 +95,10 @@ def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | N
         return None, reason
 
 
-def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
+def _restore(path: Any, abstract_leaves: Mapping[str, Any]) -> Restored:
     """Read the checkpoint in a folder, in stages that all processes finish together.
 
-    If a process fails in a stage, all raise an error; otherwise a collective would wait for that process forever.
+    If a process fails in a stage, all processes raise an error; else a collective would wait for that process forever.
     """
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.state.conversion import conversion
@@ -106,46 +106,48 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
     def read() -> tuple[dict[str, Any], Any]:
         """Return the description as a dict, and the converter from the saved arrays to the requested ones."""
         content = read_content(path)
-        converter = conversion(content["arrays"], leaves)
+        converter = conversion(content["arrays"], abstract_leaves)
         _check_arrays(content["arrays"], converter.abstract, path)
         return content, converter
 
     content, converter = call_on_all(read, DamagedError)
     array_facts = content["arrays"]
-    saved_leaves = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
-    arrays = call_on_all(lambda: _load(path, array_facts, saved_leaves), DamagedError)
+    abstract_saved = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
+    arrays = call_on_all(lambda: _load(path, array_facts, abstract_saved), DamagedError)
     sums = checksums(arrays)  # equal on all processes
-    mismatched_names = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
+    mismatched_names = [name for name in abstract_saved if list(sums[name]) != array_facts[name][2:]]
     if mismatched_names:
         counts_text = f"{len(mismatched_names)} of {len(sums)} arrays do not"
         raise DamagedError(f"array {mismatched_names[0]!r} does not match its checksum ({counts_text})")
-    return Restored(Description.of(content), converter.convert(_cast(arrays, saved_leaves)), converted=converter.lines)
+    return Restored(
+        Description.of(content), converter.convert(_cast(arrays, abstract_saved)), converted=converter.lines
+    )
 
 
-def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _load(path: Any, array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Read the requested arrays of a checkpoint, in their saved dtypes and with the requested shardings.
 
     Args:
         path: folder of the checkpoint.
         array_facts: shape, dtype and two checksums of each saved array, by name.
-        leaves: shape, dtype and sharding of each requested array, by name.
+        abstract_leaves: shape, dtype and sharding of each requested array, by name.
     """
     import jax
     from orbax.checkpoint import v1 as ocp
 
     abstract_arrays: dict[str, Any] = dict.fromkeys(array_facts, ocp.PLACEHOLDER)  # a placeholder is not read
-    for name, leaf in leaves.items():
+    for name, leaf in abstract_leaves.items():
         # read in the saved dtype, because the checksum was computed in that dtype
         dtype = leaf.dtype if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else array_facts[name][1]
         abstract_arrays[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     try:
         with _single_process_context(), local_copy(path) as readable_path:
             loaded_arrays = ocp.load(readable_path, abstract_arrays)
-        return jax.block_until_ready({name: loaded_arrays[name] for name in leaves})
+        return jax.block_until_ready({name: loaded_arrays[name] for name in abstract_leaves})
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise DamagedError("its arrays cannot be read: a file is missing, incomplete or changed") from error
+        raise DamagedError("the arrays cannot be read: a file is missing, incomplete or changed") from error
 
 
 def read_content(path: Any) -> dict[str, Any]:
@@ -167,9 +169,9 @@ def read_content(path: Any) -> dict[str, Any]:
             metadata: Any = ocp.metadata(readable_path).custom_metadata
         content, stored_digest = metadata["jaxscale"], metadata["sha256"]
     except Exception as error:
-        raise DamagedError(f"its description cannot be read: {first_line(error)}") from error
+        raise DamagedError(f"the description cannot be read: {first_line(error)}") from error
     if digest(content) != stored_digest:
-        raise DamagedError("its description does not match the description's checksum")
+        raise DamagedError("the description does not match its checksum")
     if content["format"] > FORMAT:
         raise UserError(
             f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
@@ -178,11 +180,11 @@ def read_content(path: Any) -> dict[str, Any]:
     return content
 
 
-def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], path: Any) -> None:
+def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
     """Raise UserError if a checkpoint lacks an array that the model needs, or has an array of another shape."""
     from jaxscale.state.canonical import OPTIONAL
 
-    for name, leaf in leaves.items():
+    for name, leaf in abstract_leaves.items():
         if name not in array_facts and name.startswith(OPTIONAL):
             continue
         if name not in array_facts:
@@ -198,19 +200,19 @@ def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], pat
             )
 
 
-def _cast(arrays: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays, by name, converted to the dtypes of `leaves`."""
+def _cast(arrays: dict[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays, by name, converted to the dtypes of `abstract_leaves`."""
     import jax
 
     from jaxscale.sharding.memory_space import to_device
 
-    names_to_cast = {name for name, array in arrays.items() if array.dtype != leaves[name].dtype}
+    names_to_cast = {name for name, array in arrays.items() if array.dtype != abstract_leaves[name].dtype}
     if not names_to_cast:
         return arrays
-    shardings = {name: leaves[name].sharding for name in names_to_cast}
+    shardings = {name: abstract_leaves[name].sharding for name in names_to_cast}
 
     def cast(arrays: dict[str, Any]) -> dict[str, Any]:
-        return {name: to_device(array).astype(leaves[name].dtype) for name, array in arrays.items()}
+        return {name: to_device(array).astype(abstract_leaves[name].dtype) for name, array in arrays.items()}
 
     return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in names_to_cast})
 
@@ -255,7 +257,7 @@ def _silence_orbax() -> Iterator[None]:
 def _single_process_context() -> Any:
     """Return Orbax's context for a read by this process alone.
 
-    In other contexts, a load waits at a barrier for all processes, so a process that failed would block it forever.
+    In other contexts, a load waits at a barrier for all processes, so a failed process would block the others forever.
     """
     import jax
     from orbax.checkpoint import v1 as ocp
@@ -268,5 +270,5 @@ def _single_process_context() -> Any:
 
 
 def _is_not_abandoned(record: Any) -> bool:
-    """Return whether to log a record; records about failed reads with errors that were never retrieved are dropped."""
+    """Return whether to log a record; records about failed reads whose errors were never retrieved are dropped."""
     return "never retrieved" not in record.getMessage()

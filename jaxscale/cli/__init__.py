@@ -1,4 +1,4 @@
-"""The command line: `jaxscale train | generate | evaluate | export | report | doctor`.
+"""The command line, `jaxscale COMMAND ...`, with subcommands such as `train`, `generate` and `doctor`.
 
 `commands.py` lists the subcommands, which are dataclasses. `arguments.py` parses the words and reports mistakes before
 JAX is imported. `usage.py` prints the help with tyro. `main.py` runs the subcommand and returns the exit code.

@@ -29,7 +29,7 @@ class Arguments:
     Args:
         command: name of the subcommand; `None` for the help of the whole program.
         values: values of the subcommand's fields, by name.
-        fields: texts to which fields of the experiment are set, by the fields' dotted paths.
+        fields: new values of fields of the experiment, as texts, by the fields' dotted paths.
         is_help: whether to show help instead of running the subcommand.
     """
 
@@ -112,7 +112,7 @@ def read(argv: Sequence[str]) -> Arguments:
 
 
 def _positional_values(command_name: str, positional_words: Sequence[str], is_help: bool) -> dict[str, str]:
-    """Return the values of the fields that positional words set, by name; with `is_help`, words may be missing."""
+    """Return the values of the fields that positional words set, by name; with `is_help`, any words are valid."""
     fields = words_of(COMMANDS[command_name])
     missing_names = [field.name for field in fields[len(positional_words) :] if field.default is dataclasses.MISSING]
     if missing_names and not is_help:

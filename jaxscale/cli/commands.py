@@ -1,4 +1,4 @@
-"""The table of the subcommands. Each is a frozen dataclass of its words and flags, with a method `run`.
+"""The table of the subcommands. A subcommand is a frozen dataclass with a field for each word or flag, and a `run`.
 
 JAX is imported only when a subcommand runs. To add a subcommand, write a class and add it to `COMMANDS`.
 """

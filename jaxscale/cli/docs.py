@@ -11,14 +11,14 @@ from jaxscale.errors import UserError
 
 _PACKAGE = Path(jaxscale.__file__).parent
 _PAGE_FOLDERS = (_PACKAGE / "_pages", _PACKAGE.parent / "docs")
-"""Folders that may hold the pages: one in an installed wheel, one in a checkout."""
+"""Folders that may hold the pages: the first in an installed wheel, the second in a checkout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Docs:
     """Show a page of the documentation, or list all pages.
 
-    Messages give names of pages; any other word lists the pages with this word.
+    Error messages refer to pages by name. A word that is no page's name lists the pages that contain the word.
 
     Args:
         page: name of a page, or a word to search for.

@@ -35,7 +35,7 @@ class Draw:
       jaxscale draw pipeline --experiment FILE --devices "gpu h100,gpu a100"
       jaxscale draw pipeline --measured RUN_DIR
 
-    SCHEDULE is NAME:PxM for P devices and M microbatches, or file:PATH for a CSV.
+    SCHEDULE is NAME:PxM for P devices and M microbatches, or file:PATH for a CSV file.
     (jaxscale draw pipeline, without a schedule, lists the names)
 
     All devices run one program and wait for their neighbors; see --machine.
@@ -49,17 +49,17 @@ class Draw:
             belong to the preceding schedule.
         cost: time of one microbatch on a device, in any unit: f for the forward pass, i for the input gradient, w for
             the weight gradient; also b (a joint backward pass, by default i + w), u (update) and link (a message).
-        experiment: experiment file; the costs of stages are those of its model, by roofline. Without a schedule, the
+        experiment: experiment file; its model determines the costs of the stages, by roofline. Without a schedule, the
             pipeline of the experiment's plan is drawn.
         variant: one of the experiment's VARIANTS.
         platform: platform of the experiment, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        devices: devices of several kinds along the pipe. Each receives blocks of the experiment in proportion to its
-            speed, and the value for the option stages of --plan.pipeline is printed. With a multiple of P devices,
+        devices: devices of several kinds along the pipe. A device receives blocks of the experiment in proportion to
+            its speed, and the value for the option stages of --plan.pipeline is printed. With a multiple of P devices,
             several pipelines run side by side (HetPipe).
-        measured: directory of a run; its pipeline is drawn from the trace of its --profile steps, above a simulation
-            with the measured seconds on the --machine.
-        machine: what a device waits for. With neighbour, it waits for its neighbors, as in jaxscale; with dataflow,
-            only for its inputs, as in separate programs and in papers.
+        measured: directory of a run; the run's pipeline is drawn as measured by --profile of jaxscale train, above a
+            simulation on the --machine with the measured times.
+        machine: what a device waits for: with neighbour, for its neighbors, as in jaxscale; with dataflow, only for its
+            inputs, as in separate programs and in papers.
         updates: number of updates to draw for an asynchronous schedule.
         out: file to write the chart to: .svg, .html (with a read-out at the pointer), or .csv in PyTorch's format.
     """
@@ -135,7 +135,7 @@ class Draw:
             named_platform(self.platform)  # refuses an unknown platform
 
     def _measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
-        """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with its mean seconds."""
+        """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with the mean times."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run, traced_plan
@@ -185,7 +185,7 @@ class Draw:
 
         Args:
             file: the experiment file.
-            fields: texts to which fields of the experiment are set, by the fields' dotted paths.
+            fields: new values of fields of the experiment, as texts, by the fields' dotted paths.
             planned_schedules: pairs of a plan and its schedule; if there are none, the experiment's plan is used.
         """
         from jaxscale.planning.stage_prices import stage_costs
@@ -209,7 +209,7 @@ class Draw:
 
 
 def _assigned_costs(experiment: "Experiment", devices_text: str, plan: "PipelinePlan", schedule: "Schedule") -> "Costs":
-    """Assign the experiment's blocks to devices of several kinds, print the assignment, and return its costs."""
+    """Assign the experiment's blocks to devices of several kinds, print the assignment, and return the stage costs."""
     from jaxscale.planning.unlike_devices import assign, devices_of
     from jaxscale.platforms.detect import hush_absent_gpus
 

@@ -1,7 +1,7 @@
 """The subcommands that take an experiment file: train, fit and explain.
 
-Each subcommand checks as much as possible before it imports JAX. The parameter `fields` of `run` holds the texts to
-which the command line sets fields of the experiment, by the fields' dotted paths.
+Each subcommand checks as much as possible before it imports JAX. The parameter `fields` of `run` holds the values that
+the command line gives to fields of the experiment, as texts, by the fields' dotted paths.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxscale.values import field_types
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Train an experiment, or continue it from its newest checkpoint.
+    """Train an experiment, or continue its run from the newest checkpoint.
 
     Fields of the experiment are set by path: --model.embed 256 --plan.zero 3
     (jaxscale train FILE --help lists them, with their defaults).
@@ -34,7 +34,7 @@ class Train:
         log_every: number of steps per line of the log.
         profile: steps to trace; 10:13 traces the steps 10, 11 and 12.
         steps: number of updates. The learning rate's schedule ends with the last update, so another number changes the
-            learning rate of a continued run, which prints the change.
+            learning rate of a continued run; the change is printed.
         batch: number of rows in the global batch.
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.
@@ -80,7 +80,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Check whether a step fits a platform, and what would help.
+    """Check whether a step fits a platform's memory, and show what would help.
 
     Prints an estimate; with --verify, prints the compiler's figure.
 
@@ -88,14 +88,14 @@ class Fit:
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
-    Exit codes: 0 it fits, 3 it does not, 2 a mistake in the arguments.
+    Exit codes: 0 the step fits, 3 it does not fit, 2 a mistake in the arguments.
 
     Args:
         file: Python file that defines experiment(), such as experiments/llama_8b.py.
         variant: one of the file's VARIANTS.
         platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         limit: device memory to plan for, such as 14GiB.
-        host_limit: host memory to plan for, for each device, such as 32GiB.
+        host_limit: host memory per device to plan for, such as 32GiB.
         compile_block: whether to compile the part of the step that needs the most memory, for a closer estimate.
         verify: whether to compile the step for the platform and show the compiler's figures.
         plan_file: plan.json file to take the plan from.

@@ -22,7 +22,7 @@ EXIT_CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, Keyb
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the process's, and return the exit code."""
+    """Run a command line, by default that of this process, and return the exit code."""
     previous_formatter = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # leaves out the line of code
     try:

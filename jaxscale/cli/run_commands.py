@@ -18,7 +18,7 @@ class Generate:
         prompt: text to continue.
         tokens: number of tokens to add.
         temperature: divisor of the logits; 0 takes the most likely token.
-        seed: seed of the draws.
+        seed: seed of the random draws.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
     """
 
@@ -130,7 +130,7 @@ class Report:
 class ConvertState:
     """Convert a run's optimizer moments to another format.
 
-    A run that is continued with another --plan.state.moments does this by itself.
+    A run that is continued with another --plan.state.moments needs no such conversion.
 
     Args:
         run_dir: directory of a run.

@@ -33,7 +33,7 @@ def show(command_name: str, experiment: Any = None, variants: dict[str, str] | N
 
     Args:
         command_name: name of the subcommand.
-        experiment: experiment with further fields to list, with their values as defaults; `None` for no such fields.
+        experiment: experiment whose fields to list, too, with their values as defaults; `None` to list no such fields.
         variants: descriptions of the variants in the experiment's file, by the variants' names.
     """
     help_class = _help_class(COMMANDS[command_name], experiment)
@@ -75,8 +75,8 @@ def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
 def _experiment_fields(record: Any) -> list[Any]:
     """Return fields for `make_dataclass`, as triples of name, type and default.
 
-    If a field of `record` holds a record (a dataclass value), its type is a nested dataclass; otherwise, its type is
-    `str`, annotated with the field's help.
+    For a field of `record` that holds a record (a dataclass value), the type is a nested dataclass. For any other
+    field, the type is `str`, annotated with the field's help.
     """
     descriptions, fields = field_help(type(record)), []
     for name, field_type in values.field_types(type(record)).items():

@@ -116,7 +116,7 @@ def _cache_folders() -> list[pathlib.Path]:
 def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
     """Lock the entry `key` of a folder while the context is open, if the disk supports locks.
 
-    This also removes unfinished drafts of the entry that killed processes have left behind.
+    Unfinished drafts of the entry that killed processes have left behind are removed.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / f"{key}.lock", "w") as lock_file:
@@ -129,7 +129,7 @@ def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
 
 
 def _write(folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> None:
-    """Encode files into a temporary folder; once that is complete, rename it to the entry `key` of `folder`."""
+    """Encode files into a temporary folder, and rename the complete folder to the entry `key` of `folder`."""
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
     try:
         facts = _encode(draft, files, tokenizer, recipe)
@@ -158,7 +158,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
         labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
 
         def label_texts() -> Iterator[str]:
-            """Yield the texts to encode, and append the label of each to `labels`."""
+            """Yield the texts to encode, and append each text's label to `labels`."""
             for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
                 labels.append((split_index, is_document_start, is_learned))
                 yield text

@@ -2,7 +2,7 @@
 
 If whole documents are held out, the cut between the two parts falls between documents. Otherwise, it falls on a
 character of the concatenated documents, and one document may lie on both sides of the cut. A prompt and its answer are
-encoded separately, so a prompt has the same ids here as when a trained model continues it.
+encoded separately, so a prompt has the same ids in training as when a trained model continues the prompt.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class DocumentRecipe:
-    """How files become two sequences of documents.
+    """How files become two sequences of documents, one for training and one held out.
 
     Args:
         separator: text between documents, which is dropped; `None` makes each file one document.
@@ -61,10 +61,11 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     """Check every file, and return the counts from which the start of the held-out part is computed.
 
     Returns:
-        Numbers of "files", "bytes", "characters", "documents", and of "marked" documents, which have a `prompt_end`.
+        A dict of the numbers of "files", "bytes", "characters", "documents", and of "marked" documents, which contain
+        the recipe's `prompt_end`. If that is `None`, all documents count as marked.
 
     Raises:
-        UserError: a file is not text, the files hold no document, or no document has a `prompt_end`.
+        UserError: a file is not text, the files hold no document, or no document contains the recipe's `prompt_end`.
     """
     document_count = character_count = byte_count = marked_count = 0
     added_character_count = len(recipe.beginning) + len(recipe.ending)
@@ -77,8 +78,8 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
         marked_count += sum(not recipe.prompt_end or recipe.prompt_end in document for document in file_documents)
     if not marked_count:
         raise UserError(
-            f"prompt_end {recipe.prompt_end!r} occurs in none of the {document_count} documents: expected it in each. "
-            "Check its spelling and the separator"
+            f"prompt_end {recipe.prompt_end!r} occurs in none of the {document_count} documents: expected one in each. "
+            "Check the spelling of prompt_end, and the separator"
             if document_count
             else f"separator {recipe.separator!r} leaves no document: expected text between separators"
         )

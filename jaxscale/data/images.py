@@ -29,7 +29,7 @@ class Images:
         labels: name of the array of classes, whole numbers [N] from 0 on.
 
     Raises:
-        UserError: a value is out of range; or, on `open`, the file is missing or lacks such arrays.
+        UserError: a value is out of range; or, on `open`, the file is missing or lacks one of the two arrays.
 
     Example:
         >>> Images("digits.npz", scale=16.0).held_out
@@ -57,7 +57,7 @@ class Images:
             batch: number of images in the global batch.
             seed: seed of the order of the images.
             process: index of this process.
-            processes: number of processes that share the batch; each gets contiguous rows.
+            processes: number of processes that share the batch; each process gets contiguous rows.
 
         Returns:
             The opened data, without a tokenizer; `facts["classes"]` is one more than the largest label.

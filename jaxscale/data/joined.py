@@ -2,8 +2,8 @@
 
 A tokenizer of the `tokenizers` library finds special tokens first, and encodes the texts between them separately. So
 the ids of "a<|eos|>b" are the ids of "a", the id of "<|eos|>" and the ids of "b", and one call can encode several short
-texts, which saves overhead. Some tokenizers look beyond their special tokens, such as one that marks only the beginning
-of the whole text. They are detected on the first texts, and each text is then encoded separately.
+texts, which saves overhead. Some tokenizers look beyond their special tokens; for example, a tokenizer may mark only
+the beginning of the whole text. A check of the first texts detects such a tokenizer, which then gets one text per call.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ class Marker(NamedTuple):
 
 
 def marker_of(model: Any) -> Marker | None:
-    """Return a special token of a tokenizer that absorbs no text around the token; `None` if there is no such token.
+    """Return a special token that absorbs none of the text around it; `None` if the tokenizer has no such token.
 
     Args:
         model: a `tokenizers.Tokenizer`.
@@ -54,7 +54,7 @@ def join_texts(texts: Iterable[str], marker: Marker | None, max_characters: int)
     Args:
         texts: the texts to encode.
         marker: special token to put between joined texts; `None` joins no texts.
-        max_characters: upper limit, not reached, of the number of characters in joined texts.
+        max_characters: exclusive upper limit of the number of characters in joined texts.
 
     Example:
         >>> [tuple(joined) for joined in join_texts(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
@@ -82,7 +82,7 @@ def join_texts(texts: Iterable[str], marker: Marker | None, max_characters: int)
 def separate_ids(
     ids_by_call: Sequence[Sequence[int]], calls: Sequence[JoinedTexts], marker: Marker | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Separate the ids of joined texts into those of each text.
+    """Separate the ids of joined texts into the ids of each text.
 
     Args:
         ids_by_call: for each call of the tokenizer, the ids that it returned.

@@ -1,9 +1,9 @@
-"""Batches from rows: Grain shuffles, mixes by weight, shards over processes and prefetches; numpy reads whole batches.
+"""Batches from rows: Grain shuffles, mixes and shards the rows, and prefetches batches, which numpy reads as a whole.
 
 Grain handles only row numbers, at about 10 microseconds a row. Batch k depends only on the seed and k, so the state of
 an iterator is k, no matter how many batches a thread has prefetched. This state is valid for every number of processes,
-since each process reads a contiguous part of the rows of the global batch. Importing Grain takes seconds, so the first
-iterator does it.
+since each process reads a contiguous part of the rows of the global batch. Importing Grain takes seconds, so Grain is
+imported only when the first iterator is created.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Opened:
 
     Args:
         parts: training rows (`EpochRows`) of each text in a mixture; other data has a single part.
-        weights: weights of the parts, in proportion to their shares of the training rows.
+        weights: weight of each part; the parts' shares of the training rows are in proportion to their weights.
         held_out: evaluation rows (`EpochRows`) of each part.
         batch: number of rows in the global batch.
         seed: seed of the order of rows.
@@ -112,7 +112,7 @@ class Opened:
 
 
 def _row_encoder(part_index: int, part_count: int, row_count: int) -> Callable[[int, int], int]:
-    """Return a function that encodes the part, epoch and row of a training row in one number.
+    """Return a function that encodes the part, epoch and row of a training row as one number.
 
     The function's arguments are the row's index in the part's endless sequence, and its index in the part's epoch.
 
@@ -234,13 +234,14 @@ class HeldOut:
 
 
 def spread_order(count: int) -> np.ndarray:
-    """Return an order of the indices below `count` in which, for every N, the first N are spread evenly over all.
+    """Return an order of the indices below `count` in which the first N, for every N, are spread evenly over all.
 
     Args:
         count: number of indices to order.
 
     Returns:
-        [count] int64, each index once: entry k is the rank of frac(k phi) among all k, where phi is the golden section.
+        [count] int64, each index once: entry k is the rank of frac(k phi) among the fractions for all k, where phi is
+        the golden section.
 
     Example:
         >>> spread_order(5)

@@ -4,7 +4,8 @@ A document of m tokens has m - 1 targets: its first token is never a target, and
 token but the first is a target exactly once per epoch. A document of more than `context` targets is split, and each
 piece is a separate segment, with positions that start at 0. Rows are filled by best fit on the histogram of lengths,
 longest first (Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027). Two rows
-are of the same kind if their pieces have the same lengths; the work grows with the number of kinds, not of documents.
+are of the same kind if their pieces have the same lengths. The work grows with the number of kinds of rows, not with
+the number of documents.
 
 The packing is computed once, from the lengths alone, so row i is the same for every reader; only the order of the rows
 changes with the epoch. (Grain's packers fill rows from a stream: their state contains half-filled rows, and the packing
@@ -34,7 +35,7 @@ class Packing(NamedTuple):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack pieces into rows: each piece, longest first, goes to the fullest row with room for it.
+    """Pack pieces of documents into rows: each piece, longest first, goes to the fullest row with room for the piece.
 
     Args:
         lengths: [pieces] whole numbers from 1 to `capacity`, length of each piece.
@@ -136,7 +137,7 @@ class Packed:
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Index of each piece's first token and its number of targets, row by row; and the first piece of each row."""
+        """Arrays of the first token and target count of each piece, row by row, and of the first piece of each row."""
         first_tokens, target_counts = split_documents(self.tokens.document_starts, self.context)
         if self.tokens.is_learned is not None:
             learned_before = np.concatenate([[0], np.cumsum(self.tokens.is_learned, dtype=np.int64)])

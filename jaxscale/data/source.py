@@ -37,7 +37,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def find_files(paths: tuple[str, ...]) -> list[str]:
-    """Return the files that paths and globs denote, in this order; the files of one glob are sorted by name.
+    """Return the files that paths and globs denote, in the order of `paths`; a glob's files are sorted by name.
 
     Raises:
         UserError: a path does not exist (the message suggests a similar name), is a folder, or is a glob that matches
@@ -76,7 +76,7 @@ def _glob(path: str) -> list[str]:
 
 
 def _call_with_client(path: str, action: Callable[[], Any]) -> Any:
-    """Return `action()`; raise UserError if that needs a client package of a remote file system that is missing."""
+    """Return `action()`; raise UserError if the client package of the path's remote file system is not installed."""
     try:
         return action()
     except ImportError as error:
@@ -104,7 +104,7 @@ def decode(content: bytes, path: str) -> str:
         path: path of the file, for messages.
 
     Raises:
-        UserError: the file is empty, binary (with a NUL byte), or not UTF-8; the message gives the byte's offset.
+        UserError: the file is empty, binary (with a NUL byte), or not UTF-8; the message gives the bad byte's offset.
 
     Example:
         >>> decode("Où".encode(), "a.txt")

@@ -1,4 +1,4 @@
-"""Text as data: values that specify files, a tokenizer and a layout, and open them with the other modules here."""
+"""Text as data: `Text` and `Mixture` specify files, a tokenizer and a layout, and open the files as batches."""
 
 import dataclasses
 import functools
@@ -89,7 +89,7 @@ class Text:
             batch: number of rows in the global batch.
             seed: seed of the order of rows.
             process: index of this process.
-            processes: number of processes that share the batch; each gets contiguous rows.
+            processes: number of processes that share the batch; each process gets contiguous rows.
 
         Returns:
             The opened data, with `train()`, `evaluation()`, `tokenizer` and `facts`.
@@ -179,7 +179,7 @@ def _stored_tokenizer(kind_or_path: str) -> str:
 
 
 def check_share(batch: int, process: int, processes: int) -> None:
-    """Raise UserError if a batch cannot be split evenly over `processes`, or `process` is not the index of one."""
+    """Raise UserError if a batch cannot be split evenly over `processes`, or `process` is not a valid index."""
     if batch < 1 or processes < 1 or batch % processes:
         raise UserError(
             f"a batch of {batch} rows cannot be split evenly over {processes} processes: give a multiple of {processes}"

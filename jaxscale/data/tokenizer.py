@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, characters, or any Hugging Face `tokenizers` file (BPE, WordPiece, Unigram).
 
-A tokenizer is a value. A run stores its tokenizer with `to_json`; continuing the run or sampling from it restores the
-tokenizer with `from_json`. A tokenizer never adds, truncates or pads tokens: a file's settings for these are ignored.
+A run stores its tokenizer with `to_json`; whoever continues the run, or samples from its model, restores the tokenizer
+with `from_json`. A tokenizer never adds, truncates or pads tokens; a file's settings for doing so are ignored.
 """
 
 import concurrent.futures
@@ -30,7 +30,7 @@ _GROUP_CHARACTERS = 2_000_000
 _CUT = re.compile(r"\S\n(?=\S)")
 """A long text is cut after a single newline between visible characters, where common pre-tokenizers cut, too."""
 _CHECK_COUNT = 16
-"""Number of cuts, and of texts joined by a marker, that are checked for unchanged ids; later ones are not checked."""
+"""Number of cuts, and of joined texts, that are checked for unchanged ids; later cuts and texts are not checked."""
 
 
 class Encoded(NamedTuple):
@@ -149,7 +149,7 @@ class Characters:
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
-        """Ids by code point, up to one beyond the alphabet's last; -1 for characters that the alphabet lacks."""
+        """Ids by code point, up to the alphabet's last code point plus 1; -1 for characters that the alphabet lacks."""
         code_points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
         ids = np.full(int(code_points[-1]) + 2, -1, np.int32)  # the last entry is for all larger code points
         ids[code_points] = np.arange(len(code_points), dtype=np.int32)
@@ -229,7 +229,7 @@ class Subwords:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Yield the ids of many texts, in order, encoded on all cores; texts may be cut where that keeps their ids."""
+        """Yield the ids of many texts, in order, encoded on all cores; cuts in long texts leave the ids unchanged."""
         # while the ids of one group are extracted, which only one core can do, the next group is encoded
         is_marker_checked, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
@@ -309,7 +309,7 @@ def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Itera
 
 
 def _group_parts(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Yield groups of the pairs (index of the text, part), each of `_GROUP_CHARACTERS` or more, except the last."""
+    """Group pairs (index of the text, part); all groups but the last have `_GROUP_CHARACTERS` characters or more."""
     group: list[tuple[int, str]] = []
     character_count = 0
     for text_index, part in parts:

@@ -4,9 +4,9 @@ Each epoch reads every window once. The windows do not overlap, and their common
 token has different neighbors in each epoch. (nanoGPT draws random crops instead; an epoch of random crops misses a
 token with probability 1/e.) A window may contain parts of several documents, which attend to each other.
 
-The held-out part is cut from its first token on, and a last, incomplete window is padded with targets of weight 0, so
-every target is evaluated once. (Evaluations in the manner of nanoGPT drop an incomplete window, with up to context - 1
-targets; the other windows are the same.)
+The held-out part is cut into windows from its first token on. A last, incomplete window is padded with targets of
+weight 0, so every target is evaluated once. (Evaluations in the manner of nanoGPT drop an incomplete window, with up to
+context - 1 targets; the other windows are the same.)
 """
 
 import dataclasses

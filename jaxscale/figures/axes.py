@@ -33,7 +33,7 @@ def ticks(low: float, high: float, max_intervals: float = 6) -> list[float]:
 
 
 def byte_ticks(high: float) -> list[float]:
-    """Return the multiples, about 3 to 6, of a power of two from 0 up to `high` bytes.
+    """Return the multiples of a power of two from 0 up to `high` bytes; there are about 3 to 6 of them above 0.
 
     Example:
         >>> byte_ticks(100)
@@ -52,7 +52,7 @@ def thin(steps: np.ndarray, values: np.ndarray, bucket_count: int) -> tuple[np.n
         bucket_count: number of buckets, which hold equal numbers of points.
 
     Returns:
-        Two arrays of one length: the steps of the visible points, and their values.
+        Two arrays of equal length: the steps of the visible points, and the points' values.
 
     Example:
         >>> steps, values = thin(np.arange(10_000), np.zeros(10_000), 500)

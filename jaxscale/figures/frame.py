@@ -1,4 +1,4 @@
-"""Charts as SVG images, in colors for light and dark mode: a frame that scales values to the image, and elements."""
+"""Charts as SVG images, in colors for light and dark mode: elements, and a frame that scales values to the image."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ _STYLE = (
 
 
 def svg(width: float, height: float, label: str, *elements: Any, style: str = _STYLE) -> Markup:
-    """Return an SVG image of these elements.
+    """Return an SVG image that consists of the given elements.
 
     Args:
         width: width in units of the image; a unit is a pixel on a wide screen.
@@ -109,11 +109,11 @@ class Frame:
 
     def grid(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
         """Return lines at values of the vertical axis, each with the text `format_value(value)`."""
-        lines = [
+        lines_and_texts = [
             (self.level(value, "grid"), svg_text(self.left - 8, self.y_of(value) + 4, format_value(value), "end"))
             for value in values
         ]
-        return joined(lines)
+        return joined(lines_and_texts)
 
     def labels(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
         """Return the texts `format_value(value)` at values of the horizontal axis."""

@@ -17,7 +17,7 @@ class Markup(str):
 
 
 def joined(children: Any) -> Markup:
-    """Return the markup of a text, markup, a number, `None` (empty), or an iterable of such children.
+    """Return the markup of children: a text, markup, a number, `None` (empty), or an iterable of all these.
 
     Example:
         >>> joined(["a < b", Markup("<br>"), None, 3])

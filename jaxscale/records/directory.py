@@ -2,10 +2,11 @@
 
 experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
-memory.json                   the decision of the plan's memory rule, block by block; `--plan.memory file:PATH` reads it
+memory.json                   what the plan's memory rule chose for each block, as read by `--plan.memory file:PATH`
 metrics.jsonl tensorboard/    the measurements
-checkpoints/ samples.txt report.html
-lock                          the process that writes to the run; the system releases it when the process ends
+checkpoints/                  the saved train states
+samples.txt report.html       the texts that the model generated, and the report
+lock                          names the process that writes to the run, which locks this file until the process ends
 """
 
 import contextlib
@@ -40,7 +41,7 @@ def lock_run(directory: Any) -> Iterator[None]:
     A directory in a bucket or on Windows is not locked.
 
     Raises:
-        UserError: another process has locked the directory, or it cannot be written to.
+        UserError: another process has locked the directory, or the directory cannot be written to.
     """
     path = run_path(directory)
     with explain_write_errors(path):
@@ -115,7 +116,7 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
     try:
         stored_json = values.read_json(path)
     except UserError as error:
-        raise UserError(f"{error}; restore it from a copy, or choose another directory with --out") from error
+        raise UserError(f"{error}; restore that file from a copy, or choose another directory with --out") from error
     all_changes = values.changes(experiment, stored_json)
     changes = [change for change in all_changes if change.path.split(".")[0] not in MAY_CHANGE]
     if changes:
@@ -129,7 +130,7 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
 
 
 def set_aside(directory: Any) -> Any:
-    """Rename the directory of a run to NAME.1, or to the first of NAME.2, ... that does not exist.
+    """Rename the directory of a run to the first of NAME.1, NAME.2, ... that does not exist.
 
     Returns:
         The new path; `None` if the directory holds no run, and is therefore not renamed.
@@ -152,7 +153,7 @@ def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
 
 
 def write_json(path: Any, content: Any) -> None:
-    """Write a JSON file; if the process is killed meanwhile, either the old or the new file is intact."""
+    """Write a JSON file; if the process is killed meanwhile, the path holds either the whole old or new content."""
     text = json.dumps(content, indent=2) + "\n"
     if is_remote(path):
         path.write_text(text)  # a bucket stores an object whole or not at all

@@ -41,7 +41,7 @@ class MetricsRows(list[dict[str, Any]]):
     """
 
     def column(self, name: str) -> np.ndarray:
-        """Return the field `name` of every row as float64 [rows], with NaN for a row in which it is not a number."""
+        """Return the field `name` of every row as float64 [rows], with NaN where the field is not a number."""
         cells = (row.get(name) for row in self)
         numbers = [float(cell) if isinstance(cell, int | float) else math.nan for cell in cells]
         return np.array(numbers, dtype=np.float64)
@@ -56,7 +56,7 @@ class MetricsRows(list[dict[str, Any]]):
 
 
 class MetricsLog:
-    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run may create a `MetricsLog`.
+    """Appends to a run's metrics.jsonl and TensorBoard events; only one process of a run may create this object.
 
     Args:
         directory: the run's folder, local or in a bucket.
@@ -153,8 +153,8 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
         kind: kind of the rows to return; `None` returns all rows.
 
     Returns:
-        The valid rows, in the order in which they were written; rows that are not events are in the order of their
-        steps. There are no rows if there is no file.
+        The valid rows, in the order in which they were written; the train rows, and the eval rows, are in the order of
+        their steps. Without a file, there are no rows.
 
     Raises:
         UserError: a line other than the last one is not a row.

@@ -1,4 +1,4 @@
-"""Modules that have moved to new import paths, since the experiment files of earlier runs still import the old paths.
+"""The modules that have moved to new import paths. Experiment files of earlier runs still import the old paths.
 
 If a new experiment file imports an old path, the error message gives the new path.
 """
@@ -44,7 +44,7 @@ MOVED = {
 
 
 def provide_old_paths(text: str) -> None:
-    """Make moved modules importable by their old paths in this process, if a Python file mentions these paths.
+    """Make moved modules importable, in this process, by the old paths that a Python file mentions.
 
     Args:
         text: content of the file.

@@ -94,7 +94,7 @@ def _variant_summaries(tree: ast.Module, functions: Mapping[str, ast.FunctionDef
         functions: nodes of the functions that the file defines, by name.
 
     Returns:
-        The lines; `None` if `VARIANTS` is not a literal dict, and an empty dict if there are no `VARIANTS`.
+        A dict of the lines; `None` if `VARIANTS` is not a literal dict, and an empty dict if there are no `VARIANTS`.
     """
     for node in tree.body:
         if "VARIANTS" not in _bound_names(node):

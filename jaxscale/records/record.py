@@ -1,6 +1,6 @@
 """Read a run from its files, without JAX, for reports.
 
-Every file may be missing or may come from an older version, since reports matter most for runs that failed early.
+Any file may be missing, or come from an older version of jaxscale: reports matter most for runs that failed early.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class RunRecord:
     Args:
         directory: the run's folder, as passed to `read`.
         metrics: the valid rows of metrics.jsonl.
-        experiment: content of experiment.json. This and the next three dicts are empty if their files are missing.
+        experiment: content of experiment.json. This dict and the next three are empty if their files are missing.
         plan: content of plan.json.
         layout: content of layout.json (mesh, parameters, memory by kind).
         source: content of source/source.json (path, variant, overrides, seed, versions).
@@ -98,7 +98,7 @@ class RunRecord:
 
     @property
     def status(self) -> Status:
-        """Status of the run, from the last event that started or ended it, its steps and the age of its last line."""
+        """Status of the run, from its last start or end event, its steps, and the age of the last row of metrics."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -131,7 +131,7 @@ class RunRecord:
 
     @property
     def tokens(self) -> float | None:
-        """Number of target tokens so far; `None` if it was not logged."""
+        """Number of target tokens so far; `None` if the number was not logged."""
         tokens = self.rows("train").column("tokens")
         return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
 
@@ -148,7 +148,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the first line to the last, without the pauses before the run was continued."""
+        """Seconds from the first row of metrics to the last one, without the pauses before the run was continued."""
         working_seconds, previous_time = 0.0, None
         for row in self.metrics:
             row_time = row.get("time")
@@ -222,7 +222,7 @@ class RunRecord:
 
 
 def _override_words(overrides: Any) -> list[str]:
-    """Return the words of a command line that set the overrides in source.json, a dict or a list of words."""
+    """Return the words of a command line that set `overrides`, which source.json holds as a dict or a list of words."""
     if isinstance(overrides, dict):
         return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
@@ -247,7 +247,7 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
 
 
 def _number_fields(content: Any) -> dict[str, float]:
-    """Return the fields of a JSON object that are numbers, by name; there are none in other JSON values."""
+    """Return the fields of a JSON object that are numbers, by name; for any other JSON value, an empty dict."""
     items = content.items() if isinstance(content, dict) else ()
     return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
 

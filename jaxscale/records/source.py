@@ -46,7 +46,7 @@ class Source:
         path: absolute path of the experiment file.
         relative: path of the experiment file relative to the working directory, if the file is below that directory.
         variant: name of the file's variant; `None` stands for `experiment()`.
-        overrides: texts to which the command line set fields, by the fields' dotted paths.
+        overrides: values that the command line gave to fields, as texts, by the fields' dotted paths.
         plan: the plan that replaced the experiment's plan, as JSON; `None` if no plan did.
         seed: seed of the experiment.
         versions: versions of Python and of the packages that a step's results depend on.
@@ -121,13 +121,13 @@ class Source:
         if source.sha256 != stored_sha256:
             raise UserError(
                 f"{folder / str(file_name)} was changed since the run (sha256 {str(source.sha256)[:12]}, expected "
-                f"{str(stored_sha256)[:12]}): restore it, or train again from the changed file"
+                f"{str(stored_sha256)[:12]}): restore the file, or train again from the changed file"
             )
         return source
 
 
 def written_sha256(run_dir: Any) -> str | None:
-    """Return the SHA-256 of the experiment file from a run's source.json; `None` if there is none."""
+    """Return the SHA-256 of the experiment file from a run's source.json; `None` if no hash is stored."""
     try:
         source_json = values.read_json(run_path(run_dir) / FOLDER / SOURCE_JSON)
     except UserError:
@@ -153,16 +153,16 @@ def load_file(
     Args:
         path: the experiment file.
         variant: name of one of the file's `VARIANTS`; `None` runs `experiment()`.
-        overrides: texts to which fields are set, by the fields' dotted paths, such as `{"model.embed": "256"}`. They
-            are applied after `plan`.
+        overrides: new values of fields, as texts, by the fields' dotted paths, such as `{"model.embed": "256"}`. The
+            overrides are applied after `plan`.
         plan: plan that replaces the experiment's plan.
 
     Returns:
         The experiment, and the `Source` from which it can be built again.
 
     Raises:
-        UserError: the file is not an experiment file, it raises an error, it does not return an Experiment, or an
-            override is not valid.
+        UserError: the file is not an experiment file, raises an error, or does not return an Experiment; or an override
+            is not valid.
     """
     file_outline = outline(path, variant)
     file_path = file_outline.path
@@ -193,7 +193,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
             defines.
     """
     from jaxscale.recipe.experiment import Experiment
-    from jaxscale.recipe.plan import Plan, read_plan
+    from jaxscale.recipe.plan import Plan, ignoring_moved_fields, read_plan
 
     folder = run_path(run_dir)
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
@@ -237,8 +237,8 @@ def load_experiment(run_dir: Any) -> "Experiment":
 def _origin(source: Source, folder: Any) -> Path:
     """Return the path under which the copy of an experiment file runs.
 
-    This is the original path if a file is still there. Otherwise, it is the relative path below the working directory
-    or below a parent folder of the run, if there is a file; and if not, the original path.
+    The original path is returned if a file is still there. Otherwise, the relative path is tried below the working
+    directory and below each parent folder of the run. If no file is found, the original path is returned.
     """
     assert source.path is not None
     origin = Path(source.path)
@@ -250,7 +250,7 @@ def _origin(source: Source, folder: Any) -> Path:
 
 
 def _apply_changes(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str, str]) -> "Experiment":
-    """Return the experiment with its plan replaced, unless `plan` is `None`, and then with the overrides applied."""
+    """Replace the experiment's plan, unless `plan` is `None`, then apply the overrides, and return the experiment."""
     planned_experiment = experiment if plan is None else dataclasses.replace(experiment, plan=plan)
     return values.override(planned_experiment, overrides) if overrides else planned_experiment
 
@@ -273,7 +273,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
     sys.path.insert(0, str(origin.parent))
     # tracebacks then show the lines of the file, even if it has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
-    action = "importing it"  # what runs now, for error messages
+    action = "importing the file"  # what runs now, for error messages
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
         make_experiment = getattr(module, "experiment", None)

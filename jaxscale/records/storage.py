@@ -5,7 +5,7 @@ whole file every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its lo
 killed run loses only lines that the continued run writes again. Nothing is locked, since only one process writes a
 run's log.
 
-Tests (tests/records/test_storage.py) train a run in a bucket, stop the run, and continue it past a damaged checkpoint.
+Tests (tests/records/test_storage.py) start a run in a bucket, stop the run, and continue it past a damaged checkpoint.
 They generate text with the run, evaluate it, and rename it for a new run. Checkpoints go to gs:// through TensorStore's
 driver, over HTTP to a server on the same machine that implements the required part of Google's JSON API. For s3://,
 checkpoints go through a local folder (`mirror`). All other files go through epath to an fsspec file system that, like

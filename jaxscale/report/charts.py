@@ -69,7 +69,7 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
         window: number of steps.
 
     Returns:
-        float (n,), with NaN at a step without a finite value around it.
+        float (n,), with NaN at a step around which no value is finite.
 
     Example:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
@@ -161,7 +161,7 @@ def line_chart(
         preserveAspectRatio="none",
         aria_hidden="true",
     )
-    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _make_tick_format(tick_values))
+    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _tick_formatter(tick_values))
     format_step = short if last_step >= 1e6 else "{:,.0f}".format
     labels = [element("span", format_tick(value), class_="y", style=f"top:{y_of(value):.2%}") for value in tick_values]
     tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step)]
@@ -206,7 +206,7 @@ def _axis_bounds(finite_values: np.ndarray) -> tuple[float, float, int]:
     return lower_bound, upper_bound, int(((finite_values > upper_bound) | (finite_values < lower_bound)).sum())
 
 
-def _make_tick_format(tick_values: Sequence[float]) -> Callable[[float], str]:
+def _tick_formatter(tick_values: Sequence[float]) -> Callable[[float], str]:
     """Return a function that formats ticks with just enough decimals to make them distinct."""
     smallest_gap = min((after - before for before, after in pairwise(tick_values) if after > before), default=1.0)
     largest_value = max(map(abs, tick_values), default=1.0)

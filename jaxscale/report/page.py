@@ -38,8 +38,8 @@ _EVENT_COLORS = {
 }
 _SAMPLE_CHARACTERS = 4000
 """Largest number of characters that the page shows of a sample."""
-_MAX_EVENT_LINES = 60
-"""Largest number of lines in the table of events."""
+_MAX_EVENT_ROWS = 60
+"""Largest number of rows in the table of events."""
 
 
 def write_report(run_dir: Any) -> Any:
@@ -262,7 +262,7 @@ def _visible_text(text: str) -> str:
 
 
 def _event_sheet(run: RunRecord) -> Markup | None:
-    """Return a timeline for each name of events, with a dot for each event, and a table of the events below."""
+    """Return a sheet with a timeline for the events of each name, and a table of all events below; `None` for none."""
     rows = run.rows("event")
     if not rows:
         return None
@@ -278,29 +278,27 @@ def _event_sheet(run: RunRecord) -> Markup | None:
         ]
         count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, count_tag), element("div", dots)))
-    lines = _grouped_events(rows)
-    grid = table(lines[-_MAX_EVENT_LINES:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
-    extent_text = (
-        f"The last {_MAX_EVENT_LINES} of {len(lines)}" if len(lines) > _MAX_EVENT_LINES else f"All {len(lines)}"
-    )
+    cells = _grouped_events(rows)
+    grid = table(cells[-_MAX_EVENT_ROWS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
+    extent_text = f"The last {_MAX_EVENT_ROWS} of {len(cells)}" if len(cells) > _MAX_EVENT_ROWS else f"All {len(cells)}"
     summary = element("summary", f"{extent_text}, in order")
-    details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(lines) < 13 else None)
+    details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(cells) < 13 else None)
     return _sheet(None, element("div", lanes, class_="lanes"), details)
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
     """Return the step, name and details of the events in order, as texts.
 
-    More than three successive events with the same name become one line.
+    More than three successive events with the same name become one row.
     """
-    event_lines: list[tuple[str, str, str]] = []
+    cells: list[tuple[str, str, str]] = []
     for name, group in itertools.groupby(rows, lambda row: str(row.get("name"))):
         events = list(group)
         if len(events) > 3:
-            event_lines.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
+            cells.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
         else:
-            event_lines += [(f"{row['step']:,}", name, _detail_text(row)) for row in events]
-    return event_lines
+            cells += [(f"{row['step']:,}", name, _detail_text(row)) for row in events]
+    return cells
 
 
 def _detail_text(row: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ def _group_name(group_axes: Sequence[tuple[str, int]], index: int) -> str:
 
     Args:
         group_axes: name and number of devices of each axis that forms groups.
-        index: index of the group; it counts along the last of these axes first.
+        index: index of the group; the index counts along the last axis first.
     """
     indices = np.unravel_index(index, [length for _, length in group_axes])
     return ", ".join(f"{axis} {index_on_axis}" for (axis, _), index_on_axis in zip(group_axes, indices, strict=True))
@@ -156,7 +156,7 @@ def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows
 
 
 def _byte_texts(entries: Sequence[Any]) -> list[str]:
-    """Return the sum of the bytes of parameters, in total and per device, as two texts."""
+    """Return two texts about all given parameters together: their bytes as a whole, and their bytes per device."""
     return [size(sum(float(entry.get(field) or 0) for entry in entries)) for field in ("bytes", "bytes_per_device")]
 
 
@@ -183,7 +183,7 @@ def _axis_tags(axes_by_dim: list[list[str]], axis_sizes: dict[str, int]) -> list
         for axis in axes
         if axis_sizes.get(axis, 1) > 1
     ]
-    return tags or [element("span", "whole on each", class_="faint")]
+    return tags or [element("span", "whole on each device", class_="faint")]
 
 
 def _breakable_name(name: str) -> list[Any]:

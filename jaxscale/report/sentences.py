@@ -18,8 +18,8 @@ _AXIS_PHRASES = {
 }
 _ZERO = {
     0: "Nothing is sharded: every device holds all parameters, gradients and optimizer state.",
-    1: "Optimizer state{master} is sharded over {n}; parameters and gradients are whole on each.",
-    2: "Optimizer state{master} and gradients are sharded over {n}; parameters are whole on each.",
+    1: "Optimizer state{master} is sharded over {n}; parameters and gradients are whole on each device.",
+    2: "Optimizer state{master} and gradients are sharded over {n}; parameters are whole on each device.",
     3: "Parameters, gradients and optimizer state are sharded over {n}; a layer is gathered when it is used.",
 }
 _MEMORY = {

@@ -58,57 +58,57 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(Text(run.name, style="bold not dim"), Text(status_text, style=f"bold {status_color}"))
-    lines = _summary_lines(run)
-    for name, text in lines:
+    rows = _summary_rows(run)
+    for name, text in rows:
         table.add_row(name, Text(text))
     console.print(table)
     report_path = run_path(run_dir) / FILE
     if report_path.exists():
         # the path is not wrapped, so that it can be copied
-        indent = max(len(name) for name in [run.name, "report", *(name for name, _ in lines)]) + 2
+        indent = max(len(name) for name in [run.name, "report", *(name for name, _ in rows)]) + 2
         console.print(Text.assemble(("report".ljust(indent), "dim"), str(report_path)), soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip("\n").split("\n"))
 
 
-def _summary_lines(run: RunRecord) -> list[tuple[str, str]]:
+def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
     """Return the run's most important figures, as pairs of a name and a text."""
-    lines: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
     train_rows = run.rows("train")
     if run.best is not None and run.final is not None:
         best_step, best_loss = run.best
         final_text = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
-        lines.append(("held-out loss", f"{number(best_loss)} nats per target token at step {best_step:,}{final_text}"))
+        rows.append(("held-out loss", f"{number(best_loss)} nats per target token at step {best_step:,}{final_text}"))
     if train_rows:
-        lines.append(("training loss", f"{number(train_rows[-1].get('loss'))} at step {train_rows[-1]['step']:,}"))
+        rows.append(("training loss", f"{number(train_rows[-1].get('loss'))} at step {train_rows[-1]['step']:,}"))
         token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
-        lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
+        rows.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
     if run.seconds is not None and train_rows:
         event_seconds = run.events("compile").column("seconds")
         compile_seconds = event_seconds[np.isfinite(event_seconds)]
         compile_text = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
-        lines.append(("time", f"{duration(run.seconds)}{compile_text}"))
+        rows.append(("time", f"{duration(run.seconds)}{compile_text}"))
     if run.tokens_per_second is not None:
         flop_rates = train_rows.column("flop_per_second")  # FLOP/s of each row
         flop_text = f", {rate(float(np.nanmedian(flop_rates)), 'FLOP/s')}" if np.isfinite(flop_rates).any() else ""
         mfu_text = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
-        lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
+        rows.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
     skip_count = len(run.events("skipped"))
     if skip_count:
-        lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
+        rows.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
     bytes_by_kind = run.memory
     if bytes_by_kind:
         total_bytes = sum(bytes_by_kind.values())
         main_kinds = [kind for kind, kind_bytes in bytes_by_kind.items() if kind_bytes >= 0.005 * total_bytes]
         kinds_text = ", ".join(f"{kind} {size(bytes_by_kind[kind])}" for kind in main_kinds)
-        lines.append(("memory", f"{size(total_bytes)} per device: {kinds_text}"))
+        rows.append(("memory", f"{size(total_bytes)} per device: {kinds_text}"))
     if run.host_memory:
         host_text = ", ".join(f"{kind} {size(kind_bytes)}" for kind, kind_bytes in run.host_memory.items())
-        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {host_text}"))
+        rows.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {host_text}"))
     mesh_texts = [text for topic, text in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh_texts:
-        lines.append(("mesh", mesh_texts[0]))
+        rows.append(("mesh", mesh_texts[0]))
     if run.kernels is not None:
-        lines.append(("kernels", f"{run.kernels[1]}, on {run.kernels[0]}"))
-    lines += [("unread", line) for line in run.unread]
-    return lines
+        rows.append(("kernels", f"{run.kernels[1]}, on {run.kernels[0]}"))
+    rows += [("unread", line) for line in run.unread]
+    return rows

@@ -1,4 +1,4 @@
-"""Settings before JAX starts its backend: the platform, the number of virtual CPU devices, the compile cache.
+"""Settings made before JAX starts its backend: platform, number of virtual CPU devices, and compile cache.
 
 On a CPU, one virtual device per core trains faster than one device with a pool of threads. Without an accelerator the
 platform is set to the CPU, because an installed libtpu would delay the first use of a backend by seconds. Settings that

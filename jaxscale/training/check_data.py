@@ -12,7 +12,7 @@ def check_data(experiment: Experiment, data: Any) -> None:
 
     Args:
         experiment: the experiment, with the model.
-        data: the opened data. Its `tokenizer` is checked, if it has one; so is its dict `facts`, which may give the
+        data: the opened data. If the data has a `tokenizer` or a dict `facts`, these are checked; `facts` may give the
             number of "classes" and the "shape" of the images.
 
     Raises:
@@ -32,12 +32,13 @@ def check_data(experiment: Experiment, data: Any) -> None:
             except UserError as error:
                 raise UserError(f"samples.prompts: {prompt!r}: {error}") from None
             if not has_tokens:
-                raise UserError(f"samples.prompts: {prompt!r} has no tokens: give text to continue, or remove it")
+                raise UserError(f"samples.prompts: {prompt!r} has no tokens: give text, or remove the prompt")
     data_facts = getattr(data, "facts", {})
     class_count = data_facts.get("classes", 0)
     if traits.classes is not None and class_count > traits.classes:
         raise UserError(
-            f"the data has {class_count} classes, but model.classes is {traits.classes}: set it to {class_count}"
+            f"the data has {class_count} classes, but model.classes is {traits.classes}: "
+            f"set model.classes to {class_count}"
         )
     # height, width and channels of the images; `None` in the model's shape accepts any size
     data_shape, model_shape = data_facts.get("shape"), (traits.image, traits.image, traits.channels)
@@ -47,7 +48,9 @@ def check_data(experiment: Experiment, data: Any) -> None:
         data_text, model_text = (
             " x ".join(str(size or "any") for size in shape) for shape in (data_shape, model_shape)
         )
-        raise UserError(f"the images are {data_text}, but the model takes {model_text}: set its image and channels")
+        raise UserError(
+            f"the images are {data_text}, but the model takes {model_text}: set model.image and model.channels"
+        )
     data_context = getattr(experiment.data, "context", None)
     if traits.context is not None and data_context is not None and data_context > traits.context:
         raise UserError(

@@ -2,8 +2,8 @@
 
 Traces are read with `jax.profiler.ProfileData`, so nothing else has to be installed. A trace has one plane for each
 device and one for the host. A plane has lines, and a line is a list of timed events, such as the operations of a GPU
-stream. An operation's time is its self time, without the operations nested in it. The page shows no timeline and no
-memory.
+stream. An operation's time is its self time: the time of operations nested in it does not count. The page shows no
+timeline and no memory.
 """
 
 import collections
@@ -41,7 +41,7 @@ class TracedEvent:
 
     Args:
         name: name of the operation in the compiled program, or of the kernel.
-        stats: further values that the profiler recorded, by their names.
+        stats: further values that the profiler recorded, by name.
         start: start of the execution in nanoseconds on the trace's clock.
         end: end of the execution in nanoseconds on the trace's clock.
     """
@@ -111,10 +111,10 @@ class DeviceTime:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The times of the devices in a trace; its `str` is the page of text.
+    """The times of the devices in a trace; `str(summary)` is the page of text.
 
     Args:
-        devices: the devices of the traced processes.
+        devices: the time of each device of the traced processes.
         steps: number of traced steps.
     """
 
@@ -193,7 +193,7 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
 
 
 def device_events(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """Yield pairs of a device's name and a list of events, which are the executions of operations on one line.
+    """Yield pairs of a device's name and a list of its events, which are the operations executed on one line.
 
     A TPU's plane has all operations, some nested in others, in the line "XLA Ops". A GPU's plane has one line for each
     stream. The operations of CPU devices are among the host's events, each with the number of its device.
@@ -225,11 +225,11 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
     Args:
         planes: `ProfileData.planes`.
     """
-    lines_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
+    events_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)  # with a list for each line
     for plane in planes:
         for device, line_events in device_events(plane):
-            lines_by_device[device].append(line_events)
-    return [_device_time(device, lines) for device, lines in sorted(lines_by_device.items()) if any(lines)]
+            events_by_device[device].append(line_events)
+    return [_device_time(device, events) for device, events in sorted(events_by_device.items()) if any(events)]
 
 
 def kind_of(name: str) -> OperationKind:
@@ -246,16 +246,16 @@ def kind_of(name: str) -> OperationKind:
     return "copy" if _COPY.search(name) else "other"
 
 
-def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
-    """Return the `DeviceTime` of one device; `lines` holds the events of each of its lines."""
+def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> DeviceTime:
+    """Return the `DeviceTime` of one device; `events_by_line` holds a list of events for each line of the device."""
     seconds_by_operation: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
     count_by_operation: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
-    for line in lines:
-        for event, self_ns in _self_times(line):
+    for line_events in events_by_line:
+        for event, self_ns in _self_times(line_events):
             seconds_by_operation[event.name, event.kind] += self_ns * 1e-9
             count_by_operation[event.name, event.kind] += 1
     busy_ns, longest_gap_ns, latest_end_ns = 0.0, 0.0, None
-    events = sorted((event for line in lines for event in line), key=lambda event: event.start)
+    events = sorted((event for line_events in events_by_line for event in line_events), key=lambda event: event.start)
     for event in events:
         if latest_end_ns is None:
             latest_end_ns = event.start
@@ -272,7 +272,7 @@ def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
 
 
 def _self_times(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
-    """Yield each event of a line with its self time in nanoseconds, which leaves out the events nested in it."""
+    """Yield each event of a line with its self time in nanoseconds, without the time of events nested in the event."""
     nested_ns: dict[int, float] = collections.defaultdict(float)
     events = sorted(line_events, key=lambda event: (event.start, -event.end))
     # indices of the events that are still running when the next event starts, with the innermost one last

@@ -1,7 +1,7 @@
 """`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do about it.
 
-`examine` inspects the machine; `diagnose` is a pure function of the result, so tests can cover other machines. Nothing
-is downloaded, written or compiled. The doctor does not measure speed: benchmarks do.
+`examine` inspects the machine. `diagnose` is a pure function of what `examine` found, so tests can cover other
+machines. Nothing is downloaded, written or compiled. The doctor does not measure speed; the benchmarks do.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Finding:
 
     Args:
         name: name of the item.
-        text: its version, size or condition, as text.
+        text: the item's version, size or condition, as text.
         state: "ok"; "note" for useful information; "missing" if no run can start, or the accelerator would be idle.
         to_do: advice to the user; empty if there is none.
     """
@@ -274,14 +274,14 @@ def _device_findings(machine: Machine) -> Iterator[Finding]:
             to_do = "unset JAX_PLATFORMS" if setting_text else install_text
             yield Finding(f"{kind} support", text, "missing", to_do)
         elif plugin_texts and not is_present and chip_kind != kind:
-            text = f"{', '.join(plugin_texts)} for compiling ahead of time, because no {kind.upper()} is here"
+            text = f"{', '.join(plugin_texts)} only for compiling ahead of time: this machine has no {kind.upper()}"
             yield Finding(f"{kind} support", text, "note", "set JAX_PLATFORMS=cpu in your own programs")
         elif plugin_texts:
             yield Finding(f"{kind} support", ", ".join(plugin_texts))
 
 
 def _chip_findings(platform: Platform) -> Iterator[Finding]:
-    """Yield findings about the chip, its peak FLOP/s, and its support of bfloat16."""
+    """Yield findings about the chip, its peak FLOP/s, and its support for bfloat16."""
     chip = platform.chip
     yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
     peak_flop_per_second = platform.chip.peak("bfloat16") or platform.chip.peak("float16")

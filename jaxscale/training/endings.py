@@ -18,7 +18,7 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
         step: number of updates made.
         signal_name: name of the signal; empty if another process received it.
         is_saved: whether the state after these updates has just been saved. If not, this process has not made a step
-            yet, and `step` is that of the checkpoint from which it started.
+            yet, and `step` is the step of the checkpoint from which the process started, or 0.
 
     Raises:
         Preempted: the run has a checkpoint.
@@ -34,11 +34,11 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
             f"stopped by {cause} before step {step + 1}. The checkpoint of step {step} is intact: start the run again "
             "to continue it"
         )
-    raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost, start the run again")
+    raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost; start the run again")
 
 
 def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:
-    """Stop a run that skipped too many steps in a row: log that, write the report, and raise an error.
+    """Stop a run that skipped too many steps in a row: log the divergence, write the report, and raise an error.
 
     Args:
         journal: the run's journal.

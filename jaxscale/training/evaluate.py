@@ -22,8 +22,8 @@ def held_out_means(
         one_at_a_time: whether to wait for each batch before starting the next one, as the CPU platform requires.
 
     Returns:
-        A dict of `loss` (nats per target), `targets` (their number) and, if reported, `accuracy`; `None` if nothing is
-        held out.
+        A dict of `loss` (nats per target), `targets` (number of targets) and, if the model reports it, `accuracy`;
+        `None` if no data is held out.
     """
     import jax
 
@@ -59,8 +59,8 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
         batches: number of held-out batches; all by default.
 
     Returns:
-        A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (their number) and, if the model reports
-        it, `accuracy`.
+        A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets) and, if the model
+        reports it, `accuracy`.
 
     Raises:
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
@@ -74,5 +74,5 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
     is_cpu = trained_run.step.mesh.devices.flat[0].platform == "cpu"
     means = held_out_means(trained_run.step, data, trained_run.state, batches, one_at_a_time=is_cpu)
     if means is None:
-        raise UserError(f"the data of {trained_run.directory} has nothing held out: set its held_out above 0")
+        raise UserError(f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0")
     return {"step": trained_run.description.step, **means}

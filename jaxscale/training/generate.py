@@ -17,7 +17,10 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
 
 _LONGEST_STEPWISE = 16
-"""A prompt of up to this many tokens is fed one token at a time; of a longer prompt, the first 2**i are fed at once."""
+"""Largest number of tokens in a prompt that is fed one token at a time.
+
+Of a longer prompt, the first tokens are fed at once: as many as the largest power of two below the prompt's length.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Sampling:
     Args:
         tokens: number of tokens to draw for each prompt.
         temperature: divisor of the logits; 0 draws the most likely token.
-        seed: seed of the draws; the draw in row i at position p depends only on the seed, i and p.
+        seed: seed of the draws; the random draw for prompt number i at position p uses only the seed, i and p.
     """
 
     tokens: int = 200
@@ -85,7 +88,7 @@ def check_can_generate(model: Any, tokenizer: Any) -> None:
     """Raise UserError for a model without a KV cache for decoding, or data without a tokenizer."""
     if not can_generate(model, tokenizer):
         raise UserError(
-            f"{type(model).__name__} with this data cannot generate text: it needs a KV cache and a tokenizer"
+            f"{type(model).__name__} with this data cannot generate text: that needs a KV cache and a tokenizer"
         )
 
 
@@ -96,7 +99,7 @@ def continuations(
 
     Args:
         module: the model's module with its parameters.
-        model: the model value.
+        model: the experiment's `model`.
         tokenizer: tokenizer of the training data; `None` if the data is not text.
         prompt: the text to continue, or several texts, each of at least one token.
         sampling: number of tokens, temperature and seed.
@@ -139,10 +142,10 @@ def decode(
 
     Args:
         module: the model's module with its parameters.
-        model: the model value, with `context` and `init_cache`.
+        model: the experiment's `model`, which has `context` and `init_cache`.
         prompts: int32 ids [length] of each prompt; lengths may differ, and are at least 1.
         sampling: number of tokens, temperature and seed.
-        choice_count: upper limit of the drawn ids, which are below it; by default, the model's vocabulary size.
+        choice_count: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
 
     Returns:
         For each prompt, the int32 ids [sampling.tokens] that were drawn after it.
@@ -216,14 +219,14 @@ def _window_program() -> Any:
         Args:
             graphdef: definition of the module, from `nnx.split`.
             state: the module's parameters, from `nnx.split`.
-            model: the model value.
+            model: the experiment's `model`.
             window: int32 [rows, width], the ids of a prompt at the start of each row.
             lengths: int32 [rows], number of ids of each prompt in the window.
             offsets: int32 [rows], number of ids of each sequence before the window.
             keys: [rows], a random key for each row.
             temperature: divisor of the logits; 0 draws the most likely token.
-            prefill_count: number of positions, from the first on, that are fed at once.
-            choice_count: upper limit of the drawn ids, which are below it.
+            prefill_count: number of positions at the start of the window that are fed at once.
+            choice_count: exclusive upper limit of the drawn ids.
 
         Returns:
             int32 [rows, width]: at position t, the token drawn for position t + 1. The caller uses this token only if
@@ -237,7 +240,7 @@ def _window_program() -> Any:
             _, cache = module(window[:, :prefill_count], cache=cache, context=context)
 
         def decode_position(carry: Any, position: Any) -> Any:
-            """Feed the tokens at a position and draw the next ones [rows]; the carry is the cache and those tokens."""
+            """Feed the tokens at a position, and draw the next ones; the carry is the cache and drawn tokens [rows]."""
             cache, drawn_tokens = carry
             tokens = jnp.where(position < lengths, window[:, position], drawn_tokens)
             logits, cache = module(tokens[:, None], cache=cache, context=context)

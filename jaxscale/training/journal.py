@@ -1,4 +1,4 @@
-"""The journal of a run in progress: its output on the screen and to metrics.jsonl, samples.txt and the report.
+"""The journal of a run in progress: the run's output to the screen, metrics.jsonl, samples.txt and the report.
 
 If there are several processes, only the first writes output.
 """
@@ -48,7 +48,7 @@ class Journal:
         self._display.say(text)
 
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
-        """Append a row of this kind to metrics.jsonl, for a step."""
+        """Append a row about a step to metrics.jsonl; `kind` is the row's kind."""
         if self._log is not None:
             with run_files.explain_write_errors(self.folder):
                 self._log.append(step, kind, **fields)
@@ -67,7 +67,7 @@ class Journal:
         self._display.show(step, row)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
-        """Log and show the held-out metrics after a step; `is_best` is whether their loss is the lowest so far."""
+        """Log and show the held-out metrics after a step; `is_best` says whether the loss is the lowest so far."""
         self._append(step, "eval", **metrics)
         accuracy_text = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy_text}{' (best)' if is_best else ''}")
@@ -83,7 +83,7 @@ class Journal:
         self.say(f"--- step {step}\n{prompt}{continuation}\n---")
 
     def flush(self) -> None:
-        """Write out the buffered lines of metrics.jsonl; only a run in a bucket buffers them."""
+        """Write out the buffered lines of metrics.jsonl; only a run in a bucket buffers lines."""
         if self._log is not None:
             with run_files.explain_write_errors(self.folder):
                 self._log.flush()

@@ -1,8 +1,8 @@
 """train: runs an Experiment to its last step, with a log, evaluations, samples, checkpoints and a report.
 
-The loop is the same for every plan: take a batch, dispatch a step, read the metrics of the previous step. A run can be
-continued bit by bit after a kill at any time: the log receives the line of a step before a checkpoint receives the
-state after that step, and a checkpoint holds the state of the data as well as that of the model.
+The loop is the same for every plan: take a batch, dispatch a step, read the metrics of the previous step. A run that
+was killed at any time can be continued bit for bit: the log receives the line of a step before a checkpoint receives
+the state after that step, and a checkpoint holds the state of the data as well as the state of the model.
 """
 
 import contextlib
@@ -56,19 +56,19 @@ def train(
     devices: Sequence[Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Train an experiment, continue it from its newest checkpoint, or show the result if the run has finished.
+    """Train an experiment, continue its run from the newest checkpoint, or show the result of a finished run.
 
     Args:
         experiment: the experiment to train.
         plan: the plan to train by; by default, the experiment's plan.
         steps: number of updates; by default, the experiment's number. The learning rate's schedule ends with the last
-            update, so another number changes the learning rate of a continued run, which prints and logs the change.
+            update, so another number changes the learning rate of a continued run; the change is printed and logged.
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
         limit: device memory in bytes, or a text such as "12GiB". A step that needs more is refused once it is compiled;
-            the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. By default, the memory that JAX may use.
-        resume: "auto" continues the run in the directory; its experiment may differ from this one in steps, evaluation,
-            samples, checkpoint and plan. "never" renames that directory and starts a new run.
-        log_every: number of steps per line of the log; a line gives the tokens and seconds of all its steps.
+            the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. The default is the memory JAX may use.
+        resume: "auto" continues the run in the directory; the run's experiment may differ from `experiment` in steps,
+            evaluation, samples, checkpoint and plan. "never" renames that directory and starts a new run.
+        log_every: number of steps per line of the log; the speeds in a line are means over these steps.
         profile: range of steps to trace, such as "10:13" for the steps 10, 11 and 12.
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
         quiet: whether to print nothing.
@@ -83,7 +83,7 @@ def train(
         UserError: an argument is not valid, which is checked before anything is traced; or a file could not be written,
             in which case older checkpoints are intact.
         Preempted: a signal stopped the run, and the run has a checkpoint to continue from.
-        KeyboardInterrupt: a signal stopped a new run before its first step, so it has no checkpoint.
+        KeyboardInterrupt: a signal stopped a new run before its first step, so the run has no checkpoint.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
     plan = plan_of(experiment, plan)
@@ -114,7 +114,7 @@ class _Training:
         journal: the run's output to the screen and to files.
         resume: "auto" or "never".
         log_every: number of steps per line of the log.
-        profiler: traces the steps of the argument `profile`.
+        profiler: traces the steps that the argument `profile` of `train` specifies.
         source: origin of the experiment; `None` if it was given as an object.
         devices: devices to run on; `None` for all.
         device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
@@ -158,7 +158,7 @@ class _Training:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def run(self) -> Run:
-        """Check the run, train it, and return it."""
+        """Check the directory, train from the newest checkpoint or from the start, and return the run."""
         has_run = (self.folder / run_files.EXPERIMENT).exists()
         if has_run and self.resume == "never":
             if is_first():
@@ -191,7 +191,7 @@ class _Training:
     def _write_values(self) -> None:
         """Write the files of the experiment, plan, tokenizer and source.
 
-        If the run is continued, this happens only after its state and data are restored.
+        For a continued run, this method is called only after the run's state and data are restored.
         """
         if not is_first():
             return
@@ -241,7 +241,7 @@ class _Training:
         check_data(experiment, self.data)
 
     def _restore_state(self) -> Any:
-        """Restore the newest undamaged checkpoint, log that, and return its state; without one, the initial state."""
+        """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
         restored = self.checkpoints.restore_arrays(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
@@ -312,8 +312,8 @@ class _Training:
     def _run_steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
         """Run all steps from a train state and the first batch, and return the last train state.
 
-        Except on the CPU, the metrics of a step are read only after the next step is dispatched. `pending_step` is the
-        step with metrics that are not read yet: its number, its metrics on the devices, and its combined flags.
+        Except on the CPU, the metrics of a step are read only after the next step is dispatched. `pending_step` holds
+        the number of the step whose metrics are not read yet, its metrics on the devices, and its combined flags.
         """
         pending_step: tuple[int, Any, Any] | None = None
         self.meter.resume()
@@ -362,7 +362,7 @@ class _Training:
         return state
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
-        """Compile the step; show and log its memory, FLOP and kernels."""
+        """Compile the step; show and log the step's memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
         excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Meter:
-    """Measures the steps between two lines of the log.
+    """Measures the speed of the steps between two lines of the log.
 
     Args:
         flop: model FLOP per step, without recomputation.

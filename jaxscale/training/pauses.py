@@ -1,4 +1,4 @@
-"""The work between the steps of a run: evaluations, samples and checkpoints, each when it is due."""
+"""The work between the steps of a run: the evaluations, samples and checkpoints that are due after a step."""
 
 import dataclasses
 import time
@@ -55,7 +55,7 @@ class Pauses:
         """Evaluate, draw samples and save a checkpoint after a step, whichever of these is due.
 
         Args:
-            updates: number of updates so far; after the run's last update, all three are due.
+            updates: number of updates so far; after the run's last update, evaluation, samples and checkpoint are due.
             tokens: number of target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches after this step's batch.
@@ -126,5 +126,5 @@ class Pauses:
 
 
 def _is_due(step: int, interval: int) -> bool:
-    """Return whether work is due after a step, given its interval in steps; with an interval of 0, it never is."""
+    """Return whether work is due after a step, given the work's interval in steps; 0 means that it is never due."""
     return interval > 0 and step % interval == 0

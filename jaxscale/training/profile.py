@@ -1,6 +1,6 @@
 """Trace chosen steps of a run with JAX's profiler, and write a summary beside the trace.
 
-JAX writes the trace itself, as `profile/plugins/...` for TensorBoard or Perfetto. `device_times.py` summarizes it.
+JAX writes the trace, as `profile/plugins/...` for TensorBoard or Perfetto. `device_times.py` summarizes the trace.
 """
 
 import dataclasses

@@ -13,13 +13,13 @@ from jaxscale.records.storage import run_path
 
 
 class Run:
-    """A run directory and, if this process trained the run, the train state in memory.
+    """A run directory and, if the run was made in this process, the train state in memory.
 
     Args:
         directory: the run directory.
         experiment: the trained experiment; by default, it is rebuilt from the directory at first use.
-        plan: the plan to rebuild the step with.
-        devices: devices to rebuild the step on.
+        plan: the plan to rebuild the step with; by default, the experiment's plan.
+        devices: devices to rebuild the step on; all by default.
         train_step: the compiled train step, if it is still in memory.
         state: the last train state, if it is still in memory.
         data: the opened data, if it is still in memory.
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def state(self) -> Any:
-        """The train state after the last step, or that of the newest checkpoint."""
+        """The train state after the last step, or the state of the newest checkpoint."""
         self._restore()
         return self._state
 

@@ -1,4 +1,4 @@
-"""Stop signals: after a first SIGTERM or Ctrl-C, a run finishes its step, saves and stops; a second ends it at once.
+"""Stop signals: after one SIGTERM or Ctrl-C, a run finishes its step, saves and stops; a second signal kills the run.
 
 Colab's stop button interrupts the kernel, like Ctrl-C. If there are several processes, a signal may reach any of them.
 `Agreement` makes all processes stop, or save, after the same step.

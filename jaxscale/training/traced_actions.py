@@ -35,8 +35,8 @@ def actions_of(program_text: str) -> dict[str, list[str]]:
         program_text: text of the program, `compiled.as_text()`.
 
     Returns:
-        Names of operations by kind of action, such as "F". The dict is empty if kinds have no branches of their own,
-        which is so without a pipeline and in the lowering without conditionals.
+        Names of operations by kind of action, such as "F". The dict is empty if the kinds have no branches of their
+        own: without a pipeline, and in the lowering without conditionals.
     """
     hlo = HloProgram(program_text)
     names_by_kind: dict[str, list[str]] = {}
@@ -121,7 +121,7 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     )
     if not execution_counts or execution_counts.most_common(1)[0][0] % forward_count:
         raise UserError(
-            f"{trace_dir}: no whole step is in the trace: train the run again with --profile FIRST:STOP, such as 10:13"
+            f"{trace_dir}: no whole step is in the trace: train again with --profile FIRST:STOP, such as 10:13"
         )
     step_count = execution_counts.most_common(1)[0][0] // forward_count
     return plan, measured(schedule, names_by_kind, timelines_by_rank, step_count), step_count
@@ -134,7 +134,7 @@ def traced_plan(folder: Any) -> Plan:
         UserError: the folder has no run, pipeline or trace; the message gives advice.
     """
     if is_remote(folder):
-        raise UserError(f"{folder} is in a bucket: copy its {PLAN} and {FOLDER}/ to a local folder, and give that one")
+        raise UserError(f"{folder} is in a bucket: copy {PLAN} and {FOLDER}/ to a local folder, and give that folder")
     run_folder = Path(folder)
     if not (run_folder / PLAN).exists():
         raise UserError(f"{folder} is not a run: it has no {PLAN}. Give the folder that train wrote (its --out)")
@@ -148,16 +148,16 @@ def traced_plan(folder: Any) -> Plan:
         )
     if not (run_folder / FOLDER / ACTIONS).exists():
         raise UserError(
-            f"{folder} has no trace with {FOLDER}/{ACTIONS}: train the run with --profile FIRST:STOP, such as 10:13"
+            f"{folder} has no trace with {FOLDER}/{ACTIONS}: train again with --profile FIRST:STOP, such as 10:13"
         )
     return plan
 
 
 def _read_timelines(planes: Iterable[Any], operation_names: set[str]) -> dict[int, MeasuredSpans]:
-    """Read the start and end in seconds of each execution of the operations with these names.
+    """Read the start and end, in seconds, of each execution of the operations named in `operation_names`.
 
     Returns:
-        By device number, a dict of the operations' sorted spans, by operation name.
+        A dict by device number; its values are dicts of sorted spans, by operation name.
     """
     timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for plane in planes:

@@ -50,7 +50,7 @@ def _is_open(hint: Any) -> bool:
 
 
 def has_class_in_json(hint: Any) -> bool:
-    """Return whether a dataclass in a field of this type has its class in its JSON, under "type"."""
+    """Return whether the JSON of a dataclass in a field of this type gives the dataclass's name, under "type"."""
     record_types = [alternative for alternative in alternatives(hint) if dataclasses.is_dataclass(alternative)]
     return _is_open(hint) or any(map(_is_open, alternatives(hint))) or len(record_types) > 1
 
@@ -58,7 +58,7 @@ def has_class_in_json(hint: Any) -> bool:
 def item_hints(hint: Any, item_count: int) -> Sequence[Any]:
     """Return the declared type of each item of a tuple or list with `item_count` items.
 
-    The length differs from `item_count` if `hint` is a tuple of another length.
+    The number of returned types differs from `item_count` if `hint` is a tuple of another length.
     """
     type_arguments = get_args(hint)
     if not type_arguments:

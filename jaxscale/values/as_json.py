@@ -62,7 +62,8 @@ def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
         source_name: name of the file, for messages.
 
     Raises:
-        UserError: a field is unknown, or a value is invalid or of a wrong type; the message gives file and path.
+        UserError: a field is unknown, or a value is invalid or of a wrong type; the message gives `source_name` and the
+            dotted path.
     """
     try:
         return load(data, cls, "")
@@ -236,7 +237,7 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
 
 
 def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """Return the value of JSON or text as the first alternative of a union that accepts it.
+    """Return JSON or text as a value of the first alternative of a union that accepts the JSON or text.
 
     Args:
         load_as: function that returns the value as a given alternative, or raises UserError.
@@ -245,8 +246,8 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
         data: the JSON or text of the value.
 
     Raises:
-        UserError: no alternative accepts the JSON or text. If only one alternative is not `None`, the message is that
-            of this alternative's error.
+        UserError: no alternative accepts the JSON or text. If only one alternative is not `None`, the message is based
+            on the error of that alternative.
     """
     other_types = [alternative for alternative in alternatives(hint) if alternative is not types.NoneType]
     other_types.sort(key=lambda alternative: alternative is str)  # str is the last, because it accepts any text

@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def override(value: T, changes: Mapping[str, str]) -> T:
-    """Return a value with some fields replaced, which are specified by dotted path and text.
+    """Return a value in which the fields at some dotted paths have new values, which are written as texts.
 
-    Each dataclass on a path is replaced once, with all its changes, so that its checks never apply to a mixture of old
-    and new values.
+    Each dataclass on a path is replaced once, with all its changes. So a dataclass never checks a mixture of old and
+    new values.
 
     Args:
         value: a frozen dataclass.
@@ -66,7 +66,7 @@ def override(value: T, changes: Mapping[str, str]) -> T:
 
 
 def paths(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every field that `override` can set, in the order of their declarations."""
+    """Yield the dotted path of every field that `override` can set, in the order in which the fields are declared."""
     for name, hint in field_types(type(value)).items():
         field_value, path = getattr(value, name), f"{prefix}{name}"
         if is_record(field_value):
@@ -195,7 +195,7 @@ def _near_path(path: str, known_paths: Sequence[str]) -> str:
 
 
 def _narrowed(hint: Any, value: Any) -> Any:
-    """Return a field's declared type; for `Any`, the type of the field's value if this is a bool, number or path."""
+    """Return a field's declared type; for `Any`, the type of its value if that is a bool, number or path."""
     return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
 
 

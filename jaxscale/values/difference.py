@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Absent(enum.Enum):
-    """Marks a path that a JSON value lacks; it differs from every string that a user can write."""
+    """Marks a path that a JSON value lacks; the mark differs from every string that a user can write."""
 
     ABSENT = "absent"
 

@@ -1,7 +1,7 @@
 """Differences between a value and the JSON of an earlier value, which an earlier program may have written.
 
-They decide whether a run can be resumed, so irrelevant differences are removed first. If the earlier JSON lacks a field
-that was added to the class later, the field gets the default value. Paths in a field with the metadata
+The differences decide whether a run can be resumed, so irrelevant ones are removed first. If the earlier JSON lacks a
+field that was added to the class later, the field gets the default value. Paths in a field with the metadata
 `{"place": "content"}` are ignored, because another field holds a hash of the content; in a field with
 `{"place": "name"}`, only the last name of a path counts.
 """

@@ -8,14 +8,14 @@ from jaxscale.values.check import check
 
 
 def check_types(value: Any) -> None:
-    """Check that every field of a frozen dataclass holds its declared type; `__post_init__` should call this first.
+    """Check that every field of a frozen dataclass holds its declared type; call this first in `__post_init__`.
 
     If a field's type has a text form, the field also accepts a text, which is parsed: `Plan(mesh="fsdp:4")`. A float
     field accepts an int, which is converted, but not NaN. An int or float field does not accept a bool. A field with an
     annotation that cannot be checked accepts any value.
 
     Raises:
-        UserError: a field does not hold its declared type; the message gives the field, its value and this type.
+        UserError: a field does not hold its declared type; the message gives the field, its value and that type.
 
     Example:
         >>> import dataclasses

@@ -1,4 +1,4 @@
-"""Public names for classes in JSON, under "type". They stay valid if a class moves to another module.
+"""Public names for classes in JSON, under "type". The names stay valid if a class moves to another module.
 
 A field is open if its declared type does not determine the class of the field's value. Every class of jaxscale that an
 open field of an experiment accepts is listed here. JSON gives other classes as MODULE:CLASS.

@@ -126,7 +126,7 @@ def field(name: str, value: object) -> str:
 
 
 def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return a value divided by the largest scale that it reaches, and the scale's unit; else the value and no unit."""
+    """Return a value divided by the largest scale that it reaches, and the scale's unit; below all scales, no unit."""
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 

@@ -115,7 +115,10 @@ def test_a_run_that_is_near_is_named(toy: Path, capsys):
         ("", ["has no experiment()"]),
         ("def experimnt(): ...", ["has no experiment()", "did you mean 'experimnt'?"]),
         ("def experiment(:", ["experiments/toy.py, line 1 is not Python"]),
-        ("import nothing_like_it\ndef experiment(): ...", ["toy.py, line 1: importing it raised ModuleNotFoundError"]),
+        (
+            "import nothing_like_it\ndef experiment(): ...",
+            ["toy.py, line 1: importing the file raised ModuleNotFoundError"],
+        ),
         ("def experiment():\n    return 1 / 0\n", ["line 2: experiment() raised ZeroDivisionError", "return 1 / 0"]),
         ("def experiment():\n    return 3\n", ["experiment() returned a int, expected an Experiment"]),
         ("experiment = 3\n", ["experiment() is a int, expected a function"]),

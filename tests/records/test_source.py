@@ -176,7 +176,7 @@ def test_a_run_moved_away_from_its_data_says_so(file: Path, tmp_path: Path, monk
     shutil.rmtree(tmp_path / "repository")
     with pytest.raises(UserError) as error:
         load_experiment(tmp_path / "alone")
-    assert "net.py, line 9: importing it raised FileNotFoundError" in str(error.value)
+    assert "net.py, line 9: importing the file raised FileNotFoundError" in str(error.value)
     assert "repository/experiments/net.py, which is no longer there" in str(error.value)
 
 

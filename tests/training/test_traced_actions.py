@@ -62,7 +62,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         (None, None, "is not a run: it has no plan.json"),
         ({}, None, "was trained without a pipeline"),
         ({"pipeline": "pipedream:2"}, None, "never drains, and a step works on several batches"),
-        ({"pipeline": "1f1b:2x2"}, None, "train the run with --profile FIRST:STOP"),
+        ({"pipeline": "1f1b:2x2"}, None, "train again with --profile FIRST:STOP"),
         ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "had 2 processes, and their clocks differ"),
         ({"pipeline": "1f1b:2x2"}, {"processes": 1, "operations": {}}, "no branch for each kind of action"),
     ],
