@@ -41,7 +41,7 @@ from pallas_kernels.target import target
 P = ParamSpec("P")
 R = TypeVar("R")
 _PASS_NONE = "Pass implementation=None to take one that can."
-"""The advice at the end of a kernel's error, for callers of its function; the advice for a plan replaces it."""
+"""The advice at the end of a kernel's error, for callers of the kernel's function; a plan's user gets other advice."""
 
 
 class KernelTrace:
@@ -50,7 +50,7 @@ class KernelTrace:
     Args:
         plan: the plan, which may name implementations.
         mesh: devices of the step.
-        unfused_reason: why no kernel updates an optimizer state in few bits; `None` if one does.
+        unfused_reason: why no kernel updates an optimizer state in few bits; `None` if a kernel does.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused_reason: str | None) -> None:
@@ -79,7 +79,7 @@ class KernelTrace:
                     message = str(error)
                     if message.endswith(_PASS_NONE):
                         reason = message.removesuffix(_PASS_NONE)
-                        message = f"kernels {self._plan.kernels}: {reason}Leave it out for one that can"
+                        message = f"kernels {self._plan.kernels}: {reason}Leave the name out for one that can"
                     raise UserError(message) from error
                 self._record_update()
             return results
@@ -101,7 +101,7 @@ def check_kernel_choices(plan: Plan, choices: Sequence[KernelChoice]) -> None:
 
     Args:
         plan: the plan, which may name implementations.
-        choices: the implementations that the traced step uses; several of one kernel if it uses several.
+        choices: the implementations that the traced step uses; there may be several of one kernel.
 
     Raises:
         UserError: the named implementation is not used; the error reports which one is.
@@ -206,7 +206,7 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """Return which product of a layer an equation computes: "forward", "onward" or "inward"; `None` for none."""
+    """Return which product of a layer an equation computes: "forward", "onward" or "inward"; `None` for no product."""
     if eqn.primitive.name != "dot_general":
         return None
     (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
@@ -221,7 +221,7 @@ def _role_of(eqn: JaxprEqn) -> str | None:
 
 
 def _operands(eqn: JaxprEqn) -> list[ShapedArray]:
-    """Return the shapes and types of the operands of an equation that are arrays."""
+    """Return the shapes and types of an equation's operands, without operands that are not arrays."""
     return [variable.aval for variable in eqn.invars if isinstance(variable.aval, ShapedArray)]
 
 
@@ -246,7 +246,7 @@ def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
 
 
 def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
-    """Return the share of the FLOP of matrix products and convolutions with both operands narrower than float32.
+    """Return which share of the FLOP of matrix products and convolutions has both operands narrower than float32.
 
     Args:
         equations: each equation, with the number of times that it runs.
@@ -268,7 +268,7 @@ def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str 
         planned: the model under its plan.
         batch: arrays or shapes of a batch.
         field: name of the field of `Context`.
-        settings: values of the field; the programs that they give are compared.
+        settings: values of the field; the programs traced with these values are compared.
     """
     abstract_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     pure_model = planned.pure_model

@@ -257,7 +257,7 @@ def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
 def test_a_state_on_the_host_is_why_no_kernel_steps_it():
     plan = override(Plan(), {"state.moments": "int8", "offload.optimizer_state": "streamed", "zero": "1"})
     step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
-    assert step.update.unfused_reason == "it needs weights and state on the device"
+    assert step.update.unfused_reason == "the kernel needs weights and state on the device"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_state_on_the_host_is_why_no_kernel_steps_it():
     [
         (
             "twice: no. Pass implementation=None to take one that can.",
-            "kernels auto: twice: no. Leave it out for one .*",
+            "kernels auto: twice: no. Leave the name out for one .*",
         ),
         ("twice: cannot map it. Pass implementation='reference'", "twice: cannot map it. Pass implementation='.*'"),
     ],
