@@ -1,4 +1,4 @@
-"""Combinations of requests that do not work together, as a table with one rule in each row.
+"""Combinations of a plan's requests that do not work together, as a table with one rule in each row.
 
 A row names requests (`requests.py`). A plan is checked when it is created, and again with its mesh, experiment and
 model before a step is built. A row whose facts are unknown is skipped. This table does not contain conditions on a
@@ -14,7 +14,7 @@ from jaxscale.recipe.requests import Facts, Request
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A request, or a combination of requests, that is refused.
+    """A request of a plan, or a combination of requests, that is refused.
 
     Args:
         request: the request, or the combination of requests.

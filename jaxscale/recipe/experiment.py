@@ -157,7 +157,7 @@ def plan_of(experiment: Any, plan: Any) -> Plan:
         UserError: `experiment` is not an `Experiment`, or `plan` is not a `Plan`.
     """
     if not isinstance(experiment, Experiment):
-        raise UserError(f"experiment: got {experiment!r}, expected an Experiment; load_file(PATH)[0] is that of a file")
+        raise UserError(f"experiment: got {experiment!r}, expected an Experiment, such as load_file(PATH)[0]")
     if not isinstance(plan, Plan | None):
         raise UserError(f"plan: got {plan!r}, expected a Plan, such as Plan(mesh='fsdp:4', zero=3)")
     return experiment.plan if plan is None else plan

@@ -119,7 +119,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         return dict(self.named).get(kernel, self.default)
 
     def of_codecs(self) -> dict[str, str]:
-        """Return the named implementations of the kernels in `CODECS`, by the kernel's name; none for "auto"."""
+        """Return the implementation of each kernel in `CODECS` by the kernel's name, without kernels left to "auto"."""
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
@@ -135,8 +135,8 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
             if PLATFORMS.get(name, platform) != platform:
                 alternatives = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
                 raise UserError(
-                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, but this runs on {platform}; take "
-                    f"{alternatives}, or leave {kernel} out"
+                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, but the step runs on {platform}; "
+                    f"take {alternatives}, or leave {kernel} out"
                 )
 
 

@@ -150,7 +150,7 @@ class Plan:
             layer at a time, and on a CPU under every memory rule but `none`.
         rules: mesh axes of each logical axis.
 
-    A field with a text form accepts the text or its value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
+    A field with a text form accepts the text or the value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
 
     Example:
         >>> Plan(mesh="fsdp:4", zero=3).mesh.fsdp

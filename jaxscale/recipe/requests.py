@@ -101,7 +101,7 @@ def combination(first_request: Request, second_request: Request) -> Request:
     """Return a request that is made if two requests are both made."""
 
     def request(facts: Facts) -> str | None:
-        """Return the texts of both requests, joined; `None` if one is not made."""
+        """Return the texts of both requests, joined; `None` unless both are made."""
         first_text = first_request(facts)
         second_text = None if first_text is None else second_request(facts)
         return None if second_text is None else f"{first_text} with {second_text}"
@@ -121,7 +121,7 @@ def plan_field(path: str, *values: object) -> Request:
     """Return a request that is made if the field of the plan at a dotted path has one of `values`."""
 
     def request(facts: Facts) -> str | None:
-        """Return the path and setting of the field; `None` if the setting is none of the values."""
+        """Return the path and setting of the field; `None` if the setting is not one of `values`."""
         setting = operator.attrgetter(path)(facts.plan)
         return f"{path} {setting}" if setting in values else None
 
@@ -214,7 +214,7 @@ def codec(facts: Facts) -> str | None:
 
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
-    """Return the text of a request for a setting of `reduce`, unless it is the codec of a one-bit optimizer."""
+    """Return the text of a request for a setting of `reduce` other than the codec of a one-bit optimizer."""
     return None if facts.codes_momenta or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 

@@ -117,8 +117,8 @@ class MeshSpec:
         slice_count = len(count_by_slice)
         if len(set(count_by_slice.values())) > 1:
             raise UserError(
-                f"mesh {self}: got TPU slices with {' and '.join(map(str, count_by_slice.values()))} of its "
-                f"{self.devices} devices, expected the same number on each slice; use a mesh of "
+                f"mesh {self}: got TPU slices with {' and '.join(map(str, count_by_slice.values()))} of the "
+                f"mesh's {self.devices} devices, expected the same number on each slice; use a mesh of "
                 f"{min(count_by_slice.values()) * slice_count} devices, or one within a slice"
             )
         if slice_count == 1:

@@ -38,9 +38,9 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
 def reopened_layout(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
     """Return a context like that of `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as that
-    of the step around the manual region of a pipeline stage. So a backward function that places arrays takes the layout
-    of the forward call as a static argument, and opens it with this function.
+    JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as the
+    layout of the step around the manual region of a pipeline stage. So a backward function that places arrays takes the
+    layout of the forward call as a static argument, and opens that layout with this function.
     """
     return scoped(_layout, mesh_and_rules)
 

@@ -8,7 +8,7 @@ are joined. A quantized array becomes two arrays, `NAME/codes.MAP` and `NAME/sca
 4-bit codes take a byte each.
 
 To take a state apart, the devices copy all of it. With Adam, the copy takes up to 12 bytes a parameter in addition to
-the state, until it has reached the host. No step runs meanwhile, so a save needs more memory than a step only if the
+the state, until the copy is on the host. No step runs meanwhile, so a save needs more memory than a step only if the
 gradients and activations of the step take fewer bytes than the copy. `Canonical.copy_bytes` is the size of the copy.
 """
 

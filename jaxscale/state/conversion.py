@@ -32,11 +32,12 @@ Abstract: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """The arrays to read from a checkpoint, and the function that converts them to those of a step.
+    """The arrays to read from a checkpoint, and the function that converts these arrays to the arrays of a step.
 
     Args:
         abstract: shape, dtype and sharding of each array to read from the checkpoint, by name.
-        convert: function from the arrays that were read to those of the step, by name; it deletes the former.
+        convert: function from the arrays that were read to the arrays of the step, by name. It deletes the arrays that
+            were read.
         lines: lines for the user on the arrays whose form changes.
     """
 
@@ -206,7 +207,7 @@ def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
 
 
 def _is_exact(old: Form, new: Form) -> bool:
-    """Return whether a change keeps all codes: the new form has the same map, and blocks that divide the old ones."""
+    """Return whether a change keeps all codes: the new form has the same map, and blocks that divide the old blocks."""
     return old.map == new.map and bool(new.block) and old.block % new.block == 0
 
 

@@ -109,7 +109,7 @@ class StateExtra(Protocol):
         ...
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user, after "; ", on arrays of the extra that the checkpoint lacks; empty if none.
+        """Return a note for the user, starting with "; ", on missing arrays of the extra; empty if none are missing.
 
         Args:
             saved_names: names of the arrays in the checkpoint.

@@ -22,7 +22,7 @@ from jaxscale.typing import PyTree
 CODES, SCALE = "codes.", "scale"
 """Ends of the names of the two arrays that hold a quantized array; the name of the map of its codes follows `CODES`."""
 SAVED_DTYPES = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
-"""The dtype in which a checkpoint holds 4-bit codes, a byte for each code, by the name of their dtype in the state."""
+"""The dtype in which a checkpoint holds 4-bit codes, a byte for each code, by the name of the dtype in the state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def part_of_whole(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
 
 
 def roles(tree: PyTree) -> PyTree[str]:
-    """Return a tree with each array's role: the end of its name if it holds codes or scales, otherwise ""."""
+    """Return a tree with the role of each array: for codes and scales, the end of the array's name; otherwise ""."""
 
     def role_of(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
         """Return `CODES` with the name of the map for codes, `SCALE` for scales, and "" for a plain array."""

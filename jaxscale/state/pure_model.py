@@ -197,7 +197,7 @@ class PureModel:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """An array whose rows are layers of another array or zeros; the layers are read when this array is indexed.
+    """An array whose rows are zeros or layers of another array; the layers are read when this array is indexed.
 
     Args:
         layers: array with all layers along its first dim.

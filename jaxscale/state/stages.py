@@ -209,7 +209,8 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     if pipeline.lowering == "phased" and not is_lockstep:
         raise UserError(
             f"lowering phased with pipeline {pipeline}: in some of its ticks, some devices run forward passes and "
-            "others backward passes, but phased needs passes of one kind; take lockstep or gpipe, or lowering switch"
+            "others backward passes, but phased needs passes of one kind in each tick; take lockstep or gpipe, or "
+            "lowering switch"
         )
     return stages
 

@@ -161,7 +161,7 @@ class Assembly:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def objective(self, treatment: Treatment | None = None) -> Objective:
-        """Return the loss of the model under its plan.
+        """Return the `Objective` of the model: its loss under the plan.
 
         Args:
             treatment: how the blocks of the model run; `None` before the memory rule has made its decision.

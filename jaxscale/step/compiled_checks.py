@@ -1,4 +1,4 @@
-"""Checks of a compiled step: a request that has no effect on the program is an error.
+"""Checks of a compiled step: a request of the plan that has no effect on the program is an error.
 
 The compiled program shows where the train state lies, which bytes in which type the devices send to one another, and
 how many bytes lie on the host. It does not show the speed of the step.
@@ -31,7 +31,7 @@ from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import PyTree
 
 SCALAR_BYTES = 256
-"""Upper bound on the bytes of a step's single numbers: sums of the loss and weights, norms, and whether it is good."""
+"""Upper bound on the bytes of a step's single numbers: loss sums, weights, norms, and whether the step is good."""
 PADDED_SCALAR_BYTES = 4096
 """Upper bound on the bytes of a step's single numbers on a TPU, which sends each number in at least 512 bytes."""
 

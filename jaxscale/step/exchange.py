@@ -294,7 +294,7 @@ class CodecResiduals:
         return describe_codec(self.gradient_exchange, self.optimizer) if self.is_used_in_every_step else []
 
     def check(self, program: CompiledProgram) -> None:
-        """Compare the bytes that the compiled step sends over the codec's axis with the bytes that it should send."""
+        """Compare the bytes that the compiled step sends over the codec's axis with the expected bytes."""
         if self.is_used_in_every_step:
             axis, replica_count = self.gradient_exchange.axis, self.gradient_exchange.replicas
             sent_bytes = bytes_over(program.collectives, axis, replica_count, slices=program.slices)

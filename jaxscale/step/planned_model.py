@@ -177,7 +177,7 @@ class PlannedModel:
             return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
-            """Return a parameter in `dtype`, moved from the sharding of its master to the one that the passes read."""
+            """Return a parameter in `dtype`, moved from its master's sharding to the sharding that the passes read."""
             master_on_device = NamedSharding(master.mesh, master.spec)  # masters themselves may lie on the host
             if not jnp.issubdtype(param.dtype, jnp.floating):
                 return param

@@ -121,8 +121,8 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
     shard_count = plan.mesh.batch_shards
     if row_count % shard_count:
         raise UserError(
-            f"batch {batch} in {plan.microbatches} microbatches is {row_count} rows each, but mesh {plan.mesh} splits "
-            f"them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
+            f"batch {batch} in {plan.microbatches} microbatches has {row_count} rows in each, but mesh {plan.mesh} "
+            f"splits them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
         )
     return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
 

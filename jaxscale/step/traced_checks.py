@@ -1,11 +1,12 @@
-"""Checks of a traced step: a request that has no effect is an error, before anything is compiled.
+"""Checks of a traced step: a request of the plan that has no effect is an error, before anything is compiled.
 
 The traced program shows which blocks are recomputed, the types of the matrix products, the kernels that are used, and
 whether the model reads a setting at all.
 
-A layer with weight W (a matrix) computes three matrix products. The dims that a product sums over identify it. The
+A layer with weight W (a matrix) computes three matrix products, which differ in the dims that they sum over. The
 forward product y = x W sums over the last dim of x and the first dim of W. The onward product, the gradient of x, sums
-over the last dims of both operands. The inward product, the gradient of W, sums over all dims but the last of both.
+over the last dims of both operands. The inward product, the gradient of W, sums over all dims of both operands but the
+last.
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ class KernelTrace:
 
 
 def check_kernel_choices(plan: Plan, choices: Sequence[KernelChoice]) -> None:
-    """Refuse a plan that names an implementation of a kernel, if the step uses another one or does not use the kernel.
+    """Refuse a plan that names an implementation of a kernel, if the step does not use that implementation.
 
     Args:
         plan: the plan, which may name implementations.

@@ -168,7 +168,7 @@ class TrainStep:
         if whole_names:
             more_text = f" and {len(whole_names) - 5} more" if len(whole_names) > 5 else ""
             names_text = ", ".join(whole_names[:5]) + more_text
-            lines.append(f"zero {self.plan.zero}: no dim can be split evenly, kept whole: {names_text}")
+            lines.append(f"zero {self.plan.zero}: kept whole, because no dim can be split evenly: {names_text}")
         for extra in self.extras:
             lines += extra.describe()
         return lines + describe(self.layout)
@@ -232,7 +232,7 @@ class TrainStep:
         return batches.put(batch, self.layout.batch_sharding, self._data_shard)
 
     def _count_classes(self, batch: Batch) -> dict[str, int]:
-        """Return how many tokens or classes the model has for each array of a batch that holds them, by array name."""
+        """Return, by name, how many tokens or classes the model has for each array of tokens or labels in a batch."""
         traits = ModelTraits.of(self.experiment.model)
         if not traits.foreign:
             counts = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
@@ -309,7 +309,7 @@ class TrainStep:
         return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """Return a note for the user on arrays of extras that a checkpoint lacks, after "; "; empty if it lacks none.
+        """Return a note for the user, starting with "; ", on missing arrays of extras; empty if none are missing.
 
         Args:
             names: names of the arrays in the checkpoint.
@@ -382,8 +382,8 @@ class TrainStep:
 
         Returns:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
-            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row` (the most recent of
-            these steps, without an applied step between them); with a codec also `residual_norm` (norm of the
+            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row` (skipped steps
+            since the last step that was applied); with a codec also `residual_norm` (norm of the
             residuals) and `wire_bytes` (bytes that each device sends over the replica axis). Under DiLoCo, `grad_norm`
             is the root of the mean square of the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
         """

@@ -29,7 +29,7 @@ from jaxscale.typing import Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An optimizer as three optax transformations, and what is known of them.
+    """An optimizer as three optax transformations, and facts about them.
 
     Args:
         float32_rule: the experiment's rule without clipping, with float32 weights and state.
@@ -142,7 +142,7 @@ def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | No
     if platform not in ("tpu", "gpu"):
         return "kernels are for TPU and GPU"
     if plan.kernels.of("adam8") == "reference":
-        return "the plan names the reference"
+        return "the plan names the reference implementation"
     if plan.state.moments not in ("int8", "dynamic8"):
         return f"the kernel supports states int8 and dynamic8, not {plan.state.moments}"
     if optimizer.name != "adamw" or optimizer.custom is not None:

@@ -78,7 +78,7 @@ def test_mistakes_are_told_before_anything_is_traced(text, said):
     ],
 )
 def test_a_kernel_of_another_platform_is_refused(text, where):
-    with pytest.raises(UserError, match=f"a {where} kernel, but this runs on cpu; take .*reference"):
+    with pytest.raises(UserError, match=f"a {where} kernel, but the step runs on cpu; take .*reference"):
         resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
 
 

@@ -190,6 +190,7 @@ def test_a_pipe_across_unequal_slices_is_refused(monkeypatch: pytest.MonkeyPatch
     chips = [Chip(number, int(number >= 3)) for number in range(4)]
     for changes in ({"pipeline": "1f1b:4x4"}, {"pipeline": "1f1b:2x4", "mesh": "data:2"}):
         with pytest.raises(
-            UserError, match="got TPU slices with 3 and 1 of its 4 devices, expected the same number on each slice"
+            UserError,
+            match="got TPU slices with 3 and 1 of the mesh's 4 devices, expected the same number on each slice",
         ):
             build(EXPERIMENT, override(Plan(), grouped(changes)), devices=chips)

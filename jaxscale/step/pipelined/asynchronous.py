@@ -61,7 +61,7 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
-"""Name of the `StateExtra` of an asynchronous pipeline; in a checkpoint, steps with another plan or JAX ignore it."""
+"""Name of an asynchronous pipeline's `StateExtra`; a step with another plan or version of JAX ignores the extra."""
 DEVICE_SPEC = PartitionSpec(MANUAL)
 """Placement of arrays whose first dim has an entry for each device."""
 Flight: TypeAlias = dict[str, PyTree]

@@ -96,7 +96,7 @@ def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
 
 
 def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
-    """Return the gradients of this rank's chunks, after adding the gradients of their copies on other ranks."""
+    """Return the gradients of this rank's chunks, with the gradients of the chunks' copies on other ranks added."""
     own_chunk_count = len(stages.homes[0])
 
     def sum_leaf(leaf: Array) -> Array:
