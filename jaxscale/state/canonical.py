@@ -57,21 +57,21 @@ class Canonical:
 
     def __init__(self, layout: Layout, extras: Sequence[StateExtra], naming: Naming, owners: Sequence[str]) -> None:
         self._layout, self._extras = layout, extras
-        saved_state = layout.abstract
+        abstract_state = layout.abstract
         for extra in extras:
-            saved_state = extra.to_saved_abstract(saved_state)
-        leaves, self._treedef = jax.tree.flatten(saved_state)
-        self._leaves = leaves
-        part_tree = self._part_tree(naming, owners, saved_state)
+            abstract_state = extra.to_saved_abstract(abstract_state)
+        abstract_leaves, self._treedef = jax.tree.flatten(abstract_state)
+        self._abstract_leaves = abstract_leaves
+        part_tree = self._part_tree(naming, owners, abstract_state)
         parts = jax.tree.leaves(part_tree, is_leaf=lambda node: isinstance(node, Part))
         # arrays without elements, which some rules keep for parameters that they do not update, can't be written
         self._parts = [
             dataclasses.replace(part, names=()) if 0 in leaf.shape else part
-            for leaf, part in zip(leaves, parts, strict=True)
+            for leaf, part in zip(abstract_leaves, parts, strict=True)
         ]
         self.shardings = {
             name: in_memory_of(leaf.sharding, NamedSharding(layout.mesh, _array_spec(leaf, part)))
-            for leaf, part in zip(self._leaves, self._parts, strict=True)
+            for leaf, part in zip(self._abstract_leaves, self._parts, strict=True)
             for name in part.names
         }
         self.take_apart = jax.jit(self._take_apart, out_shardings=self.shardings)
@@ -164,7 +164,7 @@ class Canonical:
         leaves: list[Array | None] = []
         # for each array, the number of leaves that have yet to read it: several for a stack in groups
         pending_reads = collections.Counter(name for part in self._parts for name in part.names)
-        for leaf, part in zip(self._leaves, self._parts, strict=True):
+        for leaf, part in zip(self._abstract_leaves, self._parts, strict=True):
             if not part.names:
                 leaves.append(jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding))
                 continue

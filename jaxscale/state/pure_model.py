@@ -96,8 +96,8 @@ class PureModel:
             UserError: the number of a parameter's axis names differs from the number of its dims.
         """
         nnx.use_eager_sharding(False)
-        module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
-        graphdef, param_state, rest_state = nnx.split(module, nnx.Param, ...)
+        abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
+        graphdef, param_state, rest_state = nnx.split(abstract_module, nnx.Param, ...)
         axis_names: dict[str, AxisNames] = {}
         for path, variable in nnx.to_flat_state(param_state):
             axes = variable.get_metadata().get("out_sharding")

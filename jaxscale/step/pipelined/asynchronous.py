@@ -422,11 +422,11 @@ class InFlight:
     def add_to_layout(self, layout: Layout) -> Layout:
         """Return the layout of the train state with this extra; each array has a first dim over the devices."""
         sharding = NamedSharding(layout.mesh, DEVICE_SPEC)
-        flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
-        return layout.with_extra(
-            self.name,
-            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), flight),
+        unplaced_flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
+        abstract_flight = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), unplaced_flight
         )
+        return layout.with_extra(self.name, abstract_flight)
 
     def init(self, state: TrainState) -> Flight:
         """Return the state in flight of an empty pipeline."""
@@ -456,8 +456,8 @@ class InFlight:
 
         The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
         """
-        pipeline, flight = self.pipeline, abstract.extra[self.name]
-        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
+        pipeline, abstract_flight = self.pipeline, abstract.extra[self.name]
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(abstract_flight)]
         planned = pipeline.planned
         dependencies = [
             version_1_fields(planned.plan),
@@ -469,7 +469,7 @@ class InFlight:
         plan_hash = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:12]
         prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), flight
+            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), abstract_flight
         )
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:

@@ -135,8 +135,8 @@ def _trace_view(
 def _model_parts(trace: TracedFn, enter: TracedFn, run_stage: TracedFn, leave: TracedFn) -> ModelParts:
     """Return the parts of a model, from traces in which another function replaces its blocks.
 
-    In the signatures below, `run_blocks` is a function that runs blocks, `first_input` is the input of the first block,
-    and `args` are the arguments of a part.
+    In the signatures below, `run_blocks` is the first argument of a `blocks.StageRunner`, `first_input` is the input of
+    the first block, and `args` are the arguments of a part of the model.
 
     Args:
         trace: (between, *args) -> the model's sums, with `between` in place of the blocks.
@@ -425,25 +425,25 @@ class ChainForm:
             view = StageView(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
             return _trace_view(self.planned, view, score, {**zeros, **shared_params}, microbatch, key)
 
-        def message_form(run_blocks: TracedFn, first_input: PyTree) -> MessageForm:
-            """Return the form of all messages, from the function that runs blocks and the input of the first block."""
+        def message_form(blocks_runner: TracedFn, first_input: PyTree) -> MessageForm:
+            """Return the form of all messages, from the input of the first block; `blocks_runner` runs later blocks."""
             abstract_messages = [jax.eval_shape(lambda x: x, first_input)]
             for start, stop in itertools.pairwise(boundaries):
-                abstract_messages.append(jax.eval_shape(run_blocks(start, stop), abstract_messages[-1]))
+                abstract_messages.append(jax.eval_shape(blocks_runner(start, stop), abstract_messages[-1]))
             return MessageForm(abstract_messages)
 
         def run_stage(
-            run_blocks: TracedFn, first_input: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree
+            blocks_runner: TracedFn, first_input: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree
         ) -> Arrays:
             """Run the stage whose index is the last of `args` on a packed message; return the next packed message."""
-            form, traced_stage = message_form(run_blocks, first_input), args[-1]
+            form, traced_stage = message_form(blocks_runner, first_input), args[-1]
 
             def branch(stage: int) -> Callable[[Array, Arrays], Arrays]:
                 """Return the function that runs one stage, from its flat array and the packed message."""
 
                 def run_packed(flat_array: Array, packed: Arrays) -> Arrays:
                     block_params = self._block_params(flat_array, stage)
-                    run_message = run_blocks(boundaries[stage], boundaries[stage + 1], block_params)
+                    run_message = blocks_runner(boundaries[stage], boundaries[stage + 1], block_params)
                     return form.pack(run_message(form.unpack(packed, stage)))
 
                 return run_packed
@@ -453,9 +453,11 @@ class ChainForm:
 
         return _model_parts(
             trace,
-            lambda run_blocks, first_input: message_form(run_blocks, first_input).pack(first_input),
+            lambda blocks_runner, first_input: message_form(blocks_runner, first_input).pack(first_input),
             run_stage,
-            lambda run_blocks, first_input, packed: message_form(run_blocks, first_input).unpack(packed, stage_count),
+            lambda blocks_runner, first_input, packed: message_form(blocks_runner, first_input).unpack(
+                packed, stage_count
+            ),
         )
 
 

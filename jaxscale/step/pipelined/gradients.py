@@ -181,10 +181,12 @@ class Pipelined:
             host_chunks = None if host_params is None else self.form.chunks(host_params)
             first_chunk, microbatch = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             run_before_blocks, stage_index = self.form.model_parts(self.loss).before, jnp.int32(0)
-            message = jax.eval_shape(run_before_blocks, first_chunk, shared_params, microbatch, key, stage_index)
+            abstract_message = jax.eval_shape(
+                run_before_blocks, first_chunk, shared_params, microbatch, key, stage_index
+            )
             readers = None
             if tables.has_backward:
-                readers = self._readers(message, first_chunk, shared_params, microbatch, key)
+                readers = self._readers(abstract_message, first_chunk, shared_params, microbatch, key)
             executed = execute(
                 tables,
                 run_stage,
@@ -192,7 +194,7 @@ class Pipelined:
                 shared_params,
                 batch,
                 key,
-                message,
+                abstract_message,
                 axis=PIPE_AXIS,
                 manual_axes=MANUAL,
                 lowering=pipeline.lowering,

@@ -37,9 +37,12 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
         name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
     row_count = planned.experiment.batch // stages.schedule.microbatches
-    microbatch = {name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
-    stage, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    args = (stage_params, shared_params, (microbatch, jax.ShapeDtypeStruct((row_count,), jnp.int32)), key, stage)
+    abstract_batch = {
+        name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()
+    }
+    abstract_microbatch = (abstract_batch, jax.ShapeDtypeStruct((row_count,), jnp.int32))
+    key_and_stage = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
+    args = (stage_params, shared_params, abstract_microbatch, *key_and_stage)
     # the shared parameter of each leaf of `args`, "" for parameters of stages; later arguments have no entry
     name_of_leaf = jax.tree.leaves(({**dict.fromkeys(stage_params, "")}, {name: name for name in shared_params}))
     parts = pipeline.form.model_parts(pipeline.loss)
