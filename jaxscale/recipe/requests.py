@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of a training run that are known when its combination of requests is checked.
+    """The facts of a training run that are known when the run's combination of requests is checked.
 
     Args:
         plan: the plan; if it has no mesh, rules about a mesh axis are skipped.

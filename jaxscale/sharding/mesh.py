@@ -23,7 +23,7 @@ class MeshSpec:
 
     Args:
         replica: copies of the whole model across slices or nodes (HSDP's outer axis).
-        data: data parallel copies inside a slice.
+        data: data-parallel copies of the model inside a slice.
         pipe: pipeline stages.
         fsdp: devices over which ZeRO shards.
         expert: devices over which experts are spread.

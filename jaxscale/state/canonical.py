@@ -208,7 +208,7 @@ def _join_fn(
     group_rows: tuple[int, int] | None,
     row_of_array: tuple[int, ...],
 ) -> Callable[[list[Array]], Array]:
-    """Return a compiled function from the arrays of a leaf to the leaf; it is cached for leaves of equal arguments.
+    """Return a compiled function from the arrays of a leaf to the leaf, shared by leaves of one shape and placement.
 
     Args:
         layer_dim: the dim along which arrays are stacked; `None` if the leaf is one array.

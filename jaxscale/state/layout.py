@@ -299,7 +299,7 @@ class Layout:
     def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
         """Return, for each leaf of the optimizer's state, the name of the parameter whose shape the leaf has, or "".
 
-        The codes and the scales of a quantized array count as one leaf of the shape of the array.
+        The codes and the scales of a quantized array are two leaves, which get the same name.
         """
         abstract_params = self.abstract.params
         name_tree = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), abstract_params)

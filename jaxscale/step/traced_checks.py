@@ -65,7 +65,7 @@ class KernelTrace:
         return tuple(dict.fromkeys(choices))
 
     def recording(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function` in a form whose traces choose kernels by the plan, and record the choices here.
+        """Return a function like `function`, whose traces choose kernels by the plan and record the choices here.
 
         Args:
             function: a function of the step, to be traced.
@@ -183,7 +183,7 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
         equations: each equation of the step, jaxprs inside it included, with the number of times that it runs.
 
     Raises:
-        UserError: no layer multiplies by the recipe, or one of the three products of a layer is in another type.
+        UserError: no layer computes a product by the recipe, or one of a layer's three products is in another type.
     """
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:

@@ -254,9 +254,9 @@ class AsyncPipeline:
         )(gradients, states, update_count)
 
     def _divide_state(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
-        """Return the leaves of the optimizer's state that have a parameter's shape, and the others.
+        """Return (the state's leaves that have a parameter's shape, all other leaves of the state).
 
-        Both are dicts by the index of the leaf in the list.
+        Both are dicts by the index of the leaf in `leaves`, the list of the leaves of the optimizer's state.
         """
         owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
         return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
