@@ -176,7 +176,7 @@ def test_every_field_of_a_plan_has_a_text(plan: Plan):
 
 def test_changes_of_one_value_are_made_together():
     assert override(Plan(), {"sequence_parallel": "true", "mesh": "tensor:2"}).sequence_parallel
-    with pytest.raises(UserError, match="sequence_parallel True: it shards over the tensor axis"):
+    with pytest.raises(UserError, match="sequence_parallel True: sequences are sharded over the tensor axis"):
         override(Plan(), {"sequence_parallel": "true", "mesh": "fsdp:2"})
 
 

@@ -1,4 +1,4 @@
-"""Combinations of requests that do not work together, as a table with one rule in each row.
+"""Combinations of a plan's requests that do not work together, as a table with one rule in each row.
 
 A row names requests (`requests.py`). A plan is checked when it is created, and again with its mesh, experiment and
 model before a step is built. A row whose facts are unknown is skipped. This table does not contain conditions on a
@@ -14,7 +14,7 @@ from jaxscale.recipe.requests import Facts, Request
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A request, or a combination of requests, that is refused.
+    """A request of a plan, or a combination of requests, that is refused.
 
     Args:
         request: the request, or the combination of requests.
@@ -61,7 +61,7 @@ weights lie there too; add offload.weights host (jaxscale docs choosing/combinat
 
 
 # reasons that several rules share
-OWN_COPIES = "its stages update copies of their own on the device, in the middle of a step"
+OWN_COPIES = "the pipeline's stages update their own copies of the weights on the device, in the middle of a step"
 OF_THE_WHOLE_BATCH = "batch statistics and generators belong to the whole batch, but each replica would have its own"
 LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale cannot see whether a model has any"
 
@@ -69,16 +69,16 @@ RULES: tuple[Rule, ...] = (
     # requests that need an axis of the mesh, or a pipeline
     Rule(
         requests.request_unless(requests.zero, requests.has_several_devices),
-        "it shards over the fsdp axis, but mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
-        "or zero 0",
+        "ZeRO shards over the fsdp axis, but mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all "
+        "devices, or zero 0",
     ),
     Rule(
         requests.request_unless(requests.zero, requests.has_fsdp_devices),
-        "it shards over the fsdp axis, but mesh {plan.mesh} has none; add fsdp:N",
+        "ZeRO shards over the fsdp axis, but mesh {plan.mesh} has none; add fsdp:N",
     ),
     Rule(
         requests.request_unless(requests.plan_field("sequence_parallel", True), requests.has_axis("tensor")),
-        "it shards over the tensor axis, but mesh {plan.mesh} has none; add tensor:N",
+        "sequences are sharded over the tensor axis, but mesh {plan.mesh} has none; add tensor:N",
     ),
     Rule(
         requests.request_unless(requests.codec, requests.has_axis("replica")),
@@ -92,8 +92,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.request_unless(requests.one_bit, requests.has_axis("replica")),
-        "its momenta cross the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or take "
-        "{plain}",
+        "momenta cross the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or take {plain}",
     ),
     Rule(
         requests.request_unless(requests.several_along("pipe"), lambda facts: facts.plan.pipeline is not None),
@@ -108,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.request_unless(requests.split_weights, lambda facts: facts.plan.precision == "bfloat16"),
-        "its weights are bfloat16, but precision is {plan.precision}; add precision bfloat16, or take state.master "
+        "split weights are bfloat16, but precision is {plan.precision}; add precision bfloat16, or take state.master "
         "float32",
     ),
     Rule(
@@ -126,8 +125,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.gradients_host, requests.pipeline),
-        "gradients on the host are not summed over its microbatches; take offload.gradients device, or leave the "
-        "pipeline out",
+        "gradients on the host are not summed over a pipeline's microbatches; take offload.gradients device, or leave "
+        "the pipeline out",
     ),
     *(
         Rule(
@@ -138,7 +137,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.memory_of_weights, requests.weights_host),
-        "it would keep every weight that is fetched to the device; take memory none, which keeps everything else",
+        "the rule would keep every weight that is fetched to the device; take memory none, which keeps everything else",
     ),
     Rule(
         requests.combination(requests.memory_rule("sqrt", "periodic", "revolve", "chain"), requests.weights_host),
@@ -163,7 +162,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.codec, requests.model_state),
-        OF_THE_WHOLE_BATCH + "; {no_codec}, or take a model without them",
+        OF_THE_WHOLE_BATCH + "; {no_codec}, or take a model without such state",
     ),
     Rule(
         requests.combination(requests.codec, requests.foreign_model_over_tensor),
@@ -171,18 +170,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.one_bit, requests.codec_beside_one_bit),
-        "it sends momenta in one bit instead of gradients, so reduce has nothing to compress; leave reduce out",
+        "replicas send momenta in one bit instead of gradients, so reduce has nothing to compress; leave reduce out",
     ),
     *(
         Rule(
             requests.combination(requests.one_bit, host_request),
-            "replicas send their new momentum in the middle of an update, from the device; keep it on the device",
+            "replicas send their new momentum in the middle of an update, from the device; keep weights and state "
+            "on the device",
         )
         for host_request in (requests.weights_host, requests.state_off_device)
     ),
     Rule(
         requests.combination(requests.diloco, requests.one_bit),
-        "its replicas exchange momenta in every step; take optimizer adamw, or leave diloco out",
+        "the optimizer's replicas exchange momenta in every step; take optimizer adamw, or leave diloco out",
     ),
     Rule(
         requests.request_unless(requests.diloco, requests.meets_before_the_end),
@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.diloco, requests.model_state),
-        f"{OF_THE_WHOLE_BATCH}; leave diloco out, or take a model without them",
+        f"{OF_THE_WHOLE_BATCH}; leave diloco out, or take a model without such state",
     ),
     Rule(
         requests.combination(requests.diloco, requests.foreign_model_over_tensor),
@@ -218,27 +218,28 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             requests.combination(requests.pipeline_option(name), requests.newest_weights),
-            f"its gradients are of the newest weights; leave {name} out, or take pipemare:P",
+            f"this pipeline's gradients are of the newest weights; leave {name} out, or take pipemare:P",
         )
         for name in ("anneal", "correction", "synchronous_steps")
     ),
     Rule(
         requests.combination(requests.weight_correction, requests.own_weights),
-        "its backward passes read the same weights as their forward passes; leave correction out, or take pipemare:P",
+        "the pipeline's backward passes read the same weights as its forward passes; leave correction out, or take "
+        "pipemare:P",
     ),
     Rule(
         requests.combination(requests.phased_lowering, requests.asynchronous),
-        "its ticks mix forward and backward passes; leave lowering out",
+        "the pipeline's ticks mix forward and backward passes; leave lowering out",
     ),
     Rule(
         requests.combination(requests.weights_host, requests.copied_stages),
-        "two devices have each stage, and its weights go from one to the other in every step; take another pipeline, "
-        "or offload.weights device",
+        "two devices run each stage, and one of them sends the stage's weights to the other in every step; take "
+        "another pipeline, or offload.weights device",
     ),
     # asynchronous pipelines
     Rule(
         requests.combination(requests.split_weights, requests.asynchronous),
-        "its stages keep older weights whole; take state.master float32, or a synchronous pipeline",
+        "the pipeline's stages keep older weights whole; take state.master float32, or a synchronous pipeline",
     ),
     Rule(
         requests.combination(requests.weights_host, requests.asynchronous),
@@ -246,8 +247,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.state_off_device, requests.asynchronous),
-        "a stage updates in the middle of a step, where nothing comes from the host; leave it out, or take a "
-        "synchronous pipeline",
+        "a stage updates in the middle of a step, when nothing comes from the host; take offload.optimizer_state "
+        "device, or a synchronous pipeline",
     ),
     Rule(
         requests.combination(requests.zero, requests.asynchronous),
@@ -264,7 +265,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.one_bit, requests.asynchronous),
-        "replicas send momenta once, after a step, and a stage updates in the middle of it; take a synchronous "
+        "replicas send momenta once, after a step, but a stage updates in the middle of a step; take a synchronous "
         "pipeline, or {plain}",
     ),
     Rule(
@@ -276,8 +277,8 @@ RULES: tuple[Rule, ...] = (
             lambda facts: requests.memory_rule("offload")(facts) if facts.plan.stages_keep == "residuals" else None,
             requests.asynchronous,
         ),
-        "its stages keep activations from step to step, which must stay on the device; add the option stash=input, "
-        "with which a stage offloads within its backward pass, or take a synchronous pipeline",
+        "the pipeline's stages keep activations from step to step, which must stay on the device; add the option "
+        "stash=input, with which a stage offloads within its backward pass, or take a synchronous pipeline",
     ),
     Rule(
         requests.request_unless(requests.asynchronous, lambda facts: not facts.has_reshaped_state),
@@ -287,12 +288,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         requests.request_unless(requests.asynchronous, lambda facts: facts.mixing is None),
         "this optimizer's update mixes elements of a tensor ({mixing}), which may belong to several layers, and a "
-        "stage has only some of them; take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
+        "stage has only some of the layers; take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
     ),
     # pipelines of unlike blocks
     Rule(
         requests.combination(requests.unlike_blocks, requests.asynchronous),
-        "its stages cannot update their weights at different times; take a synchronous pipeline",
+        "stages of unlike blocks cannot update their weights at different times; take a synchronous pipeline",
     ),
     Rule(
         requests.combination(requests.kept_residuals, requests.unlike_blocks),
@@ -320,7 +321,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.combination(requests.memory_of_sequences, requests.unlike_blocks),
-        "it looks at all blocks in sequence, but a stage has only some of them; take none, dots or full",
+        "the rule looks at all blocks in sequence, but a stage has only some of the blocks; take none, dots or full",
     ),
 )
 """Every rule, in the order in which a combination is checked."""

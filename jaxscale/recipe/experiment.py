@@ -49,7 +49,7 @@ class Samples:
     """The samples to generate during training, for models that can generate.
 
     Args:
-        every: number of steps between samples; 0 samples at the end only.
+        every: number of steps between samples; 0 draws samples at the end only.
         prompts: texts to continue, one sample for each; () draws no samples.
         tokens: number of tokens per sample.
         temperature: temperature of the softmax from which tokens are drawn; 0 takes the most likely token.
@@ -78,7 +78,7 @@ class Checkpointing:
         minutes: minutes between checkpoints; `every` or `minutes` applies, whichever comes first. `None`
             counts steps only.
         keep: number of the newest checkpoints to keep.
-        best: whether to keep the checkpoint with the least held-out loss too.
+        best: whether to keep also the checkpoint with the least held-out loss.
     """
 
     every: int = 500
@@ -151,13 +151,13 @@ class Experiment:
 
 
 def plan_of(experiment: Any, plan: Any) -> Plan:
-    """Return the plan, or the experiment's own for `None`.
+    """Return `plan`, or the experiment's own plan if `plan` is `None`.
 
     Raises:
-        UserError: `experiment` is no Experiment, or `plan` is no Plan.
+        UserError: `experiment` is not an `Experiment`, or `plan` is not a `Plan`.
     """
     if not isinstance(experiment, Experiment):
-        raise UserError(f"experiment: got {experiment!r}, expected an Experiment; load_file(PATH)[0] is that of a file")
+        raise UserError(f"experiment: got {experiment!r}, expected an Experiment, such as load_file(PATH)[0]")
     if not isinstance(plan, Plan | None):
         raise UserError(f"plan: got {plan!r}, expected a Plan, such as Plan(mesh='fsdp:4', zero=3)")
     return experiment.plan if plan is None else plan

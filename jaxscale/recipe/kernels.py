@@ -1,6 +1,7 @@
-"""Kernels: the implementations of kernels that a plan names, as a value with a text form, and those that a step uses.
+"""Kernels: the implementations of kernels that a plan names, as a value with a text form.
 
-This module does not import JAX. `step/traced_checks.py` records the implementations while it traces a step.
+This module does not import JAX. A `KernelChoice` is an implementation that a step uses; `step/traced_checks.py` records
+the choices while it traces the step.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ KNOWN = {
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
 """The platform of each implementation that does not run on all platforms."""
 CODECS = ("quantize", "top_k")
-"""Kernels that codecs use; the step passes the plan's implementations of them through `pallas_kernels.dispatch`."""
+"""Kernels that codecs use. The step passes the implementations that the plan names to `pallas_kernels.dispatch`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Kernels:
         default: "auto" takes the best implementation of each kernel that runs on the platform; "reference" takes plain
             JAX.
         named: (kernel, implementation) for each kernel that does not follow the default.
-        loss_chunk: number of target positions of a row for which the loss is computed at a time; `None` takes all.
+        loss_chunk: number of target positions of a row for which the loss is computed at a time; `None` for all.
 
     Example:
         >>> Kernels.parse("attention=chunked").of("attention"), Kernels.parse("reference").of("attention")
@@ -63,7 +64,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
             if implementation not in KNOWN[kernel]:
                 raise unknown(f"implementation of {kernel}", implementation, KNOWN[kernel])
         if len(dict(self.named)) < len(self.named):
-            raise UserError(f"kernels {self}: got a kernel twice, expected each once")
+            raise UserError(f"kernels {self}: got a kernel twice, expected each kernel once")
         if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
             raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave out one of the two")
 
@@ -105,7 +106,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @property
     def attends(self) -> str:
-        """The implementation of attention that the plan requests, by the name that layers use for it."""
+        """The implementation of attention that the plan requests, by the name that the layers use."""
         return {"reference": "plain"}.get(self.of("attention"), self.of("attention"))
 
     @property
@@ -118,7 +119,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         return dict(self.named).get(kernel, self.default)
 
     def of_codecs(self) -> dict[str, str]:
-        """Return the implementation of each kernel in `CODECS` by the kernel's name, without those that are "auto"."""
+        """Return the implementation of each kernel in `CODECS` by the kernel's name, without kernels left to "auto"."""
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
@@ -134,8 +135,8 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
             if PLATFORMS.get(name, platform) != platform:
                 alternatives = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
                 raise UserError(
-                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, but this runs on {platform}; take "
-                    f"{alternatives}, or leave {kernel} out"
+                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, but the step runs on {platform}; "
+                    f"take {alternatives}, or leave {kernel} out"
                 )
 
 
@@ -151,8 +152,8 @@ class KernelChoice:
         kernel: name of the kernel.
         platform_name: platform and chip, such as "tpu v5e".
         implementation: name of the chosen implementation.
-        why: the reason why the implementation is not a kernel of the platform; `None` if it is one, or if there is no
-            better one.
+        why: the reason why the implementation is not a kernel of the platform; `None` if it is such a kernel, or if
+            nothing better exists.
     """
 
     kernel: str
@@ -182,7 +183,7 @@ def fields_of(choices: Sequence[KernelChoice]) -> dict[str, Any]:
 
 
 def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the platform of a step, and its kernels as text; `None` if it used no kernel.
+    """Return (platform, text on the kernels) of a step; `None` if the step used no kernel.
 
     Args:
         fields: fields of an event, from `fields_of`.
@@ -203,7 +204,7 @@ def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def lines_of(choices: Sequence[KernelChoice]) -> list[str]:
-    """Return a line for the user on the kernels of a step; no line if it used no kernel.
+    """Return a line for the user on the kernels of a step; no line if the step used no kernel.
 
     Args:
         choices: the chosen implementations.

@@ -28,7 +28,7 @@ PLAN_VERSION = 2
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPlan:
-    """The memory of weights, gradients and optimizer state: that of the device, or that of the host.
+    """Which memory holds weights, gradients and optimizer state: the memory of the device, or that of the host.
 
     Args:
         weights: memory of the weights that the passes read. If they lie on the host, each block's weights are copied to
@@ -72,10 +72,10 @@ class StatePlan:
 
     Args:
         moments: number format of the moments: float32, int8 (softsign and square-root companding), dynamic8 (Dettmers'
-            map), int4 or fp8. All but float32 are in blocks with a scale. The moments of embeddings, heads, norms and
-            small arrays stay float32.
-        master: format of the weights between steps: "float32", or "split": bfloat16, which the passes read, and 8 bits
-            of correction.
+            map), int4 or fp8. In all formats but float32, each block of moments has a scale. The moments of embeddings,
+            heads, norms and small arrays stay float32.
+        master: format of the weights between steps: "float32", or "split": bfloat16 weights, which the passes read, and
+            a correction of 8 bits for each weight.
     """
 
     moments: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
@@ -123,7 +123,7 @@ class Plan:
     Args:
         mesh: number of devices along each axis, such as "data:2,fsdp:4"; `None` takes the largest number of devices
             over which the rows of a batch can be split evenly.
-        zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
+        zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0 for none.
         sequence_parallel: whether to use Megatron's sequence parallelism, which splits the sequence of norms and
             residuals over the tensor axis.
         microbatches: number of parts in which a batch is processed, one after the other; their gradients are summed.
@@ -140,9 +140,9 @@ class Plan:
             numbers. A codec in `reduce` compresses the messages of a synchronization. With `None`, replicas take every
             step together.
         memory: rule for the values that each block keeps for the backward pass: "none" (all values), "dots" (matrix
-            products), "full" (no value, so that all are recomputed), and others.
+            products), "full" (no value, so that all values are recomputed), and others.
         offload: tensors in host memory.
-        state: numbers that the optimizer keeps.
+        state: number formats of the weights and of the optimizer's moments between steps.
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
             name, such as "attention=chunked,cross_entropy=tpu". In addition, "loss_chunk=128" sets the number of target
             positions of a row for which the loss is computed at a time.
@@ -150,7 +150,7 @@ class Plan:
             layer at a time, and on a CPU under every memory rule but `none`.
         rules: mesh axes of each logical axis.
 
-    A field with a text form accepts the text or its value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
+    A field with a text form accepts the text or the value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
 
     Example:
         >>> Plan(mesh="fsdp:4", zero=3).mesh.fsdp
@@ -230,7 +230,7 @@ class Plan:
 
     @classmethod
     def upgraded_json(cls, data: Any) -> Any:
-        """Return the JSON of a plan in the current version, from that of an earlier version."""
+        """Return the JSON of a plan in the current version, from the JSON of an earlier version."""
         return upgrade(data)
 
 

@@ -23,7 +23,7 @@ MOVED_FIELDS = {
 
 
 def upgrade(data: Any) -> Any:
-    """Return the JSON of a plan in version 2, from that in version 1; any other JSON is returned unchanged.
+    """Return the JSON of a plan in version 2, from the JSON in version 1; any other JSON is returned unchanged.
 
     Example:
         >>> upgrade({"pipeline": "1f1b:2x4", "stash": "input", "stages": [3, 1], "weights": "host", "state": "int8"})

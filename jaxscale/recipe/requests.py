@@ -1,8 +1,8 @@
 """Requests that a plan or an experiment can make, for the rules of `combinations.py`.
 
 A request is a function of the facts of a training run. It returns the text of the request, such as "zero 3", or `None`
-if the run does not make the request. A condition is a function of the facts, too. It returns whether the facts allow
-something, or `None` if that is still unknown.
+if the run does not make the request. A condition is a function of the facts, too. It returns whether the facts meet the
+condition, or `None` if that is still unknown.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of a training run that are known when its combination of requests is checked.
+    """The facts of a training run that are known when the run's combination of requests is checked.
 
     Args:
         plan: the plan; if it has no mesh, rules about a mesh axis are skipped.
@@ -31,8 +31,8 @@ class Facts:
         has_unlike_blocks: whether the stages of the pipeline have unlike blocks.
         has_copies: whether two devices of the pipeline have the weights of the same stage.
         mixing: name of the operation by which the optimizer's update mixes elements of a tensor. `None` if the update
-            mixes none, or mixes only elements of one layer, with a state of the parameters' shapes.
-        has_reshaped_state: whether the optimizer mixes elements, and keeps arrays of other shapes than its parameters.
+            mixes no elements, or mixes only elements of one layer, with a state of the parameters' shapes.
+        has_reshaped_state: whether the optimizer mixes elements, and keeps arrays whose shapes no parameter has.
     """
 
     plan: "Plan"
@@ -62,24 +62,24 @@ class Facts:
 
     @property
     def messages(self) -> "Messages | None":
-        """The function that computes the momenta that replicas of a one-bit optimizer send; `None` for others."""
+        """The function that computes the momenta that replicas send; `None` unless the optimizer is a one-bit one."""
         return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
 
     @property
     def codes_momenta(self) -> bool:
-        """Whether the plan's codec is the one for the momenta of its one-bit optimizer."""
+        """Whether the plan's codec is the codec of momenta that the experiment's one-bit optimizer requires."""
         return self.messages is not None and str(self.plan.reduce) == f"onebit,start={self.messages.freeze}"
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
 """A function from the facts to the text of a request; it returns `None` if the run does not make the request."""
 Condition: TypeAlias = Callable[[Facts], bool | None]
-"""A function from the facts to whether they allow something; it returns `None` if that is still unknown."""
+"""A function from the facts to whether they meet a condition; it returns `None` if that is still unknown."""
 
 
 MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
 """Texts of requests, with fields of the plan in braces."""
-FOREIGN = "a model of layers that are not ours"
+FOREIGN = "a model of layers that are not jaxscale's"
 
 
 def request_when(text: str, is_made: Callable[[Facts], bool]) -> Request:
@@ -93,7 +93,7 @@ def request_when(text: str, is_made: Callable[[Facts], bool]) -> Request:
 
 
 def pipeline_request(is_made: "Callable[[PipelinePlan], bool]", text: str = PIPELINE) -> Request:
-    """Return a request that is made if there is a pipeline and a condition on it holds."""
+    """Return a request that is made if there is a pipeline and a condition on the pipeline holds."""
     return request_when(text, lambda facts: facts.plan.pipeline is not None and is_made(facts.plan.pipeline))
 
 
@@ -101,7 +101,7 @@ def combination(first_request: Request, second_request: Request) -> Request:
     """Return a request that is made if two requests are both made."""
 
     def request(facts: Facts) -> str | None:
-        """Return the texts of both requests, joined; `None` if one is not made."""
+        """Return the texts of both requests, joined; `None` unless both are made."""
         first_text = first_request(facts)
         second_text = None if first_text is None else second_request(facts)
         return None if second_text is None else f"{first_text} with {second_text}"
@@ -118,10 +118,10 @@ def request_unless(request: Request, condition: Condition) -> Request:
 
 
 def plan_field(path: str, *values: object) -> Request:
-    """Return a request that is made if the field of the plan at a dotted path has one of some values."""
+    """Return a request that is made if the field of the plan at a dotted path has one of `values`."""
 
     def request(facts: Facts) -> str | None:
-        """Return the path and setting of the field; `None` if the setting is none of the values."""
+        """Return the path and setting of the field; `None` if the setting is not one of `values`."""
         setting = operator.attrgetter(path)(facts.plan)
         return f"{path} {setting}" if setting in values else None
 
@@ -146,7 +146,7 @@ def several_along(axis: str) -> Request:
 
 
 def memory_rule(*rules: str) -> Request:
-    """Return a request that is made if the rule of the memory plan is one of some rules."""
+    """Return a request that is made if the rule of the memory plan is one of `rules`."""
     return request_when(MEMORY, lambda facts: facts.plan.memory.rule in rules)
 
 
@@ -214,19 +214,19 @@ def codec(facts: Facts) -> str | None:
 
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
-    """Return the text of a request for a setting of `reduce`, unless it is the codec of a one-bit optimizer."""
+    """Return the text of a request for a setting of `reduce` other than the codec of a one-bit optimizer."""
     return None if facts.codes_momenta or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 
 def microbatches_beside_pipeline(facts: Facts) -> str | None:
-    """Return the text of a request for a number of microbatches that differs from that of the pipeline."""
+    """Return the text of a request for a number of microbatches other than the number of the pipeline."""
     pipeline = facts.plan.pipeline
     pipeline_microbatches = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
     return None if facts.plan.microbatches == pipeline_microbatches else microbatches(facts)
 
 
 def model_state(facts: Facts) -> str | None:
-    """Return the text of a request for a model that has other state in addition to its parameters."""
+    """Return the text of a request for a model that has state in addition to its parameters."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
 
 

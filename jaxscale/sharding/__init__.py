@@ -16,7 +16,7 @@ _MODULE_BY_NAME = {
     "to_device": "jaxscale.sharding.memory_space",
     "to_host": "jaxscale.sharding.memory_space",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""The module from which each public name loads at its first use."""
 
 if TYPE_CHECKING:
     from jaxscale.sharding.memory_space import on_host, to_device, to_host

@@ -1,8 +1,8 @@
 """The memory space of an array: device memory, or host memory that the device reads by DMA ("pinned_host").
 
-The memory space is part of the type of an array. All operands of an operation must lie in one space, so arrays on the
-host are moved to the device explicitly. The gradient of `to_device` lies on the host, because the transpose of the move
-is the move back.
+The memory space is part of the type of an array. All operands of an operation must lie in one memory space, so arrays
+on the host are moved to the device explicitly. The gradient of `to_device` lies on the host, because the transpose of
+the move is the move back.
 
 The CPU backend supports these memory kinds, but has only one memory. There, offload is a rehearsal: the program
 computes the same values, but moves no bytes.

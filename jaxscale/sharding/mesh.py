@@ -23,7 +23,7 @@ class MeshSpec:
 
     Args:
         replica: copies of the whole model across slices or nodes (HSDP's outer axis).
-        data: data parallel copies inside a slice.
+        data: data-parallel copies of the model inside a slice.
         pipe: pipeline stages.
         fsdp: devices over which ZeRO shards.
         expert: devices over which experts are spread.
@@ -68,7 +68,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """Return the mesh of a text form such as "data:2,fsdp:4"; "1" is a single device."""
+        """Return the mesh that a text form such as "data:2,fsdp:4" describes; "1" is a single device."""
         if not text.strip():
             raise UserError("mesh: got an empty text, expected AXIS:DEVICES such as data:2,fsdp:4, or 1 for one device")
         sizes: dict[str, int] = {}
@@ -97,7 +97,7 @@ class MeshSpec:
                 not run.
 
         Raises:
-            UserError: there are fewer devices than the mesh takes, or the TPU slices have unequal numbers of them.
+            UserError: there are fewer devices than the mesh takes, or the TPU slices have unequal numbers of devices.
         """
         import jax
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -117,8 +117,8 @@ class MeshSpec:
         slice_count = len(count_by_slice)
         if len(set(count_by_slice.values())) > 1:
             raise UserError(
-                f"mesh {self}: got TPU slices with {' and '.join(map(str, count_by_slice.values()))} of its "
-                f"{self.devices} devices, expected the same number on each slice; use a mesh of "
+                f"mesh {self}: got TPU slices with {' and '.join(map(str, count_by_slice.values()))} of the "
+                f"mesh's {self.devices} devices, expected the same number on each slice; use a mesh of "
                 f"{min(count_by_slice.values()) * slice_count} devices, or one within a slice"
             )
         if slice_count == 1:
@@ -145,7 +145,7 @@ class MeshSpec:
         spanned_slices = slices_per_axis(tuple(self.sizes.values()), slices)
         if spanned_slices is None:
             raise UserError(
-                f"mesh {self} on {slices} slices: its slowest axes cannot be split evenly over them; use axes "
+                f"mesh {self} on {slices} slices: its slowest axes cannot be split evenly over the slices; use axes "
                 f"such as replica:{slices} (axes across slices send messages over the slow network between them)"
             )
         return spanned_slices

@@ -17,7 +17,7 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
     """Return the mesh axes that split each dim of an array.
 
     Args:
-        spec: a `PartitionSpec`, or its entries; a dim that it leaves to the compiler counts as whole.
+        spec: a `PartitionSpec`, or its entries; a dim that the spec leaves to the compiler counts as whole.
         rank: number of dims of the array, which may be more than the entries of `spec`.
 
     Example:

@@ -19,7 +19,7 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
 MeshAndRules: TypeAlias = tuple[Any, AxisRules]
-"""A mesh, abstract or of devices, and the rules that place arrays on it; this pair is hashable."""
+"""A hashable tuple (mesh, rules that place arrays on the mesh); the mesh may be abstract."""
 
 _layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("layout", default=None)
 """The mesh and rules in force; `None` outside any layout."""
@@ -38,9 +38,9 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
 def reopened_layout(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
     """Return a context like that of `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as that
-    of the step around the manual region of a pipeline stage. So a backward function that places arrays takes the layout
-    of the forward call as a static argument, and opens it with this function.
+    JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as the
+    layout of the step around the manual region of a pipeline stage. So a backward function that places arrays takes the
+    layout of the forward call as a static argument, and opens that layout with this function.
     """
     return scoped(_layout, mesh_and_rules)
 
@@ -53,8 +53,8 @@ def current() -> MeshAndRules | None:
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
     """Return the PartitionSpec of an array whose dims have the logical axes `names`.
 
-    Each mesh axis is used once, for the first dim whose rule names it. A dim that its mesh axes cannot split evenly
-    stays whole. (The sizes that a plan relies on are checked before tracing.)
+    Each mesh axis is used once, for the first dim whose rule names the axis. A dim that its mesh axes cannot split
+    evenly stays whole. (The sizes that a plan relies on are checked before tracing.)
     """
     if len(names) != len(shape):
         raise ValueError(

@@ -1,6 +1,6 @@
 """AxisRules: the mesh axes of each logical axis.
 
-There is one field for each logical axis, so that a strategy is a `dataclasses.replace`, and a typo is an error.
+There is one field for each logical axis. So `dataclasses.replace` makes the rules of a strategy, and refuses a typo.
 
 Parameters and activations use the same logical axes. The rules do not describe how ZeRO shards parameters over "fsdp":
 for each parameter, `zero.py` chooses a dim that can be split evenly.

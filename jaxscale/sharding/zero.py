@@ -114,9 +114,9 @@ def placement(
 def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
     """Return a placement with all tensors but the compute copy split over one more axis, if a dim can be split evenly.
 
-    All of them are split along the same dim, and over the additional axis first, so that each shard of the finest
-    placement lies within a shard of the others. Otherwise XLA would exchange shards in every step, even over a slow
-    axis.
+    All these tensors are split along the same dim, and over the additional axis first, so that each shard of the most
+    finely split tensor lies within a shard of every other tensor. Otherwise XLA would exchange shards in every step,
+    even over a slow axis.
 
     Args:
         coarse_placement: the placement without the additional axis.
@@ -142,7 +142,7 @@ def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
 
 
 def stacked_over(tensor_placement: Placement, axis: str) -> Placement:
-    """Return the placement of a stack of tensors that have this placement, with its first dim split over `axis`.
+    """Return the placement of a stack of tensors, each placed by `tensor_placement`, with the stack split over `axis`.
 
     Example:
         >>> spec = PartitionSpec("tensor")

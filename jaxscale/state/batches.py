@@ -64,8 +64,8 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
         class_counts: for each array of tokens or labels, by its name, the number of tokens or classes.
 
     Raises:
-        UserError: a number is not from 0 to the count, nor -100 in targets or labels; or the weights add up to less
-            than 0.
+        UserError: a number is neither from 0 to the count minus 1, nor -100 in targets or labels; or the weights add
+            up to less than 0.
 
     Example:
         >>> check_values({"labels": np.array([0, -100, 9])}, {"labels": 10})
@@ -94,7 +94,7 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
 
 
 def batch_shapes(experiment: Experiment) -> Batch:
-    """Return the shapes of a global batch: those that the data specifies, otherwise those of its first batch.
+    """Return the shapes of a global batch: those that the data specifies, otherwise those of the data's first batch.
 
     Raises:
         UserError: the experiment has no data.
@@ -116,7 +116,7 @@ def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax
 
 
 def span(slices: Sequence[slice], row_count: int) -> tuple[int, int]:
-    """Return (start, stop) of the rows that slices of an array with `row_count` rows select; the first is for rows."""
+    """Return (start, stop) of the rows that `slices`, one for each dim, select from an array with `row_count` rows."""
     row_slice = slices[0]
     return row_slice.start or 0, row_count if row_slice.stop is None else row_slice.stop
 

@@ -8,7 +8,7 @@ are joined. A quantized array becomes two arrays, `NAME/codes.MAP` and `NAME/sca
 4-bit codes take a byte each.
 
 To take a state apart, the devices copy all of it. With Adam, the copy takes up to 12 bytes a parameter in addition to
-the state, until it has reached the host. No step runs meanwhile, so a save needs more memory than a step only if the
+the state, until the copy is on the host. No step runs meanwhile, so a save needs more memory than a step only if the
 gradients and activations of the step take fewer bytes than the copy. `Canonical.copy_bytes` is the size of the copy.
 """
 
@@ -34,7 +34,7 @@ from jaxscale.trees import path_name
 from jaxscale.typing import Array, PyTree
 
 PARAMS = "params"
-"""Prefix of the names of parameters. Evaluation, generation and export restore the arrays under it and `REST`."""
+"""Prefix of the names of parameters. Evaluation, generation and export restore the arrays under `PARAMS` and `REST`."""
 REST = "rest"
 """Prefix of the names of the model's other state, such as batch statistics."""
 OPTIONAL = tuple(f"{name}/" for name in EXTRAS)
@@ -48,7 +48,7 @@ class Canonical:
         layout: placements of the state.
         extras: the extras that techniques add to the state.
         naming: names of the arrays of leaves that are shaped like parameters.
-        owners: for each leaf of the optimizer's state, the name of the parameter whose shape it has, or "".
+        owners: for each leaf of the optimizer's state, the name of the parameter whose shape the leaf has, or "".
 
     Attributes:
         shardings: the sharding of each array of the canonical form, by name.
@@ -57,21 +57,21 @@ class Canonical:
 
     def __init__(self, layout: Layout, extras: Sequence[StateExtra], naming: Naming, owners: Sequence[str]) -> None:
         self._layout, self._extras = layout, extras
-        saved_state = layout.abstract
+        abstract_state = layout.abstract
         for extra in extras:
-            saved_state = extra.to_saved_abstract(saved_state)
-        leaves, self._treedef = jax.tree.flatten(saved_state)
-        self._leaves = leaves
-        part_tree = self._part_tree(naming, owners, saved_state)
+            abstract_state = extra.to_saved_abstract(abstract_state)
+        abstract_leaves, self._treedef = jax.tree.flatten(abstract_state)
+        self._abstract_leaves = abstract_leaves
+        part_tree = self._part_tree(naming, owners, abstract_state)
         parts = jax.tree.leaves(part_tree, is_leaf=lambda node: isinstance(node, Part))
         # arrays without elements, which some rules keep for parameters that they do not update, can't be written
         self._parts = [
             dataclasses.replace(part, names=()) if 0 in leaf.shape else part
-            for leaf, part in zip(leaves, parts, strict=True)
+            for leaf, part in zip(abstract_leaves, parts, strict=True)
         ]
         self.shardings = {
             name: in_memory_of(leaf.sharding, NamedSharding(layout.mesh, _array_spec(leaf, part)))
-            for leaf, part in zip(self._leaves, self._parts, strict=True)
+            for leaf, part in zip(self._abstract_leaves, self._parts, strict=True)
             for name in part.names
         }
         self.take_apart = jax.jit(self._take_apart, out_shardings=self.shardings)
@@ -111,11 +111,11 @@ class Canonical:
         return local_bytes(self.abstract())
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape, dtype and sharding of each array of the canonical form, by name, to restore into."""
-        unplaced_arrays = jax.eval_shape(self._take_apart, self._layout.abstract)
+        """Return the shape, dtype and sharding of each array of the canonical form, by the array's name."""
+        abstract_arrays = jax.eval_shape(self._take_apart, self._layout.abstract)
         return {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.shardings[name])
-            for name, array in unplaced_arrays.items()
+            for name, array in abstract_arrays.items()
         }
 
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
@@ -164,7 +164,7 @@ class Canonical:
         leaves: list[Array | None] = []
         # for each array, the number of leaves that have yet to read it: several for a stack in groups
         pending_reads = collections.Counter(name for part in self._parts for name in part.names)
-        for leaf, part in zip(self._leaves, self._parts, strict=True):
+        for leaf, part in zip(self._abstract_leaves, self._parts, strict=True):
             if not part.names:
                 leaves.append(jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding))
                 continue
@@ -208,13 +208,13 @@ def _join_fn(
     group_rows: tuple[int, int] | None,
     row_of_array: tuple[int, ...],
 ) -> Callable[[list[Array]], Array]:
-    """Return a compiled function from the arrays of a leaf to the leaf; leaves of one shape and placement share it.
+    """Return a compiled function from the arrays of a leaf to the leaf, shared by leaves of one shape and placement.
 
     Args:
         layer_dim: the dim along which arrays are stacked; `None` if the leaf is one array.
         key_impl: name of the generator's implementation if the leaf is a PRNG key, otherwise `None`.
         leaf: shape, dtype and sharding of the leaf.
-        group_rows: (start, stop) of the rows of the array that the leaf holds; `None` for all.
+        group_rows: (start, stop) of the rows of the array that the leaf holds; `None` for all rows.
         row_of_array: the row of each array, if some rows of the leaf are zeros; () if there is an array for every row.
     """
 
@@ -237,11 +237,11 @@ def _join_fn(
 
 
 def _in_one_stack(tree: PyTree[Part], is_layered: Callable[[Part], bool]) -> PyTree[Part]:
-    """Return a tree of parts in which the groups of a stack share one array, unless their leaves are split into layers.
+    """Return a tree of `Part`s in which the groups of a stack share one array, unless a leaf is split into layers.
 
     Args:
-        tree: tree of parts.
-        is_layered: function that returns whether the first dim of the leaf of a part is for layers.
+        tree: tree with the `Part` of each leaf.
+        is_layered: function that returns, for the `Part` of a leaf, whether the first dim of the leaf is for layers.
     """
     parts, treedef = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, Part))
     first_layers_by_name: dict[str, set[int]] = collections.defaultdict(set)
@@ -261,7 +261,7 @@ def _in_one_stack(tree: PyTree[Part], is_layered: Callable[[Part], bool]) -> PyT
 
 
 def _array_spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
-    """Return the placement of the arrays of a leaf: that of the leaf, but without splits that would need padding."""
+    """Return the placement of the arrays of a leaf: the leaf's placement, without splits that would need padding."""
     if part.key_impl:
         return PartitionSpec()
     mesh = leaf.sharding.mesh

@@ -32,11 +32,12 @@ Abstract: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """The arrays to read from a checkpoint, and the function that converts them to those of a step.
+    """The arrays to read from a checkpoint, and the function that converts these arrays to the arrays of a step.
 
     Args:
         abstract: shape, dtype and sharding of each array to read from the checkpoint, by name.
-        convert: function from the arrays that were read, which it deletes, to the arrays of the step; both by name.
+        convert: function from the arrays that were read to the arrays of the step, by name. It deletes the arrays that
+            were read.
         lines: lines for the user on the arrays whose form changes.
     """
 
@@ -95,8 +96,8 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
 def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> Conversion:
     """Return the conversion from the arrays of a checkpoint to those of a step.
 
-    An array that the checkpoint lacks in every form is listed unchanged among those to read, so that the reader reports
-    it as missing.
+    If the checkpoint lacks an array in every form, the array is listed unchanged among the arrays to read, so that the
+    reader reports it as missing.
 
     Args:
         entries: (shape, dtype) of each array of the checkpoint, by name; further members of an entry are ignored.
@@ -143,8 +144,8 @@ def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> C
                 arrays[name], arrays[step_corrections[name]] = _split_fn(abstract[name].sharding)(arrays[name])
         for name, (saved_form, step_form) in form_changes.items():
             old_arrays = [arrays.pop(array_name) for array_name in saved_form.names(name)]
-            new_leaves = [abstract[array_name] for array_name in step_form.names(name)]
-            dtypes_and_shardings = tuple((leaf.dtype, leaf.sharding) for leaf in new_leaves)
+            abstract_arrays = [abstract[array_name] for array_name in step_form.names(name)]
+            dtypes_and_shardings = tuple((leaf.dtype, leaf.sharding) for leaf in abstract_arrays)
             change_form = _change_fn(saved_form, step_form, dtypes_and_shardings)
             # wait, because dozens of programs in flight can starve one another on a CPU
             new_arrays = jax.block_until_ready(change_form(old_arrays))
@@ -162,7 +163,7 @@ def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> C
 
 
 def correction_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the name of the array with the correction of each split weight, by the name of the weight.
+    """Return, by the name of each split weight, the name of the array that holds the weight's correction.
 
     Args:
         names: names of the arrays of a canonical form.
@@ -188,7 +189,7 @@ def _split_fn(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]
 
 
 def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
-    """Return lines for the user on arrays whose numbers change, one for each pair of forms.
+    """Return lines for the user on arrays whose numbers change, one line for each pair of old and new form.
 
     Args:
         changes: old and new form of each array.
@@ -206,7 +207,7 @@ def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
 
 
 def _is_exact(old: Form, new: Form) -> bool:
-    """Return whether a change keeps all codes: the new form has the same map, and blocks that divide the old ones."""
+    """Return whether a change keeps all codes: the new form has the same map, and blocks that divide the old blocks."""
     return old.map == new.map and bool(new.block) and old.block % new.block == 0
 
 
@@ -214,7 +215,7 @@ def _is_exact(old: Form, new: Form) -> bool:
 def _change_fn(
     old: Form, new: Form, dtypes_and_shardings: tuple[tuple[np.dtype, NamedSharding], ...]
 ) -> Callable[[list[Array]], list[Array]]:
-    """Return a compiled function from the arrays of an array in one form to its arrays in another form.
+    """Return a compiled function that changes one tensor from its arrays in an old form to its arrays in a new form.
 
     Args:
         old: form of the arrays that are read.
@@ -241,6 +242,6 @@ def _change_fn(
 
 
 def fitting_sharding(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Return the sharding for an array of another shape; dims that cannot be split evenly stay whole."""
+    """Return `sharding` for an array of shape `shape`; dims that cannot be split evenly stay whole."""
     spec = divisible_spec(sharding.spec, shape, sharding.mesh)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -56,12 +56,12 @@ class CompiledProgram:
 
     @functools.cached_property
     def slices(self) -> int:
-        """Number of TPU slices between which the program sends; 1 if it runs on a single slice."""
+        """Number of TPU slices between which the program sends; 1 if the program runs on a single slice."""
         return slices_of(self._text)
 
     @functools.cached_property
     def _text(self) -> str:
-        """Text of the program; empty if the backend provides none."""
+        """Text of the program; empty if the backend provides no text."""
         return self.as_text() or ""
 
 
@@ -100,7 +100,7 @@ class StateExtra(Protocol):
         ...
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return a tree like the saved extra, with a `Part` for each leaf: the arrays of a checkpoint that it becomes.
+        """Return a tree like the saved extra, with a `Part` for each leaf: the arrays that the leaf becomes.
 
         Args:
             naming: names of the arrays of leaves that are shaped like parameters.
@@ -109,7 +109,7 @@ class StateExtra(Protocol):
         ...
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user on arrays that the checkpoint lacks, after a semicolon; empty if it lacks none.
+        """Return a note for the user, starting with "; ", on missing arrays of the extra; empty if none are missing.
 
         Args:
             saved_names: names of the arrays in the checkpoint.

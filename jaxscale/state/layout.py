@@ -43,7 +43,7 @@ REPLICA_AXIS = "replica"
 
 @runtime_checkable
 class Device(Protocol):
-    """A device that is present, or the description of one, for planning."""
+    """A device that is present, or the description of a device, for planning."""
 
     @property
     def platform(self) -> str:
@@ -105,8 +105,8 @@ def check_model(plan: Plan, model: Model) -> None:
             )
         if plan.reduce == "float32" and plan.precision != "float32":
             raise UserError(
-                "reduce float32 with precision bfloat16: it needs jaxscale.layers, and this model has its own layers, "
-                "which reduce in bfloat16; leave reduce out"
+                "reduce float32 with precision bfloat16: only jaxscale.layers support this, and this model has its own "
+                "layers, which reduce in bfloat16; leave reduce out"
             )
         if kernels.loss_chunk is not None:
             raise UserError(
@@ -125,7 +125,8 @@ def check_model(plan: Plan, model: Model) -> None:
         shard_count = math.prod(axis_sizes[axis] for axis in rules.seq)
         if length % shard_count:
             raise UserError(
-                f"context {length}: mesh {plan.mesh} splits it {shard_count} ways; take a multiple of {shard_count}"
+                f"context {length}: mesh {plan.mesh} splits the context {shard_count} ways; take a multiple of "
+                f"{shard_count}"
             )
 
 
@@ -156,7 +157,7 @@ class Layout:
         placements: placements of each parameter and of its gradient, state and copy, by the parameter's name.
         master_shardings: the `NamedSharding` of each float32 master weight, in a tree like the parameters.
         gradient_shardings: the `NamedSharding` of each gradient, in a tree like the parameters.
-        compute_shardings: the `NamedSharding` of the copy of each parameter that the passes read, in such a tree.
+        compute_shardings: the `NamedSharding` of each parameter's copy that passes read, in a tree like the parameters.
         state_shardings: a train state with the `NamedSharding` of every leaf.
         abstract: a train state with the shape, dtype and sharding of every leaf.
     """
@@ -266,7 +267,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
     def check_axes_used(self, model: Model) -> None:
-        """Refuse a mesh axis over which nothing is split, because such a request has no effect."""
+        """Refuse a mesh axis over which nothing is split, because such an axis has no effect."""
         param_axes = {axis for placement in self.placements.values() for axis in axes_of(placement.compute)}
         used_axes = param_axes | set(BATCH_AXES)
         used_axes |= set() if self.plan.pipeline is None else {PIPE_AXIS}
@@ -280,7 +281,7 @@ class Layout:
                 )
 
     def check_zero_used(self, optimizer: optax.GradientTransformation) -> None:
-        """Refuse a ZeRO stage that splits nothing, because such a request has no effect."""
+        """Refuse a ZeRO stage that splits nothing, because such a stage has no effect."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return
         zero_stage, fsdp_size = self.plan.zero, self.mesh.shape["fsdp"]
@@ -291,14 +292,14 @@ class Layout:
             )
         if zero_stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
             raise UserError(
-                "zero 1 splits the optimizer's state, and this optimizer keeps no state of its parameters' shapes; "
-                "take zero 2 or 3, or zero 0"
+                "zero 1 splits the optimizer's state, and this optimizer keeps no state in the shapes of the "
+                "parameters; take zero 2 or 3, or zero 0"
             )
 
     def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
-        """Return the owner of each leaf of the optimizer's state: the parameter's name if it has its shape, else "".
+        """Return, for each leaf of the optimizer's state, the name of the parameter whose shape the leaf has, or "".
 
-        The codes and the scales of a quantized array have the same owner.
+        The codes and the scales of a quantized array are two leaves, which get the same name.
         """
         abstract_params = self.abstract.params
         name_tree = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), abstract_params)
@@ -360,7 +361,7 @@ def _labeled(leaf: PyTree, label: Label) -> PyTree[Label]:
 
 
 def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
-    """Create the parameters and the model's other state before the first step, and return both in this order.
+    """Create and return (parameters, the model's other state), as they are before the first step.
 
     Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created sharded, so that
     no device holds all of it.

@@ -22,7 +22,7 @@ from jaxscale.typing import PyTree
 CODES, SCALE = "codes.", "scale"
 """Ends of the names of the two arrays that hold a quantized array; the name of the map of its codes follows `CODES`."""
 SAVED_DTYPES = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
-"""The dtype in which a checkpoint holds 4-bit codes, a byte for each code, by the name of their dtype in the state."""
+"""The dtype in which a checkpoint holds 4-bit codes, a byte for each code, by the name of the dtype in the state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Part:
         layer_dim: the dim along which the leaf is split into layers; `None` if the leaf is not split.
         shape: shape of the leaf without padding.
         key_impl: name of the generator's implementation if the leaf is a PRNG key, otherwise `None`.
-        group_rows: (start, stop) of the rows of the array that the leaf holds, if the leaf has one group of a stack in
-            groups, otherwise `None`.
+        group_rows: (start, stop) of the rows of the array that the leaf holds, if the leaf is one group of a stack in
+            groups; otherwise `None`.
         row_of_name: the row of a stacked leaf that becomes the array of each name; () if every row has a name. The rows
             without a name are zeros, which pad the shorter stages of a pipeline.
         dtype: dtype of the arrays; `None` for the dtype of the leaf.
@@ -61,7 +61,7 @@ class Naming:
 
     Args:
         pure_model: the model as pure functions.
-        is_split: whether weights are kept split, so that the optimizer's state is nested in that of the split weights.
+        is_split: whether weights are split, which nests the optimizer's state inside the state of the split weights.
     """
 
     pure_model: PureModel
@@ -117,7 +117,7 @@ class Naming:
         """Return the `Part` of a leaf that may have a first dim for the replicas.
 
         Args:
-            has_replicas: whether the leaf has that dim.
+            has_replicas: whether the leaf has a first dim for the replicas.
             leaf: shape and dtype of the leaf.
             part_of: function from the leaf of a single replica to the `Part` of that leaf.
         """
@@ -138,7 +138,7 @@ def part_of_whole(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
 
 
 def roles(tree: PyTree) -> PyTree[str]:
-    """Return a tree with the role of each array: the end of its name if it is part of a quantized array, else ""."""
+    """Return a tree with the role of each array: for codes and scales, the end of the array's name; otherwise ""."""
 
     def role_of(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
         """Return `CODES` with the name of the map for codes, `SCALE` for scales, and "" for a plain array."""

@@ -1,7 +1,7 @@
-"""A model as pure functions of nested dicts, for jit, grad, optax and checkpoints, while users write NNX modules.
+"""A model as pure functions of nested dicts, as jit, grad, optax and checkpoints need it. Users write NNX modules.
 
-The parameters are one nested dict, and all other state is a second one. The functions close over the graph definition
-of the module.
+The parameters are one nested dict, and all other state is another nested dict. The functions close over the graph
+definition of the module.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
 
 AxisNames = tuple[str | None, ...]
-"""The logical axis of each dim of a parameter; `None` for a dim without one."""
+"""The logical axis of each dim of a parameter; `None` for a dim without a logical axis."""
 LayerIndex: TypeAlias = slice | tuple[slice, ...]
 """A slice of the first dim of an array, or a slice of each dim."""
 
@@ -53,7 +53,7 @@ class PureModel:
         vocab_multiple: the size of the vocabulary is padded to a multiple of this number.
         graphdef: structure of the module.
         abstract_params: shapes and dtypes of the parameters, a nested dict of `ShapeDtypeStruct`.
-        axis_names: logical axes of each parameter, by the parameter's name; a parameter without any is absent.
+        axis_names: logical axes of each parameter, by the parameter's name; a parameter without axis names is absent.
         abstract_model_state: shapes and dtypes of the model's other state, a nested dict of `ShapeDtypeStruct`.
         group_depths: number of layers in each group of the model's stack; each group's parameters are a stack of their
             own. () for one group.
@@ -93,11 +93,11 @@ class PureModel:
             layer_of_row: the layer in each row of a stacked parameter; () if the rows are the layers in order.
 
         Raises:
-            UserError: a parameter has another number of axis names than dims.
+            UserError: the number of a parameter's axis names differs from the number of its dims.
         """
         nnx.use_eager_sharding(False)
-        module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
-        graphdef, param_state, rest_state = nnx.split(module, nnx.Param, ...)
+        abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
+        graphdef, param_state, rest_state = nnx.split(abstract_module, nnx.Param, ...)
         axis_names: dict[str, AxisNames] = {}
         for path, variable in nnx.to_flat_state(param_state):
             axes = variable.get_metadata().get("out_sharding")
@@ -151,7 +151,7 @@ class PureModel:
         return (self.axis_names.get(name) or ("",))[0] == "layers"
 
     def in_rows(self, params: Params) -> Params:
-        """Return the module's parameters with layers in the order of `layer_of_row`, and with copies of shared ones."""
+        """Return the module's parameters, with layers in the order of `layer_of_row`, and with copies by `copies`."""
 
         def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
@@ -187,7 +187,7 @@ class PureModel:
         return self.in_rows(_float32(nnx.to_pure_dict(param_state))), nnx.to_pure_dict(rest_state)
 
     def module(self, params: Params, model_state: Params) -> nnx.Module:
-        """Return a new module with these parameters and this other state, also inside a transformation."""
+        """Return a new module with these parameters and this other state; works inside JAX's transformations too."""
         return nnx.merge(self.graphdef, params, model_state, copy=True)
 
     def model_state_of(self, module: nnx.Module) -> Params:
@@ -197,7 +197,7 @@ class PureModel:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """An array whose rows are layers of another array or zeros; the layers are read when this array is indexed.
+    """An array whose rows are zeros or layers of another array; the layers are read when this array is indexed.
 
     Args:
         layers: array with all layers along its first dim.
@@ -283,5 +283,5 @@ def _build(model: Model, seed: int, vocab_multiple: int, group_depths: tuple[int
 
 
 def _float32(params: Params) -> Params:
-    """Return the parameters, with floating-point ones cast to float32."""
+    """Return the parameters, with floating-point parameters cast to float32."""
     return jax.tree.map(lambda p: p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)

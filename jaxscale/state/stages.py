@@ -2,9 +2,9 @@
 
 A rank is a device of the pipe axis, a chunk is a stage on a rank, and a route is the list of ranks that a microbatch
 visits, stage by stage. A stacked parameter of a pipelined step has one row for each layer, ordered by rank, then by
-chunk, then by layer, so that the pipe axis splits its first dim. Rows of zeros pad the stages that have fewer layers
-than the deepest. Some schedules run a stage on two ranks (Chimera). Then the rank on the first route is the home of the
-stage and has its parameters, and the other rank receives a copy of them at the start of every step.
+chunk, then by layer, so that the pipe axis splits its first dim. Rows of zeros pad stages that have fewer layers than
+the deepest stage. Some schedules (Chimera) run a stage on two ranks. Then the rank on the first route is the home of
+the stage and has its parameters, and the other rank receives a copy of them at the start of every step.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Stages:
         chain: path of the `layers.Chain` in the model, if the blocks are unlike; `None` for a stack.
 
     Raises:
-        UserError: a stage has no layer, or `layer_counts` has another length than the schedule has stages.
+        UserError: a stage has no layer, or the length of `layer_counts` is not the schedule's number of stages.
 
     Example:
         >>> from jaxscale.pipeline.plan import PipelinePlan
@@ -64,10 +64,10 @@ class Stages:
         Args:
             schedule: the schedule of the pipeline.
             layer_count: number of layers of the model.
-            period: number of layers after which the kinds of blocks repeat; stages start at multiples of it.
+            period: number of layers after which the kinds of blocks repeat; stages start at multiples of this number.
 
         Raises:
-            UserError: there are more stages than layers (or than periods).
+            UserError: there are more stages than layers, or than periods of layers.
         """
         period_count = layer_count // period
         if period_count < schedule.stages:
@@ -99,7 +99,7 @@ class Stages:
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
-        """The stages whose home is each rank, in the order of their chunks."""
+        """For each rank, the stages whose home is the rank, in the order of the rank's chunks."""
         homes: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
         for stage, rank in enumerate(self.schedule.routes[0]):
             homes[rank].append(stage)
@@ -158,8 +158,8 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
         plan: the plan, with a pipeline.
 
     Raises:
-        UserError: the model has no blocks, or has running statistics; its number of blocks is less than that of the
-            stages, or differs from that in the plan; or the pipeline cannot run the copies or the ticks of the stages.
+        UserError: the model has no blocks, or has running statistics; there are fewer blocks than stages, or not as
+            many blocks as the plan specifies; or the pipeline cannot run the copies or the ticks of the stages.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -209,7 +209,8 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     if pipeline.lowering == "phased" and not is_lockstep:
         raise UserError(
             f"lowering phased with pipeline {pipeline}: in some of its ticks, some devices run forward passes and "
-            "others backward passes, but phased needs passes of one kind; take lockstep or gpipe, or lowering switch"
+            "others backward passes, but phased needs passes of one kind in each tick; take lockstep or gpipe, or "
+            "lowering switch"
         )
     return stages
 

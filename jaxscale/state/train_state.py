@@ -38,11 +38,11 @@ class Watch:
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:
-        """Return whether a step is good, and the watch after it. A bad step leaves the running mean unchanged.
+        """Return whether a step is good, and the watch after the step. A bad step leaves the running mean unchanged.
 
         Args:
             loss: mean loss of the step.
-            norm: global norm of its gradients.
+            norm: global norm of the step's gradients.
             guard: the conditions that make a step bad.
         """
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)

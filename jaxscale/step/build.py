@@ -50,7 +50,7 @@ from jaxscale.typing import Array, Bool
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Device] | None = None) -> TrainStep:
-    """Build the train step of an experiment under a plan, and check all requests. Nothing is compiled or allocated yet.
+    """Build the train step of an experiment under a plan, and check the plan. Nothing is compiled or allocated yet.
 
     Args:
         experiment: what to train.
@@ -86,8 +86,8 @@ class Assembly:
     Args:
         resolved: the experiment, and the plan with its mesh and stages settled.
         pure_model: the model as pure functions.
-        update: the optimizer in its three forms.
-        layout: the mesh, and the placement of every leaf of the train state, without extras.
+        update: the optimizer under the plan; `Update` describes its parts.
+        layout: the mesh, and the placement of every leaf of a train state without extras.
     """
 
     resolved: ResolvedPlan
@@ -113,7 +113,7 @@ class Assembly:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_combination(self) -> None:
-        """Check the plan against every row of `recipe/combinations.py`.
+        """Check the plan against every row of the tables in `recipe/combinations.py`.
 
         Raises:
             Incompatible: requests of the plan do not work together; the error gives the reason and an alternative.
@@ -139,7 +139,7 @@ class Assembly:
         check(facts)
 
     def check(self, devices: Sequence[Device], host_activation_bytes: int) -> None:
-        """Refuse requests that have no effect, or that need more host memory than there is.
+        """Refuse requests of the plan that have no effect, or that need more host memory than there is.
 
         Args:
             devices: the devices to run on.
@@ -161,7 +161,7 @@ class Assembly:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def objective(self, treatment: Treatment | None = None) -> Objective:
-        """Return the loss of the model under its plan.
+        """Return the `Objective` of the model: its loss under the plan.
 
         Args:
             treatment: how the blocks of the model run; `None` before the memory rule has made its decision.
@@ -236,7 +236,7 @@ def _update_shared_weights(
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:
-    """Refuse requests whose lack of effect is visible in the shapes; `traced_checks.py` refuses others.
+    """Refuse requests of the plan that shapes alone show to have no effect; `traced_checks.py` refuses other requests.
 
     Args:
         experiment: the experiment, whose data may specify the shapes of a batch.
@@ -254,10 +254,10 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
             local_text = f", {local_length} on each of {shard_count} devices" if local_length != row_length else ""
             raise UserError(
                 f"loss_chunk {plan.kernels.loss_chunk}: a row has {row_length} target positions{local_text}, so one "
-                f"chunk would hold all; take less than {local_length}, or leave loss_chunk out"
+                f"chunk would hold all of them; take less than {local_length}, or leave loss_chunk out"
             )
     if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in state_leaves):
-        rule_name = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
+        rule_name = "the custom rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
         raise UserError(
             f"optimizer_state streamed: {rule_name} keeps no array that could lie on the host; leave optimizer_state "
             "out, or put the weights on the host with weights=host"

@@ -1,4 +1,4 @@
-"""Checks of a compiled step: a request that has no effect on the program is an error.
+"""Checks of a compiled step: a request of the plan that has no effect on the program is an error.
 
 The compiled program shows where the train state lies, which bytes in which type the devices send to one another, and
 how many bytes lie on the host. It does not show the speed of the step.
@@ -31,9 +31,9 @@ from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import PyTree
 
 SCALAR_BYTES = 256
-"""Upper bound on the bytes of a step's single numbers: sums of losses and weights, norms, whether the step is good."""
+"""Upper bound on the bytes of a step's single numbers: loss sums, weights, norms, and whether the step is good."""
 PADDED_SCALAR_BYTES = 4096
-"""Upper bound on the bytes of a step's single numbers on a TPU, whose network sends at least 512 bytes for each."""
+"""Upper bound on the bytes of a step's single numbers on a TPU, which sends each number in at least 512 bytes."""
 
 
 class NoEffect(AssertionError):
@@ -95,8 +95,8 @@ def check_compiled(
         executable: the compiled step.
 
     Raises:
-        NoEffect: ZeRO leaves state whole or gradients unscattered, moments take more bits than the plan specifies, or
-            gradients are reduced in another type than the plan specifies.
+        NoEffect: the state is not sharded or gradients are not scattered as ZeRO requires, moments take more bits than
+            the plan specifies, or gradients are reduced in a type other than the plan's.
     """
     plan, mesh = layout.plan, layout.mesh
     check_state(layout, optimizer, executable.output_shardings[0])
@@ -121,7 +121,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
 
     Args:
         layout: layout of the train state, under the plan.
-        decision: what the blocks keep; `None` if the memory rule does not depend on them.
+        decision: what the blocks keep; `None` if the memory rule does not depend on the blocks.
         temp_bytes: bytes of temporaries of the compiled step that are on the host.
 
     Raises:
@@ -138,7 +138,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
 
 
 def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], str | None]) -> None:
-    """Compare the arrays that a compiled step has on the host with its plan.
+    """Compare the arrays that a compiled step has on the host with the plan.
 
     Args:
         layout: layout of the train state.
@@ -205,7 +205,7 @@ def check_state(layout: Layout, optimizer: GradientTransformation, shardings: Tr
         shardings: shardings of the state that the compiled step returns.
 
     Raises:
-        NoEffect: the shards of a tensor have another shape than under the plan's ZeRO stage.
+        NoEffect: the shards of a tensor have a shape other than the one that the plan's ZeRO stage requires.
     """
     if not layout.plan.zero or layout.mesh.shape["fsdp"] == 1:
         return
@@ -239,7 +239,8 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
         state: shapes and dtypes of the optimizer's state that the compiled step returns.
 
     Raises:
-        NoEffect: no array is quantized, or one takes more bytes than its codes and one scale for each block of codes.
+        NoEffect: no array is quantized, or a quantized array takes more bytes than its codes and the scale of each
+            block of codes.
     """
     if plan.state.moments == "float32":
         return
@@ -267,7 +268,7 @@ def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], is
         is_scattered: whether the plan requires scattered gradients: ZeRO 2 or 3 over more than one device.
 
     Raises:
-        NoEffect: no gradient is scattered over fsdp, or gradients are reduced in another type than the plan specifies.
+        NoEffect: no gradient is scattered over fsdp, or gradients are reduced in a type other than the plan's.
     """
     if is_scattered:
         kinds = {"reduce-scatter"}
@@ -308,7 +309,8 @@ def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slices: 
         axis: name of the mesh axis.
         n: number of devices along the axis.
         slices: number of TPU slices between which the program sends; 1 for a single slice. The program lists an
-            all-gather between slices with the bytes of a device's input, and any other with the bytes of its output.
+            all-gather between slices with the bytes of a device's input, and any other all-gather with the bytes of a
+            device's output.
     """
     total_bytes = 0
     for collective in collectives:
@@ -327,7 +329,7 @@ def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slices: 
 
 
 def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
-    """Compare the bytes that a compiled step sends over the axis of a codec with the bytes that the codec computes.
+    """Compare the bytes that a compiled step sends over the axis of a codec with the bytes that the codec should send.
 
     Args:
         gradient_exchange: the exchange of gradients by the codec.
@@ -335,7 +337,7 @@ def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slices:
         slices: number of TPU slices between which the program sends; between slices, single numbers take more bytes.
 
     Raises:
-        NoEffect: the step sends more bytes than the codec computes, such as gradients in full precision, or fewer.
+        NoEffect: the step sends fewer bytes than the codec should send, or more, such as gradients in full precision.
     """
     codec_bytes, float32_bytes = gradient_exchange.program_bytes, gradient_exchange.exact_bytes
     # single numbers are sent in addition; between slices, one of them may fill a tile of 4096 bytes after the codes
@@ -343,7 +345,7 @@ def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slices:
     if not 0.98 * codec_bytes - scalar_bytes <= sent_bytes <= 1.02 * codec_bytes + scalar_bytes:
         raise NoEffect(
             f"reduce {gradient_exchange.codec}: a device of the compiled step sends {sent_bytes} bytes over "
-            f"{gradient_exchange.axis}, but the codec computes {codec_bytes} bytes (and {float32_bytes} for float32)"
+            f"{gradient_exchange.axis}, but the codec should send {codec_bytes} bytes (float32: {float32_bytes})"
         )
 
 
@@ -355,7 +357,7 @@ def check_alone(diloco: Diloco, sent_bytes: int) -> None:
         sent_bytes: bytes that one device of the compiled inner step sends over the replica axis.
 
     Raises:
-        NoEffect: the step sends more bytes than that, such as a gradient.
+        NoEffect: the step sends more bytes than single numbers take; for example, it sends a gradient.
     """
     if sent_bytes > PADDED_SCALAR_BYTES:
         raise NoEffect(
@@ -382,7 +384,7 @@ def check_meeting(
     try:
         sent_bytes = bytes_over(program.collectives, axis, program.mesh.shape[axis], slices=program.slices)
     except Unreadable as error:
-        message = f"the bytes that a meeting sends are not checked, because its text is unreadable: {error}"
+        message = f"the bytes that a meeting sends are not checked, because its program's text is unreadable: {error}"
         warnings.warn(message, stacklevel=2)
         return
     if exchange is not None:

@@ -1,11 +1,11 @@
-"""Exchange: how replicas average their gradients in a step, and the state that a codec keeps for it in the train state.
+"""Exchange: how replicas average their gradients in a step, and the state that a codec keeps between steps.
 
-A codec compresses the gradients that replicas send. Its residual is the part of a gradient that it has not sent yet,
-and sends in later steps. A `GradientExchange` applies one codec to all gradients of the model.
+A codec compresses the gradients that replicas send. The residual of a gradient is the part that the codec has not sent
+yet, and sends in later steps. A `GradientExchange` applies one codec to all gradients of the model.
 
 Under a codec, `Objective.gradients_by_replica` computes the gradients of each replica. Under every ZeRO stage, each
-gradient is then split over the devices of its replica if one of its dims can be split evenly, so that no two of these
-devices send the same numbers. `replicas/reduce.py` computes the mean gradients, which the plan's layout then places.
+gradient that has an evenly divisible dim is then split over the devices of its replica, so that no two devices of a
+replica send the same numbers. `replicas/reduce.py` computes the mean gradients, which the plan's layout then places.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from jaxscale.values.byte_sizes import bytes_at_least
 REDUCE = "reduce"
 """Name of the `StateExtra` of a codec."""
 ONE_REPLICA, ALL_REPLICAS = "one", "all"
-"""Keys of the extra in a checkpoint: the states of all replicas merged into those of one, and the states of all."""
+"""Keys of the extra in a checkpoint: for states merged over the replicas, and for the states of every replica."""
 
 
 def gradient_exchange_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExchange | None:
@@ -82,8 +82,8 @@ class ExchangeResult(NamedTuple):
 
     Args:
         gradients: mean gradients, placed by the plan; under DiLoCo each replica's own gradients along a first dim.
-        norm: global norm of the mean gradients, or a substitute for it, from which a step is found good or bad.
-        clip_norms: the norm by which gradients are clipped: `norm`, or under DiLoCo an array with one of each replica.
+        norm: global norm of the mean gradients, or a substitute for that norm; the guard judges the step by `norm`.
+        clip_norms: the norm by which gradients are clipped: `norm`, or under DiLoCo an array of the replicas' norms.
         metrics: metrics of the exchange, by name.
         extra: new values of entries of `TrainState.extra`, by name; the step stores them only if it is good.
     """
@@ -169,9 +169,9 @@ def describe_codec(gradient_exchange: GradientExchange, optimizer: Optimizer) ->
     if codec.late and codec.feedback and (name_and_decay := optimizer.momentum_after()):
         name, decay = name_and_decay
         later_lines.append(
-            f"reduce {codec} with {optimizer.name}, {name} {decay:g}: this momentum repeats gradients that arrive many "
-            f"steps late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which "
-            "has SGD's momentum built in"
+            f"reduce {codec} with {optimizer.name}, {name} {decay:g}: this momentum repeats gradients that arrive "
+            f"many steps late, which raises the loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec "
+            "dgc, which has SGD's momentum built in"
         )
     plain_count, leaf_count = len(gradient_exchange.plain_names), len(gradient_exchange.leaves)
     small_text = f"; {plain_count} of {leaf_count} gradients are small and sent as float32" if plain_count else ""
@@ -190,7 +190,7 @@ class CodecResiduals:
     Args:
         gradient_exchange: the exchange of gradients by the codec.
         optimizer: the experiment's optimizer.
-        is_used_in_every_step: whether the codec runs in every step; if not, it runs when DiLoCo's replicas meet.
+        is_used_in_every_step: whether the codec runs in every step; if not, the codec runs when DiLoCo's replicas meet.
         name: key of this extra in `TrainState.extra`.
         label: name of this extra in tables of memory.
     """
@@ -242,10 +242,10 @@ class CodecResiduals:
         return _with_extra(state, self.name, states)
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the `Part` of each state: a residual becomes the same arrays as its parameter, one set per replica.
+        """Return the `Part` of each state, which says how a checkpoint names and divides the state.
 
-        Arrays with the same name must have the same shape. So a state whose shape is not that of its gradient also has
-        the codec and a hash of the gradient's shards in its name.
+        A residual is divided into arrays as its parameter is, separately for each replica. The shape of any other state
+        depends on the codec and on the gradient's shards, so the name of the state contains the codec and their hash.
         """
         gradient_exchange = self.gradient_exchange
 
@@ -271,7 +271,7 @@ class CodecResiduals:
         return jax.tree_util.tree_map_with_path(part_of, abstract.extra[self.name])
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user on states that a checkpoint lacks; empty if it lacks none that matters.
+        """Return a note for the user on states that a checkpoint lacks; empty if the step needs none of them.
 
         Args:
             saved_names: names of the arrays in the checkpoint.
@@ -290,11 +290,11 @@ class CodecResiduals:
         return note + f"; other state of {codec_text} starts from its initial value" * bool(lost_states)
 
     def describe(self) -> list[str]:
-        """Return lines for the user on a codec that runs in every step; `Replicas.describe` describes any other."""
+        """Return lines for the user on a codec that runs in every step; `Replicas.describe` covers any other codec."""
         return describe_codec(self.gradient_exchange, self.optimizer) if self.is_used_in_every_step else []
 
     def check(self, program: CompiledProgram) -> None:
-        """Compare the bytes that the compiled step sends over the codec's axis with those that the codec computes."""
+        """Compare the bytes that the compiled step sends over the codec's axis with the expected bytes."""
         if self.is_used_in_every_step:
             axis, replica_count = self.gradient_exchange.axis, self.gradient_exchange.replicas
             sent_bytes = bytes_over(program.collectives, axis, replica_count, slices=program.slices)

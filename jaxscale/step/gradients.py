@@ -24,13 +24,13 @@ from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unc
 from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 LossAndGradients = tuple[Loss, Params, Params]
-"""Sums of the loss over the targets, the gradients, and the model's other state (batch statistics)."""
+"""A tuple (sums of the loss over the targets, gradients, the model's other state, such as batch statistics)."""
 Sums = TypeVar("Sums")
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss of a model under a plan, with methods that compute its gradients and its sums: `Whole` or `Pipelined`.
+    """The loss of a model under a plan, with methods for gradients and for sums over a batch: `Whole` or `Pipelined`.
 
     Attributes:
         planned: the model under its plan.
@@ -66,7 +66,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Apply a score to the microbatches one by one, so that memory is no more than in training; return the sum.
+        """Return the sum of a score over the microbatches, computed one by one, to take no more memory than training.
 
         Args:
             score: function from the module and a microbatch to a tree of sums.
@@ -83,7 +83,7 @@ class Objective(Protocol):
             model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
-            examples: index of every row in the global batch.
+            examples: index in the global batch of every row of the microbatch.
         """
         ...
 
@@ -100,7 +100,7 @@ def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
 
 
 def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-    """Return the numbers of correct targets and of all targets in a batch; the model must have `accuracy`."""
+    """Return the numbers of correct targets and of all targets in a batch; the model must have a method `accuracy`."""
     planned = objective.planned
     count_correct = getattr(planned.experiment.model, "accuracy", None)
     assert count_correct is not None
@@ -109,7 +109,7 @@ def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Arr
 
 @dataclasses.dataclass(eq=False)
 class Whole:
-    """The objective of a model that every device computes from end to end; its gradients are those of `jax.grad`.
+    """The objective of a model without a pipeline: every device runs all blocks, and JAX differentiates the loss.
 
     Args:
         planned: the model under its plan.
@@ -183,12 +183,12 @@ class Whole:
         """Return the loss and the gradients of a global batch, or of one replica's rows in a manual region.
 
         Args:
-            weights: the differentiated leaves.
-            params_of: function from the differentiated leaves to the module's parameters.
+            weights: the leaves with respect to which the loss is differentiated.
+            params_of: function from these leaves to the module's parameters.
             model_state: the model's other state.
             batch: rows of the global batch, or of the replica.
             key: key of the step.
-            examples: index of every row in the global batch.
+            examples: index in the global batch of every row of `batch`.
             replica_count: number of replicas inside a region that is manual over replicas; 1 outside of such a region.
         """
         planned, is_manual = self.planned, replica_count > 1
@@ -196,7 +196,7 @@ class Whole:
         def objective(
             weights: Params, model_state: Params, batch: Batch, context: Context
         ) -> tuple[Array, tuple[Loss, Params]]:
-            """Return the number to differentiate, and (sums of the loss, the model's other state) as its auxiliary."""
+            """Return the number to differentiate, and the auxiliary (sums of the loss, the model's other state)."""
             return self._loss(params_of(weights), model_state, batch, context, replica_count)
 
         value_and_gradients = jax.value_and_grad(objective, has_aux=True)
@@ -211,7 +211,7 @@ class Whole:
             return microbatch_gradients(model_state, batch, examples)
 
         def add_microbatch(carry: LossAndGradients, microbatch: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
-            """Add the loss and the gradients of one microbatch to those of the earlier ones: a body for `lax.scan`."""
+            """Add a microbatch's loss and gradients to the sums over earlier microbatches: a body for `lax.scan`."""
             loss_sums, gradient_sums, model_state = carry
             loss, gradients, new_model_state = microbatch_gradients(model_state, *microbatch)
             return (*jax.tree.map(jnp.add, (loss_sums, gradient_sums), (loss, gradients)), new_model_state), None
@@ -230,10 +230,10 @@ class Whole:
     def _loss(
         self, params: Params, model_state: Params, batch: Batch, context: Context, replica_count: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
-        """Return the objective of a microbatch: its mean loss if it is the whole batch, otherwise its summed loss.
+        """Return the objective of a microbatch: the mean loss if the microbatch is the whole batch, otherwise the sum.
 
         Returns:
-            The number to differentiate, and a pair of the sums of the loss and the model's other state.
+            A tuple (the number to differentiate, (sums of the loss, the model's other state)).
         """
         module = self.planned.pure_model.module(params, model_state)
         loss = self.planned.loss(module, batch, context)
@@ -245,7 +245,7 @@ class Whole:
     def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
         """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
 
-        Under a codec or DiLoCo, where each replica has its own gradients, it is the objective of one replica's rows.
+        Under a codec or DiLoCo, where each replica has its own gradients, this is the objective of one replica's rows.
         """
         planned = self.planned
         copies = planned.copies(params)
@@ -263,7 +263,7 @@ class Whole:
         )
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Apply a score to the microbatches one by one, and return the sum."""
+        """Return the sum of a score over the microbatches, computed one by one."""
         planned = self.planned
         with planned.tracing(is_forward_only=True):
             weights, params_of = planned.differentiated(state.params)
@@ -284,7 +284,7 @@ def _divisor(weight: Float[Array, ""], replica_count: int) -> Float[Array, ""]:
     Replicas may have different numbers of targets.
 
     Args:
-        weight: number of targets, or their summed weights; in a manual region, of one replica alone.
+        weight: number of targets, or the sum of their weights; in a manual region, over one replica's targets alone.
         replica_count: number of replicas inside a region that is manual over replicas; 1 outside of such a region.
     """
     return positive(weight) if replica_count == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replica_count

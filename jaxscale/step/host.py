@@ -1,9 +1,9 @@
 """Weights, gradients and optimizer state on the host, and how a train step reaches them.
 
-`weights host` leaves the float32 weights (masters) on the host, and copies those of each block to the device when
-it runs. `optimizer_state streamed` leaves the optimizer's state there. `optimizer_state host` leaves the masters there
-too, and the host's CPU updates both. `gradients host` sends the gradients of streamed weights to the host as soon as
-they are computed. This module combines the techniques of `offload/updates.py` and `offload/weights.py`.
+`weights host` leaves the float32 weights (masters) on the host, and copies the weights of each block to the device when
+the block runs. `optimizer_state streamed` leaves the optimizer's state on the host. `optimizer_state host` leaves both
+the masters and the state there, and the host's CPU updates them. `gradients host` sends the gradients of streamed
+weights to the host as soon as they are computed. This module uses `offload/updates.py` and `offload/weights.py`.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from jaxscale.values.byte_sizes import bytes_text
 
 
 def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: int = 0) -> None:
-    """Refuse a plan that puts more bytes on this process's host than it has, before anything is allocated.
+    """Refuse a plan that puts more bytes on this process's host than the host has, before anything is allocated.
 
     State on the host counts twice, because a checkpoint copies it, and XLA may not update it in place.
 
     Args:
-        layout: layout of the train state. If its devices are only described, nothing is checked.
+        layout: layout of the train state. If its mesh is abstract, without devices, nothing is checked.
         host_bytes: bytes of main memory of the host; `None` if unknown.
         activation_bytes: bytes of activations that each device keeps on the host for the backward pass.
 
@@ -52,7 +52,7 @@ def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: in
         copy_text = " (the state counts twice, with the copy of a checkpoint)" if plan.offload.any else ""
         raise UserError(
             f"{', '.join(requests)}: each of {device_count} devices needs {bytes_text(bytes_per_device)} on the "
-            f"host{copy_text}, {bytes_text(bytes_per_device * device_count)} together, but the host has "
+            f"host{copy_text}, {bytes_text(bytes_per_device * device_count)} in total, but the host has "
             f"{bytes_text(host_bytes)}; take more hosts, or keep more on the device"
         )
 
@@ -65,7 +65,7 @@ def describe(layout: Layout) -> list[str]:
         f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, is_on_host=True))} per device on the host"
     ]
     if is_rehearsal([device_of(layout.mesh)]):
-        lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
+        lines.append("a rehearsal: a CPU has no memory but its host's, so nothing is moved; the values are right")
     return lines
 
 
@@ -103,9 +103,9 @@ def streamed_weights(
 ) -> tuple[Params, Callable[[Params], Params]]:
     """Return the differentiated leaves of weights on the host, and a function from them to the module's parameters.
 
-    In the parameters, a weight of a block is a `Streamed`. If the plan puts its gradient on the host, the
-    differentiated leaf is the weight itself. If on the device, the leaf is an array of zeros there, which receives the
-    gradient. All other weights are copied to the device for the step.
+    In the parameters, a weight of a block is a `Streamed`. If the plan puts gradients on the host, the differentiated
+    leaf of such a weight is the weight itself. Otherwise, the leaf is an array of zeros on the device, which receives
+    the gradient. All other weights are copied to the device for the step.
 
     Args:
         plan: the plan, which specifies dtypes, and where gradients lie.
@@ -134,14 +134,14 @@ def streamed_weights(
 
 
 def streamed_weight(plan: Plan, weight: Array, zeros: Array | None = None) -> Streamed:
-    """Return a weight on the host in the form that a block reads.
+    """Return a weight on the host as a `Streamed`, which a block copies to the device when it runs.
 
     The block computes in the dtype of `plan.precision`, and the gradient is summed in the dtype of `plan.reduce`.
 
     Args:
         plan: the plan, which specifies the dtypes.
         weight: the float32 weight, on the host.
-        zeros: zeros of the weight's shape on the device, which receive the gradient; `None` keeps it on the host.
+        zeros: zeros of the weight's shape on the device, which receive the gradient; `None` for a gradient on the host.
     """
     compute_dtype = None if plan.precision == "float32" else plan.precision
     return Streamed(weight, zeros, compute_dtype, plan.reduce == "float32")

@@ -1,9 +1,9 @@
 """Meetings: the programs in which DiLoCo's replicas synchronize their weights, after steps in which they train alone.
 
-The inner step is one compiled program. A check ensures that it sends only single numbers over the replica axis: sums of
-the loss and its weight, norms, and whether the step is good. The weights are divided into fragments (`replicas.py`),
-and the meeting of each fragment is a program of its own. The host decides after which steps a meeting is due. After the
-last step of a run, all fragments meet.
+The inner step is one compiled program. A check ensures that this program sends only single numbers over the replica
+axis: sums of the loss and weights, norms, and whether the step is good. The weights are divided into fragments
+(`replicas.py`), and the meeting of each fragment is a program of its own. The host decides after which steps a meeting
+is due. After the last step of a run, all fragments meet.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Meetings:
         replicas: the replicas that meet.
         layout: layout of the train state.
         step_count: number of steps of the run.
-        recording: function that wraps a meeting, so that a trace of it records the kernels that it uses.
+        recording: function that wraps a meeting, so that a trace of the meeting records the kernels that it uses.
 
     Attributes:
         programs: the jitted meeting of each fragment.

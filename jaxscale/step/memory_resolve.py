@@ -1,7 +1,7 @@
 """The decision of a plan's memory rule for one step: the values that each block keeps for its backward pass.
 
-The rules `none`, `dots`, `full` and `jax:POLICY` need no trace of the blocks. Every other rule decides from a trace of
-the blocks: their values, bytes per device and microbatch, FLOP, and seconds if the chip's rates are known.
+The rules `none`, `dots`, `full` and `jax:POLICY` need no trace of the blocks. Every other rule decides from a trace,
+which shows the blocks' values, their bytes per device and microbatch, their FLOP and, on a known chip, their seconds.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
         devices: the devices of the step.
 
     Raises:
-        UserError: the rule does not fit the model, or its budget is below the least possible.
+        UserError: the rule does not fit the model, or the rule's budget is below the least possible one.
     """
     decision, plan = _decide_unchecked(objective, devices), objective.planned.plan
     has_segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
@@ -104,7 +104,7 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
 
 
 def _segment_error(memory_plan: MemoryPlan) -> UserError:
-    """Return the error for a rule of segments on a model that is not built of jaxscale's layers."""
+    """Return the error for a rule that recomputes segments, in a plan for a model not built of jaxscale's layers."""
     return UserError(
         f"memory {memory_plan}: this rule recomputes segments of several blocks, and this model's own code calls its "
         "blocks one by one, possibly with other code between them; take save:BYTES, dots or full, which treat each "
@@ -120,21 +120,20 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         chip: the chip, from whose rates the seconds of operations are computed; `None` leaves the seconds out.
     """
     microbatch_count = objective.planned.plan.microbatches
-    microbatch = {
-        name: jax.ShapeDtypeStruct((rows.shape[0] // microbatch_count, *rows.shape[1:]), rows.dtype)
-        for name, rows in batch_shapes(objective.planned.experiment).items()
+    abstract_microbatch = {
+        name: jax.ShapeDtypeStruct((leaf.shape[0] // microbatch_count, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in batch_shapes(objective.planned.experiment).items()
     }
-    pure_model, row_count = objective.planned.pure_model, next(iter(microbatch.values())).shape[0]
+    pure_model, row_count = objective.planned.pure_model, next(iter(abstract_microbatch.values())).shape[0]
     # key and indices are arguments rather than constants, so that a block is traced as in the step
-    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
+    key_and_indices = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     with objective.planned.tracing(is_forward_only=True):
         calls = collect(
             objective.loss_of_masters,
             pure_model.abstract_module_params,
             pure_model.abstract_model_state,
-            microbatch,
-            key,
-            examples,
+            abstract_microbatch,
+            *key_and_indices,
             chip=chip,
         )
     depth = objective.stage_depth
@@ -175,7 +174,7 @@ def describe_decision(decision: Decision, platform: str = "tpu") -> str:
     """
     rehearsal_text = ""
     if platform == "cpu" and decision.plan.rule == "offload":
-        rehearsal_text = f" (a rehearsal: planned as for a {REHEARSAL_CHIP}; a CPU has no memory beside the host's)"
+        rehearsal_text = f" (a rehearsal: planned as for a {REHEARSAL_CHIP}; a CPU has no memory besides the host's)"
     host_text = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
     device_text = f"{size(decision.bytes)} kept per device and microbatch"
     device_text += f", {size(decision.bytes_of_a_block)} a block" if decision.layers else ""

@@ -1,6 +1,6 @@
-"""PlannedModel: a model with its plan, which sets placements, blocks, precision and weights while the model is traced.
+"""PlannedModel: a model with its plan, which decides placements, blocks, precision and weights in traces of the model.
 
-The modules that compute gradients or scores of a batch (`gradients.py`, `pipelined/`) trace the model through it.
+The modules that compute gradients or scores of a batch (`gradients.py`, `pipelined/`) trace a `PlannedModel`.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class PlannedModel:
         plan: the plan, with its mesh settled.
         pure_model: the model as pure functions.
         layout: the mesh and every placement.
-        treatment: how blocks run in a pass that computes gradients; `None` leaves them unchanged.
+        treatment: how blocks run in a pass that computes gradients; `None` leaves the blocks unchanged.
     """
 
     experiment: Experiment
@@ -59,7 +59,7 @@ class PlannedModel:
         """Open a context that applies the plan's placements, treatment of blocks and matrix precision to a trace.
 
         Args:
-            is_forward_only: whether no backward pass follows, so that blocks keep nothing for one.
+            is_forward_only: whether no backward pass follows; if so, blocks keep no values for a backward pass.
         """
         precision = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
@@ -88,8 +88,8 @@ class PlannedModel:
         The compiler handles the other axes, and `constrain` places arrays along the other axes only.
 
         Args:
-            body: function of this device's shards. The gradients of weights that it receives whole are not summed over
-                the manual axes.
+            body: function of this device's shards. If `body` receives weights whole, their gradients are not summed
+                over the manual axes.
             manual_axes: names of the manual mesh axes.
             input_specs: placements of the arguments of `body` along the manual axes.
             output_specs: placements of the results of `body` along the manual axes.
@@ -143,7 +143,7 @@ class PlannedModel:
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
     def read_spec(self, name: str) -> PartitionSpec:
-        """Return the placement in which the loop of a pipeline reads a parameter; fsdp does not split shared ones."""
+        """Return the placement in which a pipeline's loop reads a parameter; fsdp splits only stacked parameters."""
         placement = self.layout.placements[name]
         if not self.pure_model.is_stacked(name):
             return without_axis(placement.compute, "fsdp")
@@ -177,7 +177,7 @@ class PlannedModel:
             return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
-            """Return a parameter in `dtype`, moved from the sharding of its master to the one that the passes read."""
+            """Return a parameter in `dtype`, moved from its master's sharding to the sharding that the passes read."""
             master_on_device = NamedSharding(master.mesh, master.spec)  # masters themselves may lie on the host
             if not jnp.issubdtype(param.dtype, jnp.floating):
                 return param
@@ -194,7 +194,7 @@ class PlannedModel:
     def differentiated(
         self, params: Params, copies: Params | None = None, *, is_manual: bool = False
     ) -> tuple[Params, FromWeights]:
-        """Return the differentiated leaves, and a function from them to the module's parameters.
+        """Return the leaves to differentiate with respect to, and a function from them to the module's parameters.
 
         Args:
             params: the float32 masters, on device or host.

@@ -42,16 +42,16 @@ from jaxscale.values.byte_sizes import bytes_at_least
 
 R = TypeVar("R")
 OUTER = "outer"
-"""Name of this `StateExtra`: each replica's own weights, and the outer momentum."""
+"""Name of the `StateExtra` of DiLoCo: each replica's own weights, and the outer momentum."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
-"""Keys of the value of this extra, in the train state and in a checkpoint."""
+"""Keys of the value of DiLoCo's extra, in the train state and in a checkpoint."""
 ONE_REPLICA, ALL_REPLICAS = "one", "all"
-"""Keys of the extra in a checkpoint: the means over the replicas, as of a single replica, and the arrays of all."""
+"""Keys of DiLoCo's extra in a checkpoint: for the means over the replicas, and for the arrays of every replica."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas:
-    """DiLoCo on a mesh: replicas that train alone, and synchronize their weights in meetings.
+    """The `StateExtra` of DiLoCo, and its computations: replicas train alone, and synchronize weights in meetings.
 
     Args:
         diloco: settings of DiLoCo: when replicas meet, and the outer step that they then take.
@@ -101,13 +101,13 @@ class Replicas:
         return tuple(dataclasses.replace(self.displacement_exchange, leaves=leaves) for leaves in leaves_of_fragments)
 
     def exact_bytes(self, fragment_index: int) -> int:
-        """Bytes that a device would send over the replica axis in float32, in the meeting of a fragment."""
+        """Return the bytes that a device would send over the replica axis in float32, in the meeting of a fragment."""
         leaves = [self.displacement_leaves[name] for name in self.names_of_fragments[fragment_index]]
         local_shapes = [NamedSharding(self.plain_layout.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in leaves]
         return sum(wire.exact(local_shape, self.replica_count) for local_shape in local_shapes)
 
     def wire_bytes(self, fragment_index: int) -> int:
-        """Bytes that a device sends over the replica axis in the meeting of a fragment."""
+        """Return the bytes that a device sends over the replica axis in the meeting of a fragment."""
         exchange = self.fragment_exchanges[fragment_index]
         return self.exact_bytes(fragment_index) if exchange is None else exchange.wire_bytes
 
@@ -186,7 +186,7 @@ class Replicas:
         """Update each replica by itself, in a region that is manual over replicas, and return the new state.
 
         Args:
-            advance: one step of the optimizer.
+            advance: function that applies one update of the optimizer.
             exchange_result: each replica's gradients and their norms.
             state: the state before the update.
             is_good: whether the step is good; if not, weights and optimizer state are left unchanged.
@@ -197,7 +197,7 @@ class Replicas:
         def update_replica(
             gradients: Params, optimizer_state: optax.OptState, weights: Params, clip_norm: Array, is_good: Array
         ) -> tuple[Params, optax.OptState]:
-            """Return one replica's new weights and optimizer state; arrays but `is_good` have a first dim of 1."""
+            """Return one replica's new weights and optimizer state; arrays except `is_good` have a first dim of 1."""
             own_gradients, own_state, own_weights, own_norm = jax.tree.map(
                 lambda x: x[0], (gradients, optimizer_state, weights, clip_norm)
             )
@@ -213,7 +213,7 @@ class Replicas:
     # -- meetings ------------------------------------------------------------------------------------------------------
 
     def meet(self, fragment_index: int, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Synchronize a fragment of the weights: a function to jit, whose state is donated.
+        """Synchronize a fragment of the weights: a function to jit with a donated state.
 
         If the weights of a replica are not finite, all weights stay unchanged.
 
@@ -222,7 +222,7 @@ class Replicas:
             state: the train state.
 
         Returns:
-            The state after the meeting, and metrics: the norm of the residuals with a codec, otherwise none.
+            The state after the meeting, and its metrics: with a codec, the norm of the residuals; otherwise none.
         """
         exchange, names = self.fragment_exchanges[fragment_index], self.names_of_fragments[fragment_index]
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
@@ -305,7 +305,7 @@ class Replicas:
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return the train state for a checkpoint: the mean optimizer state, and in the extra that of every replica."""
+        """Return the train state for a checkpoint: means over the replicas, and in the extra every replica's arrays."""
         return self._in_saved_form(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def to_saved_abstract(self, abstract: TrainState) -> TrainState:
@@ -350,7 +350,7 @@ class Replicas:
         return dataclasses.replace(state, optimizer=optimizer_state, extra={**state.extra, self.name: outer_state})
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the `Part` of each leaf of the saved extra; arrays of all replicas have a first dim for them.
+        """Return the `Part` of each leaf of the saved extra; leaves under `ALL_REPLICAS` have a dim for the replicas.
 
         Args:
             naming: names of the arrays of leaves that are shaped like parameters.
@@ -406,7 +406,7 @@ def _zeros(params: Params) -> Params:
 
 
 def _mean(tree: PyTree) -> PyTree:
-    """Return the mean of each array over the replicas, its first dim; replica 0's if it is integer or quantized."""
+    """Return each array's mean over its first dim, the replicas; for integer or quantized arrays, replica 0's part."""
 
     def mean_leaf(leaf: Array | Quantized) -> Array | Quantized:
         if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):

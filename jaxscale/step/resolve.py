@@ -26,7 +26,7 @@ class ResolvedPlan:
     Args:
         experiment: the experiment that is trained.
         plan: the plan, with its mesh settled.
-        stages: the stages of its pipeline; `None` without a pipeline.
+        stages: the stages of the plan's pipeline; `None` without a pipeline.
         line: a line for the user that reports how the plan was settled.
     """
 
@@ -67,7 +67,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
     if plan.memory.rule == "fit":
         raise UserError(
             "memory fit: got this rule in a step that is built directly, expected a settled rule; call jaxscale train "
-            "or jaxscale.train, which settle it first"
+            "or jaxscale.train, which settle the rule first"
         )
     return ResolvedPlan(experiment, plan, stages, line)
 
@@ -76,8 +76,8 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
     """Settle the mesh of a plan, and return the plan and a line for the user that describes the choice.
 
     Without a mesh in the plan, the run uses the largest number of devices over which the rows of a microbatch can be
-    split evenly. They are along "fsdp" if the plan has a ZeRO stage, otherwise along "data". For a single device, the
-    ZeRO stage becomes 0, so that the same plan runs on a laptop.
+    split evenly. These devices are along "fsdp" if the plan has a ZeRO stage, otherwise along "data". For a single
+    device, the ZeRO stage becomes 0, so that the same plan runs on a laptop.
 
     Args:
         plan: the plan, as the user wrote it.
@@ -121,14 +121,14 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
     shard_count = plan.mesh.batch_shards
     if row_count % shard_count:
         raise UserError(
-            f"batch {batch} in {plan.microbatches} microbatches is {row_count} rows each, but mesh {plan.mesh} splits "
-            f"them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
+            f"batch {batch} in {plan.microbatches} microbatches has {row_count} rows in each, but mesh {plan.mesh} "
+            f"splits them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
         )
     return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
 
 
 def with_momentum_codec(experiment: Experiment, plan: Plan) -> Plan:
-    """Return the plan, with a codec of momenta if the optimizer's replicas send momenta (1-bit Adam and LAMB).
+    """Return the plan, with a codec of momenta if the optimizer requires that replicas send momenta (1-bit Adam, LAMB).
 
     Args:
         experiment: the experiment, with its optimizer and number of steps.
@@ -156,7 +156,7 @@ def needs_decision(plan: MemoryPlan) -> bool:
 
 
 def settle_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
-    """Return the plan, with one layer per iteration if its memory rule requires it, and a note on that for the user.
+    """Return the plan, with one layer per iteration if its memory rule requires that, and a note for the user.
 
     A rule that depends on the blocks decides for one layer at a time. On a CPU, one layer per iteration is required by
     every rule but `none`: such a loop uses the least memory there, and is no slower (the default experiment under
@@ -179,13 +179,13 @@ def settle_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
 
 
 def describe_products(plan: Plan, device: Device) -> list[str]:
-    """Return a line for the user if the device emulates the plan's matrix products; no line if its chip has them."""
+    """Return a line for the user if the device emulates the plan's matrix products; [] if the chip computes them."""
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
         return []
     chip = chip_of(device.device_kind, device.platform)
     if recipe.is_emulated:
-        return [f"matmul {plan.matmul}: emulated in wider types by XLA, because no chip has all its products"]
+        return [f"matmul {plan.matmul}: emulated in wider types by XLA, because no chip has all of these products"]
     if chip.peak(recipe.operands.dtype) is None:
         return [f"matmul {plan.matmul}: emulated in wider types by XLA, because {chip.name} has no such products"]
     return []

@@ -14,7 +14,7 @@ from jaxscale.step.planned_model import positive
 from jaxscale.typing import Array, Batch, Bool
 
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]
-"""A function from a state and a global batch to sums of the loss, gradients, and the model's other state."""
+"""A function from a state and a global batch to (sums of the loss, gradients, the model's other state)."""
 UpdateFn = Callable[[ExchangeResult, TrainState, Bool[Array, ""]], TrainState]
 """A function from the exchanged gradients, the state, and whether the step is good, to the state with new weights."""
 
@@ -36,7 +36,7 @@ class SynchronousStep:
     guard: Guard
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Return the next state, and as metrics `loss`, `grad_norm`, `weight` and those of the exchange."""
+        """Return the next state, and the metrics: `loss`, `grad_norm`, `weight`, and the metrics of the exchange."""
         loss_sums, gradients, new_model_state = self.gradient_fn(state, batch)
         result = self.exchange(gradients, state)
         mean_loss = loss_sums.total / positive(loss_sums.weight)

@@ -1,11 +1,12 @@
-"""Checks of a traced step: a request that has no effect is an error, before anything is compiled.
+"""Checks of a traced step: a request of the plan that has no effect is an error, before anything is compiled.
 
 The traced program shows which blocks are recomputed, the types of the matrix products, the kernels that are used, and
 whether the model reads a setting at all.
 
-A layer with weight W (a matrix) computes three matrix products. The dims that a product sums over identify it. The
+A layer with weight W (a matrix) computes three matrix products, which differ in the dims that they sum over. The
 forward product y = x W sums over the last dim of x and the first dim of W. The onward product, the gradient of x, sums
-over the last dims of both operands. The inward product, the gradient of W, sums over all dims but the last of both.
+over the last dims of both operands. The inward product, the gradient of W, sums over all dims of both operands but the
+last.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from pallas_kernels.target import target
 P = ParamSpec("P")
 R = TypeVar("R")
 _PASS_NONE = "Pass implementation=None to take one that can."
-"""The advice at the end of a kernel's error, for callers of its function; the advice for a plan replaces it."""
+"""The advice at the end of a kernel's error, for callers of the kernel's function; a plan's user gets other advice."""
 
 
 class KernelTrace:
@@ -50,7 +51,7 @@ class KernelTrace:
     Args:
         plan: the plan, which may name implementations.
         mesh: devices of the step.
-        unfused_reason: why no kernel updates an optimizer state in few bits; `None` if one does.
+        unfused_reason: why no kernel updates an optimizer state in few bits; `None` if a kernel does.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused_reason: str | None) -> None:
@@ -64,7 +65,7 @@ class KernelTrace:
         return tuple(dict.fromkeys(choices))
 
     def recording(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function` in a form whose traces choose kernels by the plan, and record the choices here.
+        """Return a function like `function`, whose traces choose kernels by the plan and record the choices here.
 
         Args:
             function: a function of the step, to be traced.
@@ -79,7 +80,7 @@ class KernelTrace:
                     message = str(error)
                     if message.endswith(_PASS_NONE):
                         reason = message.removesuffix(_PASS_NONE)
-                        message = f"kernels {self._plan.kernels}: {reason}Leave it out for one that can"
+                        message = f"kernels {self._plan.kernels}: {reason}Leave the name out for one that can"
                     raise UserError(message) from error
                 self._record_update()
             return results
@@ -97,11 +98,11 @@ class KernelTrace:
 
 
 def check_kernel_choices(plan: Plan, choices: Sequence[KernelChoice]) -> None:
-    """Refuse a plan that names an implementation of a kernel, if the step uses another one or does not use the kernel.
+    """Refuse a plan that names an implementation of a kernel, if the step does not use that implementation.
 
     Args:
         plan: the plan, which may name implementations.
-        choices: the implementations that the traced step uses; several of one kernel if it uses several.
+        choices: the implementations that the traced step uses; there may be several of one kernel.
 
     Raises:
         UserError: the named implementation is not used; the error reports which one is.
@@ -182,7 +183,7 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
         equations: each equation of the step, jaxprs inside it included, with the number of times that it runs.
 
     Raises:
-        UserError: no layer multiplies by the recipe, or one of the three products of a layer is in another type.
+        UserError: no layer computes a product by the recipe, or one of a layer's three products is in another type.
     """
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
@@ -206,7 +207,7 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """Return which product of a layer an equation computes: "forward", "onward" or "inward"; `None` for none."""
+    """Return which product of a layer an equation computes: "forward", "onward" or "inward"; `None` for no product."""
     if eqn.primitive.name != "dot_general":
         return None
     (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
@@ -221,7 +222,7 @@ def _role_of(eqn: JaxprEqn) -> str | None:
 
 
 def _operands(eqn: JaxprEqn) -> list[ShapedArray]:
-    """Return the shapes and types of the operands of an equation that are arrays."""
+    """Return the shapes and types of an equation's operands, without operands that are not arrays."""
     return [variable.aval for variable in eqn.invars if isinstance(variable.aval, ShapedArray)]
 
 
@@ -246,7 +247,7 @@ def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
 
 
 def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
-    """Return the share of the FLOP of matrix products and convolutions with both operands narrower than float32.
+    """Return which share of the FLOP of matrix products and convolutions has both operands narrower than float32.
 
     Args:
         equations: each equation, with the number of times that it runs.
@@ -268,7 +269,7 @@ def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str 
         planned: the model under its plan.
         batch: arrays or shapes of a batch.
         field: name of the field of `Context`.
-        settings: values of the field; the programs that they give are compared.
+        settings: values of the field; the programs traced with these values are compared.
     """
     abstract_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     pure_model = planned.pure_model

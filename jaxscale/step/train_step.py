@@ -52,17 +52,17 @@ class StepParts:
 
     Args:
         objective: the loss of the model under its plan, at the newest weights.
-        layout: the mesh and every placement, without extras.
-        update: the optimizer in its three forms.
+        layout: the mesh, and every placement in a train state without extras.
+        update: the optimizer under the plan; `Update` describes its parts.
         step_function: a `SynchronousStep`, or the step of an asynchronous pipeline.
         extras: the extras that techniques add to the train state.
         async_pipeline: the asynchronous pipeline; `None` without one.
         replicas: the replicas of DiLoCo, which train alone between meetings; `None` without DiLoCo.
-        gradient_exchange: the exchange by a codec of gradients, or of displacements under DiLoCo; `None` without a
+        gradient_exchange: the exchange of gradients, or under DiLoCo of displacements, by a codec; `None` without a
             codec.
         stages: the stages of the pipeline; `None` without one.
         decision: the values that the blocks keep; `None` if the plan's memory rule does not depend on the blocks.
-        lines: lines for the user, on the choice of the mesh, the decision of the memory rule, and others.
+        lines: lines for the user, on the choice of the mesh, the decision of the memory rule, and other settings.
     """
 
     objective: Objective
@@ -82,7 +82,7 @@ class TrainStep:
     """A train step, its evaluation, and the placements of their arrays. Make one with `build`.
 
     Args:
-        parts: the parts of the train step, from `build`. Their fields are also attributes of the step.
+        parts: the parts of the train step, from `build`. Most fields of `StepParts` are also attributes of the step.
 
     Attributes:
         experiment, plan: what is trained, and the plan with its mesh settled.
@@ -168,7 +168,7 @@ class TrainStep:
         if whole_names:
             more_text = f" and {len(whole_names) - 5} more" if len(whole_names) > 5 else ""
             names_text = ", ".join(whole_names[:5]) + more_text
-            lines.append(f"zero {self.plan.zero}: no dim can be split evenly, kept whole: {names_text}")
+            lines.append(f"zero {self.plan.zero}: kept whole, because no dim can be split evenly: {names_text}")
         for extra in self.extras:
             lines += extra.describe()
         return lines + describe(self.layout)
@@ -217,7 +217,7 @@ class TrainStep:
 
     @functools.cached_property
     def _data_shard(self) -> tuple[int, int]:
-        """The pair that `data_shard` returns, computed once."""
+        """The tuple (index, count) that `data_shard` returns, computed once."""
         return batches.shard_of(self.layout.batch_sharding, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
@@ -232,7 +232,7 @@ class TrainStep:
         return batches.put(batch, self.layout.batch_sharding, self._data_shard)
 
     def _count_classes(self, batch: Batch) -> dict[str, int]:
-        """Return the number of tokens or classes of each array of a batch that holds them, by the array's name."""
+        """Return, by name, how many tokens or classes the model has for each array of tokens or labels in a batch."""
         traits = ModelTraits.of(self.experiment.model)
         if not traits.foreign:
             counts = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
@@ -283,7 +283,7 @@ class TrainStep:
         return Canonical(self.layout, self.extras, naming, self.plain_layout.owners(self.optimizer))
 
     def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape, dtype and sharding of each array of the canonical form, by name, to restore into."""
+        """Return the shape, dtype and sharding of each array of the canonical form, by the array's name."""
         return self._canonical.abstract()
 
     @property
@@ -301,7 +301,7 @@ class TrainStep:
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
         """Return the state that a canonical form describes; its arrays are donated.
 
-        Arrays of extras may be missing; such an extra starts from its initial value.
+        An extra may lack arrays; it then starts from its initial value.
 
         Args:
             arrays: arrays of the canonical form by name, placed as `canonical_abstract` specifies.
@@ -309,7 +309,7 @@ class TrainStep:
         return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """Return a note for the user on missing arrays of extras, after a semicolon; empty if none are missing.
+        """Return a note for the user, starting with "; ", on missing arrays of extras; empty if none are missing.
 
         Args:
             names: names of the arrays in the checkpoint.
@@ -382,10 +382,10 @@ class TrainStep:
 
         Returns:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
-            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`; with a codec
-            `residual_norm` (norm of the residuals) and `wire_bytes` (bytes that each device sends over the replica
-            axis). Under DiLoCo `grad_norm` is the root of the mean square of the replicas' norms, and
-            `wire_bytes` is 0 in steps without a meeting.
+            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row` (skipped steps
+            since the last step that was applied); with a codec also `residual_norm` (norm of the
+            residuals) and `wire_bytes` (bytes that each device sends over the replica axis). Under DiLoCo, `grad_norm`
+            is the root of the mean square of the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
         """
         if self._is_serial:
             jax.block_until_ready(state.watch)
@@ -415,7 +415,7 @@ class TrainStep:
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run the step function, and return the next state, and the metrics with those that all steps have."""
+        """Run the step function, and return the next state and the metrics, including those that all steps have."""
         next_state, metrics = self.parts.step_function(state, batch)
         learning_rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
         common_metrics = {
@@ -434,7 +434,7 @@ class TrainStep:
         if self.async_pipeline is not None:
             raise UserError(
                 f"{self.async_pipeline.pipeline_text}: a step has no gradients of its own; take a synchronous pipeline "
-                "to compute them"
+                "to compute gradients"
             )
         _, gradients, _ = self.objective.gradients(state, batch)
         return gradients

@@ -1,8 +1,8 @@
 """Update: the optimizer of an experiment, with its state in the number of bits that the plan specifies.
 
-The experiment specifies the update rule (an optax transformation), and the plan specifies the bits of its moments. In a
-state of few bits, each block of moments, which lies within one device's shard, shares a scale. `Layout` places the
-state, and `step/host.py` selects the device or the host for the update.
+The experiment specifies the update rule (an optax transformation), and the plan specifies the bits of its moments. A
+state in few bits is divided into blocks within each device's shard, and all moments of a block share one scale.
+`Layout` places the state, and `step/host.py` selects the device or the host for the update.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxscale.typing import Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An optimizer in its three forms.
+    """An optimizer as three optax transformations, and facts about them.
 
     Args:
         float32_rule: the experiment's rule without clipping, with float32 weights and state.
@@ -40,9 +40,9 @@ class Update:
         messages: function that computes the momenta that each replica sends (1-bit Adam and LAMB); `None` if replicas
             send gradients.
         fused: the whole update by a fused kernel of the plan's platform; `None` if there is no such kernel.
-        unfused_reason: why no kernel updates a state in few bits; `None` if one does, or if the state is float32.
+        unfused_reason: why no kernel updates a state in few bits; `None` if a kernel does, or if the state is float32.
         is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
-            `None` for a rule of the user's own, because it is unknown.
+            `None` for a rule of the user's own, for which this is unknown.
     """
 
     float32_rule: optax.GradientTransformation
@@ -113,7 +113,7 @@ class Update:
         )
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
-        """Split the weights, and create the state before the first update.
+        """Split the weights into bfloat16 weights and rounding errors, and create the state before the first update.
 
         Args:
             params: float32 parameters.
@@ -138,18 +138,18 @@ class Update:
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     """Return why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
-        return "it needs weights and state on the device"
+        return "the kernel needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
         return "kernels are for TPU and GPU"
     if plan.kernels.of("adam8") == "reference":
-        return "the plan names the reference"
+        return "the plan names the reference implementation"
     if plan.state.moments not in ("int8", "dynamic8"):
         return f"the kernel supports states int8 and dynamic8, not {plan.state.moments}"
     if optimizer.name != "adamw" or optimizer.custom is not None:
         rule_name = "a rule of your own" if optimizer.custom is not None else optimizer.name
         return f"the kernel supports AdamW, not {rule_name}"
     if plan.state.master == "split":
-        return "it needs float32 weights, not split ones"
+        return "the kernel needs float32 weights, not split ones"
     return "replicas under diloco are updated together by XLA's program" if plan.diloco is not None else None
 
 

@@ -78,7 +78,7 @@ def test_mistakes_are_told_before_anything_is_traced(text, said):
     ],
 )
 def test_a_kernel_of_another_platform_is_refused(text, where):
-    with pytest.raises(UserError, match=f"a {where} kernel, but this runs on cpu; take .*reference"):
+    with pytest.raises(UserError, match=f"a {where} kernel, but the step runs on cpu; take .*reference"):
         resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
 
 
@@ -257,7 +257,7 @@ def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
 def test_a_state_on_the_host_is_why_no_kernel_steps_it():
     plan = override(Plan(), {"state.moments": "int8", "offload.optimizer_state": "streamed", "zero": "1"})
     step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
-    assert step.update.unfused_reason == "it needs weights and state on the device"
+    assert step.update.unfused_reason == "the kernel needs weights and state on the device"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_state_on_the_host_is_why_no_kernel_steps_it():
     [
         (
             "twice: no. Pass implementation=None to take one that can.",
-            "kernels auto: twice: no. Leave it out for one .*",
+            "kernels auto: twice: no. Leave the name out for one .*",
         ),
         ("twice: cannot map it. Pass implementation='reference'", "twice: cannot map it. Pass implementation='.*'"),
     ],

@@ -48,7 +48,7 @@ def test_a_batch_that_does_not_divide_is_refused(plan, batch, says):
     [
         (Plan(mesh=MeshSpec(tensor=4)), "heads: 6 cannot be split evenly over tensor:4"),
         (Plan(mesh=MeshSpec(tensor=6)), "kv_heads: 2 cannot be split evenly over tensor:6"),
-        (Plan(mesh=MeshSpec(sequence=5)), "context 24: mesh .* splits it 5 ways; take a multiple of 5"),
+        (Plan(mesh=MeshSpec(sequence=5)), "context 24: mesh .* splits the context 5 ways; take a multiple of 5"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(plan, says):

@@ -283,9 +283,13 @@ def test_what_a_technique_promises_shows_in_its_program_and_not_in_its_control(n
 @pytest.mark.parametrize(
     ("plan", "experiment", "message"),
     [
-        ("mesh=1 zero=3", {}, "zero 3: it shards over the fsdp axis, but mesh 1 has none; .* or zero 0"),
+        ("mesh=1 zero=3", {}, "zero 3: ZeRO shards over the fsdp axis, but mesh 1 has none; .* or zero 0"),
         ("mesh=data:2 zero=1", {}, "add fsdp:N"),
-        ("mesh=1 loss_chunk=64", {}, "a row has 64 target positions, so one chunk would hold all; take less than 64"),
+        (
+            "mesh=1 loss_chunk=64",
+            {},
+            "a row has 64 target positions, so one chunk would hold all of them; take less than 64",
+        ),
         ("mesh=sequence:4 loss_chunk=16", {}, "64 target positions, 16 on each of 4 devices"),
         ("mesh=1 optimizer_state=streamed", {"optimizer": Optimizer("sgd")}, "sgd keeps no array that could lie"),
         (

@@ -106,9 +106,9 @@ def test_gradients_sent_in_full_are_found() -> None:
 @pytest.mark.parametrize(
     ("options", "plan", "message"),
     [
-        ({}, {"mesh": "fsdp:2", "zero": "2"}, "its momenta cross the replica axis, but mesh fsdp:2 has none"),
+        ({}, {"mesh": "fsdp:2", "zero": "2"}, "momenta cross the replica axis, but mesh fsdp:2 has none"),
         ({"freeze": 8}, {"mesh": "replica:2"}, "after 8 updates, but the run has 8.*or take adamw"),
-        ({}, {"mesh": "replica:2", "reduce": "int8"}, "with reduce int8: it sends momenta in one bit"),
+        ({}, {"mesh": "replica:2", "reduce": "int8"}, "with reduce int8: replicas send momenta in one bit"),
         ({}, {"mesh": "replica:2", "optimizer_state": "streamed"}, "optimizer_state streamed: replicas send"),
         ({}, {"mesh": "replica:2", "weights": "host"}, "optimizer one_bit_adam with offload.weights host"),
     ],

@@ -147,7 +147,7 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
         ({"pipeline": "1f1b:2x4", "microbatches": "2"}, "leave microbatches out"),
         ({"mesh": "pipe:2"}, "nothing specifies what the devices along pipe do"),
         ({"pipeline": "1f1b:2x4", "lowering": "phased"}, "take lockstep or gpipe, or lowering switch"),
-        ({"pipeline": "pipedream:2", "lowering": "phased"}, "its ticks mix forward and backward passes"),
+        ({"pipeline": "pipedream:2", "lowering": "phased"}, "the pipeline's ticks mix forward and backward passes"),
         ({"pipeline": "1f1b:2x4", "stages": "2,3"}, "got stages of 5 blocks in total, expected 4"),
         ({"pipeline": "1f1b:2x4", "stages": "4"}, "expected 2 stages"),
         ({"pipeline": "chimera:2x4", "weights": "host"}, "weights host with pipeline"),
@@ -190,6 +190,7 @@ def test_a_pipe_across_unequal_slices_is_refused(monkeypatch: pytest.MonkeyPatch
     chips = [Chip(number, int(number >= 3)) for number in range(4)]
     for changes in ({"pipeline": "1f1b:4x4"}, {"pipeline": "1f1b:2x4", "mesh": "data:2"}):
         with pytest.raises(
-            UserError, match="got TPU slices with 3 and 1 of its 4 devices, expected the same number on each slice"
+            UserError,
+            match="got TPU slices with 3 and 1 of the mesh's 4 devices, expected the same number on each slice",
         ):
             build(EXPERIMENT, override(Plan(), grouped(changes)), devices=chips)

@@ -36,7 +36,7 @@ DECODER = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2)
 REFUSED = {
     "`gradients` host": (
         {"weights": "host", "gradients": "host"},
-        "gradients on the host are not summed over its microbatches",
+        "gradients on the host are not summed over a pipeline's microbatches",
     ),
     "another `microbatches`": ({"microbatches": "2"}, "a pipeline specifies by itself how many"),
     "a `mesh` with another pipe axis": ({"mesh": "pipe:4"}, "leave pipe out of the mesh"),
@@ -72,7 +72,7 @@ OTHERS = {
     "a `Chain` with a `memory` rule that looks at all blocks": (
         Unlike(),
         {"stash": "input", "memory": "sqrt"},
-        "it looks at all blocks in sequence",
+        "the rule looks at all blocks in sequence",
     ),
 }
 

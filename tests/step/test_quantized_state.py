@@ -100,7 +100,7 @@ def factored(rate):
 REFUSED = [
     ({"optimizer": Optimizer(custom=factored)}, "would quantize no leaf"),
     ({"optimizer": Optimizer(name="sgd")}, "would quantize no leaf"),
-    ({"master": "split"}, "master split: its weights are bfloat16"),
+    ({"master": "split"}, "master split: split weights are bfloat16"),
     ({"master": "split", "precision": "bfloat16", "reduce": "float32"}, "master split with reduce float32"),
     (
         {"master": "split", "precision": "bfloat16", "optimizer_state": "host"},

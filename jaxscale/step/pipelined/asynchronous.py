@@ -10,7 +10,7 @@ Each stage clips its own gradients, watches for bad updates (it skips an update 
 applies a codec, and counts its updates for the learning rate. Gradients are means over the batch, so the weight of the
 batch (its number of targets) is computed before its loss, and must not depend on the model.
 
-Each stage has its own copy of every shared parameter, one that is outside of the blocks. The first stage reads the
+Each stage has its own copy of every shared parameter (outside of the blocks). The first stage reads the
 parameters before the blocks, and the last stage those after the blocks; the other copies stay zero. A model is refused
 if a parameter is read both before and after the blocks (tied weights) or inside the blocks, because its copies would
 become different.
@@ -61,17 +61,17 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
-"""Name of this `StateExtra`. A step with another plan or another version of JAX ignores it in a checkpoint."""
+"""Name of an asynchronous pipeline's `StateExtra`; a step with another plan or version of JAX ignores the extra."""
 DEVICE_SPEC = PartitionSpec(MANUAL)
 """Placement of arrays whose first dim has an entry for each device."""
 Flight: TypeAlias = dict[str, PyTree]
-"""The state in flight: "pipe", the state of the executor of ticks, and three entries of each stage.
+"""The state in flight: "pipe" (the state of the executor of ticks), and three entries with the state of each stage.
 
 "free" is the optimizer state that has no parameter's shape, such as counts. "watch" is the stage's watch for bad
 updates. "codes" has the states of the stage's codec ("states") and the number of updates ("updates").
 """
 StageParams: TypeAlias = tuple[Arrays, Arrays]
-"""StageParams of one stage, with a first dim of 1: those of its layers, and its copies of the shared parameters."""
+"""Parameters of one stage, with a first dim of 1: (parameters of its layers, its copies of the shared parameters)."""
 Carry: TypeAlias = dict[str, PyTree]
 """State of one stage within a step: "free", "watch" and "codes" as in `Flight`, and three more entries.
 
@@ -79,9 +79,9 @@ Carry: TypeAlias = dict[str, PyTree]
 the updates in this step. "sent" is the number of bytes that a codec has sent in this step.
 """
 ScaledBatch: TypeAlias = tuple[Microbatch, Array]
-"""One microbatch or several, and the factor by which the loss of each is scaled."""
+"""One microbatch or several, and the factor by which the loss of each microbatch is scaled."""
 CORRECTION = 0.135
-"""PipeMare's D, the decay of its discrepancy correction; its theory gives exp(-2)."""
+"""PipeMare's D, the decay of the discrepancy correction; the theory of PipeMare gives exp(-2)."""
 ANNEAL = 4
 """By default, PipeMare's rescheduling of the learning rate fades out over 1 / `ANNEAL` of the steps of a run."""
 
@@ -95,7 +95,7 @@ class AsyncPipeline:
         optimizer: the whole optimizer, clipping included.
 
     Attributes:
-        plan, method, pipeline_text: the plan of the pipeline, its method, and its text for messages.
+        plan, method, pipeline_text: the plan of the pipeline, its method, and the pipeline's text in messages.
         rank_count, microbatch_count: number of ranks, and number of microbatches of a batch.
         synchronous: a synchronous pipeline of the same model, for evaluation and synchronous steps.
         stream, remedies: the schedule of ticks, and PipeMare's remedies for old gradients.
@@ -254,9 +254,9 @@ class AsyncPipeline:
         )(gradients, states, update_count)
 
     def _divide_state(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
-        """Return the leaves of the optimizer's state that have a parameter's shape, and the others.
+        """Return (the state's leaves that have a parameter's shape, all other leaves of the state).
 
-        Both are dicts by the index of the leaf in the list.
+        Both are dicts by the index of the leaf in `leaves`, the list of the leaves of the optimizer's state.
         """
         owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
         return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
@@ -301,7 +301,7 @@ class AsyncPipeline:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the ticks of one batch; return the state after them, and the metrics `loss`, `grad_norm` and `weight`.
 
-        `grad_norm` is the joint norm of all gradients by which stages made updates in these ticks; 0 if there are none.
+        `grad_norm` is the joint norm of all gradients by which stages made updates in these ticks; 0 without updates.
         With a codec, there are also `wire_bytes`, for the device that sends most, and `residual_norm`, over all stages.
         """
         synchronous_steps = self.plan.synchronous_steps
@@ -329,9 +329,9 @@ class AsyncPipeline:
         return dataclasses.replace(next_state, extra={IN_FLIGHT: self.in_flight(next_state)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
-        """Return the state with the newest weights in the form of a synchronous pipeline.
+        """Return the state with the newest weights as a synchronous pipeline reads them, without copies.
 
-        Its optimizer state is unchanged, so it serves only passes that do not read the optimizer state.
+        The optimizer state stays unconverted, so the result serves only passes that do not read the optimizer state.
         """
         stage_params, copies_by_name = self.synchronous.split(state.params)
         reading_ranks = {name: numbers.index(0) for name, numbers in self.model_with_copies.copies.items()}
@@ -422,11 +422,11 @@ class InFlight:
     def add_to_layout(self, layout: Layout) -> Layout:
         """Return the layout of the train state with this extra; each array has a first dim over the devices."""
         sharding = NamedSharding(layout.mesh, DEVICE_SPEC)
-        flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
-        return layout.with_extra(
-            self.name,
-            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), flight),
+        unplaced_flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
+        abstract_flight = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), unplaced_flight
         )
+        return layout.with_extra(self.name, abstract_flight)
 
     def init(self, state: TrainState) -> Flight:
         """Return the state in flight of an empty pipeline."""
@@ -456,8 +456,8 @@ class InFlight:
 
         The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
         """
-        pipeline, flight = self.pipeline, abstract.extra[self.name]
-        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
+        pipeline, abstract_flight = self.pipeline, abstract.extra[self.name]
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(abstract_flight)]
         planned = pipeline.planned
         dependencies = [
             version_1_fields(planned.plan),
@@ -469,7 +469,7 @@ class InFlight:
         plan_hash = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:12]
         prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), flight
+            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), abstract_flight
         )
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:

@@ -1,8 +1,8 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
-A model is written as one function of its module. A pipeline divides it by tracing it with other functions in place of
-its blocks (`blocks.viewing_stage`). The result is three parts: one before the blocks, one with the blocks of a single
-stage, and one after the blocks, which ends with the loss.
+A model is written as one function of its module. A pipeline divides the model by tracing this function with other
+functions in place of the blocks (`blocks.viewing_stage`). The result is three parts: one before the blocks, one with
+the blocks of a single stage, and one after the blocks, which ends with the loss.
 
 A rank is a device of the pipe axis. The stages of a rank are its chunks, and the arrays that one stage sends to the
 next are a message. A few schedules run a stage on two ranks: its home, and a rank that has a copy of its weights.
@@ -10,9 +10,9 @@ next are a message. A few schedules run a stage on two ranks: its home, and a ra
 In a stack, all blocks are alike, and the blocks of a stage are the rows of the stacked parameters that lie on its rank.
 In a `layers.Chain`, blocks differ, and one program serves all ranks: a `lax.switch` on the index of the stage runs the
 blocks of the stage. The parameters of each stage are one flat array, padded to the length of the longest, and a rank
-has only those of its own stages. Messages are flattened too, into one array for each dtype, padded to the length of the
-longest. Between steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly. Every
-rank gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
+has only the arrays of its own stages. Messages are flattened too, into one array for each dtype, padded to the length
+of the longest. Between steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly.
+Every rank gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
 
 For chains, `recipe/combinations.py` refuses asynchronous schedules, and plans that split the flat array further, that
 keep residuals in slots, or whose memory rule depends on all blocks at once.
@@ -51,7 +51,7 @@ WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each row in the global batch."""
 TracedFn: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: a part of a model, or one that runs blocks, which `blocks.StageRunner` gets."""
+"""A function of traced arrays: a part of a model, or a function that runs blocks, which a `blocks.StageRunner` gets."""
 
 
 class TraceEnd(Exception):
@@ -70,8 +70,8 @@ class TraceEnd(Exception):
 class ModelParts:
     """A model in three functions.
 
-    Each takes (stage parameters, shared parameters, microbatch, key, stage index). For `inside` and `after`, a message
-    comes before these arguments.
+    Each function takes (stage parameters, shared parameters, microbatch, key, stage index). For `inside` and `after`, a
+    message comes before these arguments.
 
     Args:
         before: returns the message to the first stage.
@@ -85,7 +85,7 @@ class ModelParts:
 
 
 def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
-    """Receive copies of the chunks of other ranks that the schedule runs here; return them after this rank's chunks."""
+    """Return this rank's chunks, and after them the copies of other ranks' chunks that the schedule runs here."""
     for sent_chunk, rank_pairs in stages.copies:
         copy = jax.tree.map(
             lambda leaf, chunk=sent_chunk, pairs=rank_pairs: jax.lax.ppermute(leaf[chunk], PIPE_AXIS, pairs)[None],
@@ -96,7 +96,7 @@ def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
 
 
 def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
-    """Receive the gradients of copies on other ranks, and return them added to those of this rank's own chunks."""
+    """Return the gradients of this rank's chunks, with the gradients of the chunks' copies on other ranks added."""
     own_chunk_count = len(stages.homes[0])
 
     def sum_leaf(leaf: Array) -> Array:
@@ -110,14 +110,14 @@ def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
     return jax.tree.map(sum_leaf, gradients)
 
 
-def _trace_cut(
-    planned: PlannedModel, cut: StageView, score: Score, params: WeightsByName, microbatch: Microbatch, key: Key
+def _trace_view(
+    planned: PlannedModel, view: StageView, score: Score, params: WeightsByName, microbatch: Microbatch, key: Key
 ) -> PyTree:
     """Trace a model with its blocks replaced, and return its score, or the value with which the trace ended early.
 
     Args:
         planned: the model under its plan.
-        cut: the function that replaces the model's blocks, and the values that it needs.
+        view: the function that replaces the model's blocks, and the values that it needs.
         score: function from the module, a microbatch and the settings of the pass to sums.
         params: all parameters, by name.
         microbatch: rows of a batch, and their indices.
@@ -126,7 +126,7 @@ def _trace_cut(
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.abstract_params, params), {})
     try:
-        with blocks.viewing_stage(cut):
+        with blocks.viewing_stage(view):
             return score(module, batch, planned.context(key, examples))
     except TraceEnd as trace_end:
         return trace_end.value
@@ -135,8 +135,8 @@ def _trace_cut(
 def _model_parts(trace: TracedFn, enter: TracedFn, run_stage: TracedFn, leave: TracedFn) -> ModelParts:
     """Return the parts of a model, from traces in which another function replaces its blocks.
 
-    In the signatures below, `run_blocks` is a function that runs blocks, `first_input` is the input of the first block,
-    and `args` are the arguments of a part.
+    In the signatures below, `run_blocks` is the first argument of a `blocks.StageRunner`, `first_input` is the input of
+    the first block, and `args` are the arguments of a part of the model.
 
     Args:
         trace: (between, *args) -> the model's sums, with `between` in place of the blocks.
@@ -195,8 +195,8 @@ class StackForm:
             stage: Int[Array, ""],
         ) -> PyTree:
             first_layers, has_padding = self.stages.first_layers, -1 in self.stages.layer_of_row
-            cut = StageView(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
-            return _trace_cut(planned, cut, score, {**stage_params, **shared_params}, microbatch, key)
+            view = StageView(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
+            return _trace_view(planned, view, score, {**stage_params, **shared_params}, microbatch, key)
 
         def run_stage(run_blocks: TracedFn, first_input: PyTree, message: PyTree, *args: PyTree) -> PyTree:
             return run_blocks(message)
@@ -212,7 +212,7 @@ class StackForm:
         """Gather the parameters of one block from their shards, and return them."""
         planned = self.planned
         words_of_names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
-        # the words before the first one that differs between names, and of them those up to the last "layers"
+        # the words with which all names begin; names within a block start after the last "layers" among these words
         shortest = min(map(len, words_of_names))
         common_length = next((n for n in range(shortest) if len({words[n] for words in words_of_names}) > 1), None)
         common_words = words_of_names[0][:common_length]
@@ -229,7 +229,7 @@ class StackForm:
         return jax.tree_util.tree_map_with_path(gather, params)
 
     def chunks(self, stage_params: Arrays) -> Arrays:
-        """Return the rows of this rank's stages as (chunks, depth, ...), and after them its copies of other stages."""
+        """Return the rows (chunks, depth, ...) of this rank's stages, and after them the copies that this rank runs."""
         depth = self.stages.depth
         own_chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stage_params)
         return append_copies(self.stages, own_chunks)
@@ -339,7 +339,7 @@ class ChainForm:
 
     @functools.cached_property
     def flat_slices(self) -> dict[str, FlatSlice]:
-        """The slice of its stage's flat array that holds each parameter of a block, by the parameter's name."""
+        """For each parameter of a block, by name, the slice of the stage's flat array that holds the parameter."""
         flat_slices, lengths = {}, [0] * len(self.stages.layer_counts)
         for name, leaf in named_leaves(self.planned.pure_model.abstract_params).items():
             if self.is_staged(name):
@@ -361,7 +361,7 @@ class ChainForm:
         return home, self.stages.homes[home].index(stage)
 
     def chunks(self, stage_params: Arrays) -> Arrays:
-        """Return the flat arrays (chunks, length) of this rank's stages, and after them its copies of other stages."""
+        """Return this rank's stages as flat arrays (chunks, length), and after them the copies that this rank runs."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
         length = max(flat_slice.end for flat_slice in self.flat_slices.values())
         own_chunks = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
@@ -422,28 +422,28 @@ class ChainForm:
             dtype = self.planned.plan.precision
             # nothing reads these zeros, because blocks get their parameters from the stage's flat array
             zeros = {name: jnp.zeros(flat_slice.shape, dtype) for name, flat_slice in self.flat_slices.items()}
-            cut = StageView(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
-            return _trace_cut(self.planned, cut, score, {**zeros, **shared_params}, microbatch, key)
+            view = StageView(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
+            return _trace_view(self.planned, view, score, {**zeros, **shared_params}, microbatch, key)
 
-        def message_form(run_blocks: TracedFn, first_input: PyTree) -> MessageForm:
-            """Return the form of all messages, from the function that runs blocks and the input of the first block."""
+        def message_form(blocks_runner: TracedFn, first_input: PyTree) -> MessageForm:
+            """Return the form of all messages, from the input of the first block; `blocks_runner` runs later blocks."""
             abstract_messages = [jax.eval_shape(lambda x: x, first_input)]
             for start, stop in itertools.pairwise(boundaries):
-                abstract_messages.append(jax.eval_shape(run_blocks(start, stop), abstract_messages[-1]))
+                abstract_messages.append(jax.eval_shape(blocks_runner(start, stop), abstract_messages[-1]))
             return MessageForm(abstract_messages)
 
         def run_stage(
-            run_blocks: TracedFn, first_input: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree
+            blocks_runner: TracedFn, first_input: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree
         ) -> Arrays:
             """Run the stage whose index is the last of `args` on a packed message; return the next packed message."""
-            form, traced_stage = message_form(run_blocks, first_input), args[-1]
+            form, traced_stage = message_form(blocks_runner, first_input), args[-1]
 
             def branch(stage: int) -> Callable[[Array, Arrays], Arrays]:
                 """Return the function that runs one stage, from its flat array and the packed message."""
 
                 def run_packed(flat_array: Array, packed: Arrays) -> Arrays:
                     block_params = self._block_params(flat_array, stage)
-                    run_message = run_blocks(boundaries[stage], boundaries[stage + 1], block_params)
+                    run_message = blocks_runner(boundaries[stage], boundaries[stage + 1], block_params)
                     return form.pack(run_message(form.unpack(packed, stage)))
 
                 return run_packed
@@ -453,11 +453,13 @@ class ChainForm:
 
         return _model_parts(
             trace,
-            lambda run_blocks, first_input: message_form(run_blocks, first_input).pack(first_input),
+            lambda blocks_runner, first_input: message_form(blocks_runner, first_input).pack(first_input),
             run_stage,
-            lambda run_blocks, first_input, packed: message_form(run_blocks, first_input).unpack(packed, stage_count),
+            lambda blocks_runner, first_input, packed: message_form(blocks_runner, first_input).unpack(
+                packed, stage_count
+            ),
         )
 
 
 StageForm: TypeAlias = StackForm | ChainForm
-"""The form in which stages read the parameters of their blocks."""
+"""How stages read the parameters of their blocks: from a stack, or from the flat array of a chain's stage."""

@@ -52,12 +52,12 @@ T = TypeVar("T")
 
 
 class Pipelined:
-    """The objective of a model that a pipeline computes.
+    """The objective of a model under a pipeline of stages.
 
     Args:
         planned: the model under its plan.
         stages: the layers of each stage.
-        schedule: the schedule by which the stages run; that of `stages` by default.
+        schedule: the schedule by which the stages run; by default the schedule of `stages`.
 
     Attributes:
         form: the form in which stages read the parameters of their blocks.
@@ -81,11 +81,11 @@ class Pipelined:
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def split(self, params: Params) -> tuple[Arrays, Arrays]:
-        """Return the parameters of stages, and the shared parameters, each as a dict by name."""
+        """Return (parameters of stages, shared parameters), two dicts by name."""
         return self.divide(named_leaves(params))
 
     def divide(self, entry_of_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-        """Return the entries for parameters of stages, and those for shared parameters, of a dict by parameter name."""
+        """Divide a dict by parameter name; return (entries for parameters of stages, entries for shared parameters)."""
         stage_entries = {name: entry for name, entry in entry_of_name.items() if self.form.is_staged(name)}
         return stage_entries, {name: entry for name, entry in entry_of_name.items() if name not in stage_entries}
 
@@ -181,10 +181,12 @@ class Pipelined:
             host_chunks = None if host_params is None else self.form.chunks(host_params)
             first_chunk, microbatch = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             run_before_blocks, stage_index = self.form.model_parts(self.loss).before, jnp.int32(0)
-            message = jax.eval_shape(run_before_blocks, first_chunk, shared_params, microbatch, key, stage_index)
+            abstract_message = jax.eval_shape(
+                run_before_blocks, first_chunk, shared_params, microbatch, key, stage_index
+            )
             readers = None
             if tables.has_backward:
-                readers = self._readers(message, first_chunk, shared_params, microbatch, key)
+                readers = self._readers(abstract_message, first_chunk, shared_params, microbatch, key)
             executed = execute(
                 tables,
                 run_stage,
@@ -192,7 +194,7 @@ class Pipelined:
                 shared_params,
                 batch,
                 key,
-                message,
+                abstract_message,
                 axis=PIPE_AXIS,
                 manual_axes=MANUAL,
                 lowering=pipeline.lowering,
@@ -211,7 +213,7 @@ class Pipelined:
     def _readers(
         self, message: PyTree, chunk: Arrays, shared_params: Arrays, microbatch: Microbatch, key: Key
     ) -> tuple[int, ...] | None:
-        """Return the indices of the stages that read shared parameters; `None` if all do, because blocks read some."""
+        """Return the indices of the stages that read shared parameters; `None` for all stages, if blocks read some."""
         run_blocks = self.form.model_parts(self.loss).inside
         leaf_reads = find_leaves_read(run_blocks, message, chunk, shared_params, microbatch, key, jnp.int32(0))
         start = len(jax.tree.leaves((message, chunk)))  # index of the first leaf of the shared parameters
@@ -230,7 +232,7 @@ class Pipelined:
             model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
-            examples: index of every row in the global batch.
+            examples: index in the global batch of every row of the microbatch.
         """
         if self.stage_depth is None:
             return Whole(self.planned).loss_of_masters(params, model_state, batch, key, examples)
@@ -280,7 +282,7 @@ class Pipelined:
             unsummed_axes, replica_factor = (REPLICA_AXIS,), self.planned.layout.mesh.shape[REPLICA_AXIS]
 
         def finish(executed: DeviceSums) -> tuple[Loss, Arrays, Arrays]:
-            """Return the sums of the loss, and the gradients of stages' and of shared parameters, by name."""
+            """Return (sums of the loss, gradients of stages' parameters, gradients of shared parameters)."""
             loss = jax.lax.psum(executed.sums, MANUAL)
             gradients = self.form.gradients_at_home(executed.weight_gradients), executed.shared_gradients
             summed_gradients = [
@@ -303,7 +305,7 @@ class Pipelined:
         return Loss(loss.total, loss.weight), gradients
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Apply a score to all microbatches by forward passes of the pipeline, and return the sum."""
+        """Return the sum of a score over all microbatches, computed by forward passes of the pipeline."""
         run_stage = self.stage_fn(
             lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(())
         )
@@ -345,10 +347,10 @@ class Pipelined:
         return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.master_shardings)
 
     def _specs(self, kind: str) -> StageAndSharedSpecs:
-        """Return the placements along the manual axes of stages' parameters, and those of shared parameters, by name.
+        """Return (placements of stages' parameters, placements of shared parameters) by name, along the manual axes.
 
         Args:
-            kind: "compute" for the placements in which stages read parameters, "gradient" for those of gradients.
+            kind: "compute" for the placements in which stages read parameters, "gradient" for placements of gradients.
         """
         spec_by_name = {}
         for name, placement in self.planned.layout.placements.items():

@@ -19,9 +19,9 @@ from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """Return a number for the copy of each rank, by the name of the shared parameter, as in `PureModel.copies`.
+    """Return, by the name of each shared parameter, a number for the copy of every rank, as in `PureModel.copies`.
 
-    The number is 0 if the stage of the rank reads the parameter, and -1 if not; a copy with -1 stays zero.
+    The number is 0 if the stage of the rank reads the parameter, and -1 if not; a copy with number -1 stays zero.
 
     Args:
         pipeline: the pipeline of the model, with one stage on each rank.
@@ -37,9 +37,12 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
         name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
     row_count = planned.experiment.batch // stages.schedule.microbatches
-    microbatch = {name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
-    stage, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    args = (stage_params, shared_params, (microbatch, jax.ShapeDtypeStruct((row_count,), jnp.int32)), key, stage)
+    abstract_batch = {
+        name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()
+    }
+    abstract_microbatch = (abstract_batch, jax.ShapeDtypeStruct((row_count,), jnp.int32))
+    key_and_stage = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
+    args = (stage_params, shared_params, abstract_microbatch, *key_and_stage)
     # the shared parameter of each leaf of `args`, "" for parameters of stages; later arguments have no entry
     name_of_leaf = jax.tree.leaves(({**dict.fromkeys(stage_params, "")}, {name: name for name in shared_params}))
     parts = pipeline.form.model_parts(pipeline.loss)
@@ -52,9 +55,9 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
 
     # blocks run without their treatment, which the memory rule chose for the rows of one device
     with planned.tracing(is_forward_only=True):
-        message = jax.eval_shape(parts.before, *args)
-        names_before, names_inside = names_read_by(parts.before), names_read_by(parts.inside, message)
-        names_after = names_read_by(parts.after, message)
+        abstract_message = jax.eval_shape(parts.before, *args)
+        names_before, names_inside = names_read_by(parts.before), names_read_by(parts.inside, abstract_message)
+        names_after = names_read_by(parts.after, abstract_message)
     if names_inside:
         raise UserError(
             f"{pipeline_text}: all blocks of this model read {', '.join(sorted(names_inside))}, and each stage would "
