@@ -27,7 +27,7 @@ class Kind(enum.StrEnum):
 
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""The kinds of passes, in the order of their codes in tables and searches."""
+"""The kinds of passes: all kinds but U, in the order of the integer codes that stand for kinds in searches."""
 GRADIENT = (Kind.B, Kind.I)
 """The kinds that compute the input gradient."""
 

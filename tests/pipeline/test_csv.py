@@ -176,7 +176,7 @@ WRONG = {
     "rank 0: lacks 0F0": "0W0,0I0",
     "rank 0, cell 0: got '٣F0'": "٣F0,0B0",
     "rank 1: has no pass, expected one or more": "0F0,0B0\n,,\n1F0,1B0",
-    "rank 1, cell 0: lacks|rank 1: lacks 1RECV_F0, the message of 1F0, which it needs": changed(LOWERED, (1, 0, "")),
+    "rank 1, cell 0: lacks|rank 1: lacks 1RECV_F0, the message of 1F0, which this rank": changed(LOWERED, (1, 0, "")),
     "rank 0: lacks 0SEND_F1, the message of 0F1, which another rank waits for": changed(LOWERED, (0, 4, "")),
     "rank 1, cell 0: 1RECV_F1 stands|rank 1, cell 2: 1RECV_F1 occurs twice": changed(LOWERED, (1, 0, "1RECV_F1")),
     "rank 0, cell 0: 0SEND_F0 comes before 0F0 .cell 1.": changed(LOWERED, (0, 0, "0SEND_F0"), (0, 2, "")),

@@ -1,6 +1,7 @@
 """A simulated schedule as lines of text: one line for each rank, with time to the right.
 
-An action is shown as the letter of its kind and, if there is room, the index of its microbatch, padded to its width.
+An action is shown as the letter of its kind and, if there is room, the index of its microbatch. Padding fills the rest
+of the action's width.
 Lowercase letters stand for a rank's later stages. If actions are narrower than a column, the column shows the action
 that fills most of it.
 """
@@ -22,8 +23,8 @@ MIN_COLUMNS = 24
 """The least number of columns of the time axis, even in a narrower terminal."""
 
 Cell = tuple[str, Kind | None, bool]
-"""(character, kind, is_later): a character, the kind of its action (`None` if idle), and whether its stage is a later
-stage of the rank."""
+"""(character, kind, is_later): a character, the kind of the action that it shows (`None` if the rank is idle), and
+whether the action's stage is a later stage of the rank."""
 
 
 def text_chart(
@@ -73,8 +74,8 @@ def text_chart(
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     """Return the number of columns per second with which the longest simulation fills a terminal.
 
-    If there is a scale on which every action has a whole number of columns, the result is that scale, although some of
-    the width may stay unused.
+    If every action can have a whole number of columns, the result is the largest scale for which this is the case,
+    although some of the width may stay unused.
     """
     plot_width = min(width - len(_rank_label(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
     per_second = max(plot_width, MIN_COLUMNS) / max(sim.seconds for sim in simulations)
