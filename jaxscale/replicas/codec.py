@@ -64,7 +64,7 @@ class Codec(NamedCodec):
 
     @property
     def timed(self) -> bool:
-        """Whether the result of `reduce` depends on the argument `step`, which must then be given."""
+        """Whether the result of `reduce` depends on the argument `step`; if so, callers must pass `step`."""
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
@@ -136,7 +136,7 @@ class Codec(NamedCodec):
         exact_gradient = gradient.astype(jnp.float32)
 
         def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
-            """Return the mean of a leaf and its new state, by the codec of a phase."""
+            """Return the mean of the leaf and its new state, computed by the codec of a phase."""
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
@@ -160,7 +160,7 @@ class Codec(NamedCodec):
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
         """Return the bytes that one device sends over the axis in a step of the last phase.
 
-        For an exact mean in float32 it would send `wire.exact` bytes.
+        For an exact mean in float32, the device would send `wire.exact` bytes.
 
         Args:
             shape: shape of the leaf on one device.
@@ -227,7 +227,7 @@ class Codec(NamedCodec):
 
 
 def compute_once(message: Any) -> Any:
-    """Return a message unchanged, after a barrier, so that XLA does not compute it again to decode it on this device.
+    """Return a message unchanged, after a barrier, so that XLA does not compute the message again to decode it here.
 
     The residual is then the error of exactly the bytes that are sent.
     """

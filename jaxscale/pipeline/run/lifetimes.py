@@ -50,7 +50,7 @@ class Life(NamedTuple):
 def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
     """Return the lifetimes of all values of a schedule, in the order of `tick_of`.
 
-    The first stage has no input message, the last stage no incoming gradient.
+    The first stage has no input message, and the last stage has no incoming gradient.
 
     Args:
         schedule: the actions of each rank.
@@ -80,9 +80,9 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
 
 
 def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int]:
-    """Allocate slots by first fit, the first free slot for each value in the order of first ticks.
+    """Allocate slots by first fit: in the order of their first ticks, values get the first slot that is free.
 
-    For intervals, first fit takes the fewest slots possible: the largest number of values that are alive at once.
+    First fit takes the fewest slots possible for intervals: the largest number of values that are alive at once.
 
     Args:
         intervals: (first tick, tick after the last, name) of each value.

@@ -1,14 +1,14 @@
-"""Forward and backward of a stage, as two programs, in two variants that stash different values between them.
+"""The forward and the backward of a stage as two programs, in two variants, which differ in the values that they stash.
 
 `FromInput` stashes nothing: its backward computes the stage again from the stage's input, which the executor keeps in a
 slot. `FromResiduals` stashes the residuals of `jax.vjp`, except those that the backward can read or recompute: weights,
 functions of the weights alone (a cast copy), the microbatch and the key. Any `jax.checkpoint` inside the stage reduces
 the residuals.
 
-Both also have a backward in two halves for zero-bubble schedules. `input_half` computes the gradients of the input and
-of the shared weights; `weight_half` computes those of the stage's own weights. The values that cross from the first
-half to the second are called the cut. In all methods x is the stage's input, `stash` a tuple of the stashed arrays, and
-g the gradient of the stage's output; `context` has the other arguments of the stage.
+Both variants also have a backward in two halves for zero-bubble schedules. `input_half` computes the gradients of the
+input and of the shared weights; `weight_half` computes the gradients of the stage's own weights. The values that cross
+from the first half to the second are called the cut. In all methods x is the stage's input, `stash` a tuple of the
+stashed arrays, and g the gradient of the stage's output; `context` has the other arguments of the stage.
 """
 
 from collections.abc import Callable, Collection
@@ -39,7 +39,7 @@ class At(NamedTuple):
 
 
 class StageContext(NamedTuple):
-    """The arguments of a stage besides its input. They are the same in forward and backward, so no stash has them.
+    """The arguments of a stage besides its input. They are the same in forward and backward, so they are not stashed.
 
     Args:
         weights: weights of the stage.
@@ -104,7 +104,7 @@ class FromInput:
         return weight_gradients
 
     def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
-        """Return the gradients of the arguments that `select(weights, shared, x)` returns; no others are computed."""
+        """Return the gradients of those arguments alone that `select(weights, shared, x)` returns."""
         arguments = (context.weights, context.shared, x)
         selected_indices = select(0, 1, 2)
 
@@ -237,7 +237,7 @@ class FromResiduals:
         return self._division.run_second(cut, context, list(stash), g)
 
     def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """Return the gradients as ((of shared weights, of the input), of weights): those of the two halves.
+        """Return the gradients as ((of shared weights, of the input), of weights), with one member for each half.
 
         If the weight half computed the gradients of shared weights, every rank would keep gradients of logits in slots.
         """

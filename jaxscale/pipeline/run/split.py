@@ -8,7 +8,7 @@ are the same. A scan is divided like its body, and its crossing values are stack
 scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like its program, with the
 recomputation in the first half.
 
-Equations that only move or compare numbers run again in the second half if no more bytes cross for that reason.
+Equations that only move or compare numbers run again in the second half if no more bytes cross because of this.
 
 Left out: other calls that contain programs (`while`, `shard_map`, kernels). Such a call is not divided; it runs in the
 first half if that half needs one of its results. Effects (`jax.debug.print`) on which no result depends are dropped.
@@ -82,7 +82,7 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, is_kept: Any = 
             input and `second` are the gradients of its weights.
         args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, with the shapes of the program that calls the halves.
         is_kept: whether the second half can read an argument: one boolean for all arguments, or a tuple with a boolean
-            or a tree of booleans for each. An argument that the second half needs but cannot read crosses.
+            or a tree of booleans for each argument. What the second half needs but cannot read crosses.
 
     Example:
         >>> import jax.numpy as jnp
