@@ -65,6 +65,6 @@ class Action(NamedTuple):
         """
         match = _CELL.fullmatch(text)
         if not match:
-            raise UserError(f"got {text!r}, expected an action such as 0F3: stage, one of F B I W U, microbatch")
+            raise UserError(f"got {text!r}, expected an action such as 0F3: a stage, one of F B I W U, a microbatch")
         stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch))

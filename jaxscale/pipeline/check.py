@@ -22,7 +22,7 @@ class Fault(UserError):
         reason: text of the message; `{0}`, `{1}`, ... stand for the cells of `mentions`.
         rank: rank of the wrong action; `None` if the error does not concern a single rank.
         cell: index of the wrong action in the order of its rank; `None` if an action is missing.
-        mentions: places of the other actions that the message mentions.
+        mentions: (rank, cell) of each of the other actions that the message mentions.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Fault(UserError):
         cell: int | None = None,
         mentions: Sequence[Place] = (),
     ) -> None:
-        location = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
+        location_text = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
         text = reason.format(*(mentioned_cell for _, mentioned_cell in mentions)) if mentions else reason
-        super().__init__(f"schedule {schedule}{location}: {text}")
+        super().__init__(f"schedule {schedule}{location_text}: {text}")
         self.schedule, self.reason, self.rank, self.cell, self.mentions = schedule, reason, rank, cell, tuple(mentions)
 
     def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":

@@ -28,7 +28,7 @@ _PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 _MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)", re.ASCII)
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
-_EXPECTED = "expected a pass such as 0F3 (stage, F, B, I or W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
+_EXPECTED = "expected a pass such as 0F3 (stage, F/B/I/W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
 
 
 def _cell_contents(text: str) -> Iterator[Action | Message]:

@@ -29,7 +29,7 @@ def count_microbatches(name: str, orders: Orders) -> int:
     key_counts = Counter(last_microbatch_of.values())  # for each last microbatch, the number of keys that have it
     last_microbatch = min(key_counts, key=lambda microbatch: (-key_counts[microbatch], microbatch))
     if last_microbatch >= sum(map(len, orders)):
-        reason = f"is of microbatch {last_microbatch}, but most earlier ones are missing"
+        reason = f"is of microbatch {last_microbatch}, but most earlier microbatches are missing"
         raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
     return last_microbatch + 1
 

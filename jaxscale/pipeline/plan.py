@@ -66,8 +66,8 @@ class PipelinePlan:
             the results.
         anneal: number of updates over which PipeMare's rescheduling fades. Rescheduling gives stages with stale weights
             smaller learning rates. 0: no rescheduling; `None`: a quarter of the run for pipemare, otherwise 0.
-        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1. It is
-            the share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
+        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1: the
+            share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
             `None`: exp(-2) = 0.135.
         synchronous_steps: number of synchronous training steps before an asynchronous pipeline is filled.
 

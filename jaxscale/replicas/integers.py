@@ -51,8 +51,8 @@ def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key:
         codes, scale = quantize(blocks.reshape(-1, block), bits=bits, block=block, axis=-1)
         return IntegerCodes(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
     if is_noting() and x.size:
-        rounding = "at random" if key is not None else f"to {bits} bits"
-        reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding}"
+        rounding_text = "at random" if key is not None else f"to {bits} bits"
+        reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding_text}"
         note(Explanation("quantize", target(), "reference", {}, reason))
     scale = jnp.max(jnp.abs(blocks), -1)
     # a block becomes zeros if its scale is zero or has an infinite inverse

@@ -211,7 +211,7 @@ def diloco(
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
-        """Return the updates of this replica's weights and its new state; the argument `updates` has its gradients."""
+        """Return the updates of this replica's weights, and its new state; `updates` are this replica's gradients."""
         if params is None:
             raise UserError("diloco: got no parameters: call update(gradients, state, params)")
         inner_updates, inner_state = inner.update(updates, state.inner, params)

@@ -86,7 +86,7 @@ did you mean 'start'?
 
     @classmethod
     def form(cls) -> str:
-        """Return the template of the text form, for messages.
+        """Return the template of the text form, for error messages.
 
         Example:
             >>> from jaxscale.replicas.codecs import CODECS

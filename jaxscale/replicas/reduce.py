@@ -65,7 +65,7 @@ class GradientLeaf:
     Args:
         shape: global shape.
         spec: partition of the gradient's dims over mesh axes, without the slow axis.
-        layers: whether the first dim is stacked layers.
+        layers: whether the gradient has stacked layers along its first dim.
         stack: name of the whole stack of layers, if this gradient has only some of the layers. The name seeds the
             random draws, so that the draws do not depend on how the stack is divided.
         first: index of the gradient's first layer in the stack.

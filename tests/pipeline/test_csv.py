@@ -172,7 +172,7 @@ WRONG = {
     "rank 0, cell 3: got '0X0', expected a pass": changed(GOOD, (0, 3, "0X0")),
     "rank 0, cell 3: got '.0F0;0SEND_F0.OVERLAP_F_B', expected": changed(GOOD, (0, 3, "(0F0;0SEND_F0)OVERLAP_F_B")),
     "rank 0, cell 3: got '{0F0}', expected": changed(GOOD, (0, 3, "{0F0}")),
-    "rank 0, cell 0: 0F99999999 is of microbatch 99999999, but most earlier ones are missing": "0F99999999,0B99999999",
+    "rank 0, cell 0: 0F99999999 is of microbatch 99999999, but most earlier microbatches": "0F99999999,0B99999999",
     "rank 0: lacks 0F0": "0W0,0I0",
     "rank 0, cell 0: got '٣F0'": "٣F0,0B0",
     "rank 1: has no pass, expected one or more": "0F0,0B0\n,,\n1F0,1B0",

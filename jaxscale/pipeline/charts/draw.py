@@ -202,7 +202,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
         raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     if suffix == ".csv":
         if len(schedules) > 1:
-            raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw them one by one")
+            raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw the schedules one by one")
         for schedule in schedules:
             to_csv(schedule)  # refuses asynchronous schedules
 

@@ -113,8 +113,8 @@ def _rank_label(simulation: Simulation, rank: int) -> str:
 
 def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
     """Return (action, start in seconds, end in seconds) for every action."""
-    rows = zip(simulation.schedule.orders, simulation.spans, strict=True)
-    return [(action, *span) for order, spans in rows for action, span in zip(order, spans, strict=True)]
+    pairs = zip(simulation.schedule.orders, simulation.spans, strict=True)
+    return [(action, *span) for order, spans in pairs for action, span in zip(order, spans, strict=True)]
 
 
 def _cells(

@@ -6,9 +6,10 @@ pipeline are a maximum of linear functions, one for each path through the schedu
 maximum of linear functions too, one for each rank and moment.
 
 Dynamic programming finds the cut for which one linear function is least: V(k, b) = min over e of value(k, b, e) + V(k +
-1, e), where stage k has the blocks b to e - 1. V(k, b) is the least cost of stage k and all later stages, so it is a
-lower bound for every cut with the same first stages, and for the maximum of several functions. Branch and bound finds
-cuts for which the maximum of several functions is small.
+1, e), where stage k has the blocks b to e - 1. V(k, b) is the least cost of stage k and all later stages. Added to the
+cost of the stages before k, it is a lower bound for every cut that begins with these stages. A lower bound of one
+function is also a lower bound of the maximum of several functions. Branch and bound finds cuts for which the maximum of
+several functions is small.
 """
 
 import dataclasses

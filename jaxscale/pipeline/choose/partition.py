@@ -48,7 +48,7 @@ _TOLERANCE = 1e-9  # relative difference up to which seconds count as equal to t
 
 
 class TooLarge(UserError):
-    """The error that no partition fits the memory.
+    """The error that is raised if no partition fits the memory.
 
     Args:
         message: error message for the user.
@@ -105,8 +105,8 @@ class Partition:
         return self.seconds <= self.bound * (1 + _TOLERANCE)
 
     def __str__(self) -> str:
-        excess = f"at most {self.seconds / self.bound - 1:.2%} above the best"
-        lines = [f"{self.schedule}: {self.seconds:.6g} s, {'no partition is faster' if self.exact else excess}"]
+        gap_text = f"at most {self.seconds / self.bound - 1:.2%} above the best"
+        lines = [f"{self.schedule}: {self.seconds:.6g} s, {'no partition is faster' if self.exact else gap_text}"]
         range_texts = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, range_texts))
         stage_rows = zip(range_texts, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
@@ -241,7 +241,7 @@ class _Search:
         if problem.stash == "residuals":
             hints.append("the stash of inputs alone (a stage's forward is run again), or a memory plan that keeps less")
         if max(schedule.live) > schedule.ranks * schedule.chunks:
-            hints.append("a schedule that holds fewer activations (1f1b)")
+            hints.append("a schedule with fewer activations alive (1f1b)")
         hints.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
         return TooLarge(
             f"{schedule.name}: no partition of {problem.blocks} blocks into {schedule.stages} stages fits. The "

@@ -99,8 +99,8 @@ def search(
             as `{1: ..., 2: ...}`, to try schedules with each of these numbers.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        activations: the most activations that a rank may hold, if an activation is that of one microbatch in one rank's
-            share of the model; `None`: p.
+        activations: the most activations that a rank may hold; an activation belongs to one microbatch and one rank's
+            share of the model. `None`: p.
         copies: the most copies of each stage's weights; with 2, Chimera is one of the named schedules.
         changes: number of changed orders to try for each route.
         seed: seed of the random changes.
@@ -201,7 +201,7 @@ def lower_bound(
         costs: costs of the stages.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that a rank may hold, each of one rank's share of the model.
+        max_activations: the most activations that a rank may hold; each belongs to one rank's share of the model.
         one_route: whether stage s is on rank s alone.
 
     Example:
@@ -231,7 +231,7 @@ class _RouteSearch:
         route: the rank of each stage.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that a rank may hold, each of one rank's share of the model.
+        max_activations: the most activations that a rank may hold; each belongs to one rank's share of the model.
         seed: seed of the random changes.
     """
 

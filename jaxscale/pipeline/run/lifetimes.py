@@ -1,6 +1,6 @@
 """Lifetimes: the ticks in which a rank holds each value of a schedule, and the allocation of slots for the values.
 
-A tick has four steps: (1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs,
+A tick has four steps: (1) messages of the last tick enter their slots, (2) operands are read, (3) the action runs, and
 (4) its message leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last time in tick t is
 free in tick t+1. Memory depends on the schedule: stage s of 1F1B holds p-s messages, and a stage of GPipe holds m.
 """

@@ -138,8 +138,8 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 def _message_origin(schedule: Schedule, sender: int, rank: int, *, is_activation: bool) -> str:
     """Return the origin of a message from the rank `sender`, seen from the rank that receives it.
 
-    On a ring of two ranks, each rank is on the left and on the right of the other. There an activation, which goes to
-    the next stage, comes from the left, and a gradient from the right.
+    On a ring of two ranks, each rank is both the left and the right neighbor of the other rank. On such a ring,
+    activations, which go to the next stage, come from the left, and gradients come from the right.
     """
     if sender == rank:
         return "to_self"

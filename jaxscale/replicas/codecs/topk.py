@@ -95,8 +95,10 @@ class TopK(OnePhase):
             raise UserError(f"block: got {self.block}, expected 1 to {MAX_BLOCK} elements, or none for the whole leaf")
         if self.block is not None and round(self.fraction * self.block) < 1:
             least_block = 2 ** math.ceil(math.log2(1 / self.fraction))
-            remedy = f"block={least_block}" if least_block <= MAX_BLOCK else "block=none"
-            raise UserError(f"fraction: got {self.fraction}, which selects 0 of {self.block} elements: use {remedy}")
+            remedy_text = f"block={least_block}" if least_block <= MAX_BLOCK else "block=none"
+            raise UserError(
+                f"fraction: got {self.fraction}, which selects 0 of {self.block} elements: use {remedy_text}"
+            )
         if self.warmup < 0:
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
@@ -122,7 +124,7 @@ class TopK(OnePhase):
         return LargestElements(values, offsets.astype(jnp.uint16))
 
     def decode(self, message: LargestElements, elements: int) -> Float[Array, "elements"]:
-        """Return the elements of a leaf: those of the message at their positions, and zeros at all other positions."""
+        """Return the elements of a leaf: the message's values at their positions, and zeros at all other positions."""
         block_count, block_length, _ = self.sizes(elements)
         positions = jnp.arange(block_count)[:, None] * block_length + message.offsets.astype(jnp.int32)
         flat = jnp.zeros(block_count * block_length, jnp.float32)
