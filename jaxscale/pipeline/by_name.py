@@ -16,7 +16,7 @@ def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = N
         name: name of the method, such as "1f1b" or "zb-h1"; the keys of `METHODS` are all names.
         ranks: p, number of devices on the pipe axis.
         microbatches: m, number of microbatches per update of the weights.
-        chunks: v, number of stages per device, for the methods that let the user choose it; `None`: their default.
+        chunks: v, number of stages per device, if the method lets the user choose it; `None`: the method's default.
         updates: number of updates of an asynchronous schedule.
 
     Raises:
@@ -37,7 +37,7 @@ interleaved, lockstep, pipedream, pipemare, search, zb-h1, zb-h2, zb-v; did you 
 
 
 def draw(schedule: Schedule | str, costs: Costs | None = None, *, width: int = 100) -> str:
-    """Draw a schedule as text: a line for each device, time to the right.
+    """Draw a schedule as text, with a line for each device and time to the right.
 
     Args:
         schedule: any schedule, or its text, such as "1f1b:4x8".

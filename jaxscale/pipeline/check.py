@@ -82,7 +82,7 @@ def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
 
 
 def check_actions(schedule: "Schedule") -> None:
-    """Check that every forward and every backward (B, or I and W) occurs once, on the rank that the route gives.
+    """Check that every forward and backward (B, or I and W) occurs once, on the rank that its microbatch's route gives.
 
     Raises:
         Fault: an action is missing, occurs twice or is misplaced; the error names the rank and the cell.
@@ -121,7 +121,7 @@ def check_actions(schedule: "Schedule") -> None:
 
 
 def check_updates(schedule: "Schedule") -> None:
-    """Check the updates of an asynchronous schedule; a synchronous one must have none.
+    """Check the updates of an asynchronous schedule; a synchronous schedule must have no updates.
 
     Each stage must be updated right after the backwards of each group of microbatches. If `Versions.lag` sets the
     version of the weights that a forward reads, this version must exist before the forward.

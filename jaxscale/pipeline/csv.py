@@ -6,7 +6,7 @@ runs as soon as its inputs arrive. The lowered form also has messages, which are
 RESHARD and REDUCE_GRAD are ignored. The file gives neither the rank of each stage nor the number of microbatches; both
 are inferred from the actions.
 
-Left out: the updates of asynchronous schedules, because PyTorch's format has none.
+Left out: the updates of asynchronous schedules, because PyTorch's format has no updates.
 """
 
 import csv
@@ -101,7 +101,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """Return the schedule as a lock-step one if its columns can be the ticks, and otherwise unchanged."""
+    """Return the schedule as a lock-step schedule if its columns can be ticks; otherwise return it unchanged."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
         is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
@@ -128,7 +128,7 @@ def read_csv(path: str | Path) -> Schedule:
 def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
     """Return a schedule as CSV for PyTorch's reader.
 
-    PyTorch's reader refuses Chimera, because each of its stages is on two ranks.
+    PyTorch's reader refuses Chimera, because each stage of Chimera is on two ranks.
 
     Args:
         schedule: a synchronous schedule.

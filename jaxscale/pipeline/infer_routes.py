@@ -37,9 +37,9 @@ def count_microbatches(name: str, orders: Orders) -> int:
 def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return (routes, route): for every route, the rank of each stage; for each microbatch, the index of its route.
 
-    A stage is on the rank that runs most of its actions. Its actions on other ranks are misplaced, and the check of the
-    schedule reports them. There may be several routes, such as the two directions of Chimera, if each route gives every
-    rank the same number of stages.
+    A stage is on the rank that runs most of the stage's actions. Actions of the stage on other ranks are misplaced, and
+    the check of the schedule reports them. There may be several routes, such as the two directions of Chimera, if each
+    route gives every rank the same number of stages.
 
     Args:
         name: name of the schedule, for error messages.

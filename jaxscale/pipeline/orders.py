@@ -110,7 +110,7 @@ class Schedule:
         return tuple(map(tuple, stage_sets))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank runs; the rank's chunk c is the weights of the stage at index c."""
+        """Return the stages that a rank runs; the rank's chunk c is the weights of the stage at index c here."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:

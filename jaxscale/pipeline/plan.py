@@ -45,7 +45,7 @@ class PipelinePlan:
     | `NAME:PxM` | a synchronous schedule of `METHODS` with P devices on the pipe axis and M microbatches |
     | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | a synchronous schedule with V stages on each device |
     | `pipedream:P`, `pipemare:P` | an asynchronous schedule with an update for each microbatch |
-    | `2bw:PxM` | an asynchronous schedule with an update for each M microbatches |
+    | `2bw:PxM` | an asynchronous schedule with an update for every M microbatches |
     | `auto:P` | the fastest schedule, number of microbatches and partition for P devices, chosen by simulation |
     | `file:PATH` | the schedule of a file in PyTorch's CSV format, which sets the devices and microbatches |
 
@@ -54,7 +54,7 @@ class PipelinePlan:
     Args:
         name: name of a method, or `auto` or `file`.
         ranks: P, number of devices on the pipe axis; `None` for a file.
-        microbatches: M, number of microbatches per update of the weights; `None` if the text form has none.
+        microbatches: M, number of microbatches per update of the weights; `None` if the text form has no M.
         chunks: V, number of stages per device; `None`: the default of the method.
         path: path of the file.
         stages: number of blocks of each stage, in order; `None`: every stage has the same number of blocks.

@@ -208,7 +208,7 @@ class GradientExchange:
         return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
 
     def _coded_bytes(self, codec: Codec | None) -> int:
-        """Return the bytes that one device sends for the compressed gradients in a phase with this codec.
+        """Return the bytes that one device sends for the compressed gradients in a phase with a given codec.
 
         In a phase with the codec `None`, these gradients are sent as float32.
         """

@@ -35,7 +35,7 @@ def text_chart(
     color: bool = False,
     format_time: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
-    """Draw the chart of a simulation; the most live activations of a rank are at the right end of its line.
+    """Draw the chart of a simulation; the right end of a rank's line has the most activations that the rank holds.
 
     Args:
         simulation: the simulation to be drawn.

@@ -171,7 +171,7 @@ def _candidates(
 
 
 def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
-    """Return a lower bound on the seconds: no rank idles, and every block runs on the fastest kind of device."""
+    """Return a lower bound on the seconds, if no rank idles and every block is on the fastest kind of device."""
     models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
     forward_runs = 2 if stash == "input" else 1
     seconds = 0.0

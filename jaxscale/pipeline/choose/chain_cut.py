@@ -118,7 +118,7 @@ class BlockChain:
         self.possible &= self.contributions(linear) <= limit * (1 + 1e-12)
 
     def contributions(self, linear: np.ndarray) -> np.ndarray:
-        """Return float[stage, begin, end]: what each stage adds to a linear function; infinite if not possible."""
+        """Return float[stage, begin, end]: what a stage adds to a linear function, infinite for impossible stages."""
         values = np.where(self.possible, 0.0, np.inf)
         for stage in np.flatnonzero(linear.any(1)):
             values[stage] += self._contribution(linear, stage)
@@ -147,11 +147,11 @@ class BlockChain:
         return np.stack([self._features[kind][:, begins[:, s], ends[:, s]].T for s, kind in enumerate(self._kinds)], 1)
 
     def cost_to_go(self, values: np.ndarray, *, use_max: bool = False) -> np.ndarray:
-        """Return float[stage + 1, begin]: the least sum of values over a stage with this begin and the later stages.
+        """Return float[stage + 1, begin]: the least cost of a stage that starts at block begin and all later stages.
 
         Args:
             values: float[stage, begin, end], the value of each possible stage.
-            use_max: whether the result is the least maximum of the values instead of their least sum.
+            use_max: whether the cost is the maximum of the stages' values instead of their sum.
         """
         to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
         to_go[self.stages, self.blocks] = -np.inf if use_max else 0.0

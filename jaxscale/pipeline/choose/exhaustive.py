@@ -1,7 +1,7 @@
 """The fastest schedule of a small pipeline, found by a trial of every order: the reference for `search.py`.
 
-All microbatches take equally long, so no order is faster than one in which the passes of each kind are in the order of
-microbatches, and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand orders
+All microbatches take equally long. So the passes of each kind can be in the order of microbatches in a fastest order,
+and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand orders
 of three microbatches, and a million orders of four microbatches.
 """
 

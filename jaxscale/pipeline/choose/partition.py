@@ -138,7 +138,7 @@ def partition(
             devices exactly.
 
     Raises:
-        TooLarge: no partition fits; the message gives the least memory that suffices and ways to lower it.
+        TooLarge: no partition fits; the message gives the least memory that suffices and ways to need less.
         UserError: there are more stages than blocks, the number of devices is not the number of ranks, or a kind of
             device has no prices.
 

@@ -102,7 +102,7 @@ class Problem:
         self.memory_linears: list[np.ndarray] = []
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds of the clock's passes, float[cut, pass], and of a message on each link, float[cut, rank]."""
+        """Return (float[cut, pass], float[cut, rank]): seconds of the clock's passes, and of a message on each link."""
         stage_features = self.chain.stage_features(cuts)
         pass_seconds = stage_features[:, :, :_SECONDS_FEATURES].reshape(len(cuts), -1) @ self._pass_weights
         link_seconds = np.zeros((len(cuts), self.schedule.ranks))

@@ -43,8 +43,8 @@ _START_HEAT = 0.01  # mean slowdown that the search accepts at first, as a share
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
-"""The passes of a rank in order. Each pass is a letter, the integer kind * stages + stage. Its microbatch is the number
-of equal letters before it."""
+"""The passes of a rank in order. A pass is a letter, the integer kind * stages + stage. The microbatch of the pass is
+the number of equal letters before it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,8 +190,8 @@ class Actions:
     ) -> Any:
         """Return `run_pass(sums, is_reader)`, where `is_reader` is whether the stage of the row reads `shared`.
 
-        On other stages the gradients of `shared` are zeros as large as embedding and head. Making and adding them would
-        take longer than the stage. In a program without branches (`run_kind`) `is_reader` is true on every stage.
+        On stages that do not read `shared`, its gradients are zeros as large as embedding and head. Making and adding
+        them would take longer than the stage. In a program without branches (`run_kind`), `is_reader` is always true.
         """
         if all(self._is_reader) or is_live is not None:
             return run_pass(sums, True)

@@ -81,18 +81,18 @@ class FromInput:
         self._stage, self._vary = stage, vary
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the message to the next stage, the sums, and the empty stash."""
+        """Return (message to the next stage, sums, empty stash)."""
         y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
         return y, sums, ()
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients of weights, shared weights and input, from the gradient of the output."""
+        """Return the gradients (of weights, of shared weights, of the input), from the gradient of the output."""
         del stash
         weight_gradients, shared_gradients, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the gradients of shared weights and input, and the empty cut."""
+        """Return (gradients of shared weights, gradient of the input, empty cut)."""
         del stash
         shared_gradients, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
         return shared_gradients, gradient_arrays(dx, x), ()
@@ -214,19 +214,19 @@ class FromResiduals:
         return prune(self._program, [index in output_indices for index in range(len(self._program.jaxpr.outvars))])
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the message to the next stage, the sums, and the stash."""
+        """Return (message to the next stage, sums, stash)."""
         flat_results = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
         (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat_results)
         residuals = flat_results[self._residual_span]
         return y, sums, tuple(_key_data(residuals[index]) for index in self._stash_indices)
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients of weights, shared weights and input; `x` is not read."""
+        """Return the gradients (of weights, of shared weights, of the input); `x` is not read."""
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the gradients of shared weights and input, and the cut; `x` is not read."""
+        """Return (gradients of shared weights, gradient of the input, cut); `x` is not read."""
         assert self._division is not None
         (shared_gradients, dx), cut = self._division.run_first(context, list(stash), g)
         return shared_gradients, gradient_arrays(dx, x), cut

@@ -35,7 +35,7 @@ from pallas_kernels.target import target
 from pallas_kernels.top_k.api import top_k
 
 FIRST_FRACTION = 0.25
-"""First fraction of the warm-up; the next are its powers: 6.25%, 1.56% and 0.39% (arXiv:1712.01887, section 3.3)."""
+"""First fraction of the warm-up. Its powers follow: 6.25%, 1.56% and 0.39% (arXiv:1712.01887, section 3.3)."""
 
 MAX_K = 128
 """Largest number of elements that the kernel can select in a block (`pallas_kernels.top_k`)."""
