@@ -56,7 +56,7 @@ class Method:
             if count < 1:
                 raise UserError(f"schedule {self.name}: got {count} {noun}, expected 1 or more")
         if chunks not in (None, self.chunks) and not self.interleaves:
-            reason = f"each device holds {self.chunks} stages" if self.chunks > 1 else "each device holds one stage"
+            reason = f"each device holds {self.chunks} stages" if self.chunks > 1 else "a device holds one stage"
             raise UserError(f"schedule {self.name}: got v={chunks}, but {reason}; only interleaved and lockstep take v")
         if self.streams and microbatches != 1:
             raise UserError(
