@@ -193,7 +193,7 @@ def lower_bound(
         start + idle + m (F + I + W) of s
         start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. Then the
+    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route, and the
     result is the larger of two times: the seconds of all passes divided by the number of ranks, and the seconds of one
     microbatch forward and backward through all stages.
 

@@ -27,7 +27,7 @@ def virtual_workers(
         workers: number of pipelines.
 
     Returns:
-        The device that stands for each position, the fastest kind first.
+        For each position, the device that stands for it; positions with the fastest kind come first.
 
     Raises:
         UserError: `workers` does not divide the number of devices, or a kind has no slowness.

@@ -38,7 +38,7 @@ Flags: TypeAlias = Sequence[bool]
 
 
 class Crossing(NamedTuple):
-    """Description of a value that crosses between the halves: its shape, type and the manual axes it varies over."""
+    """Description of a value that crosses between the halves: its shape, its type and the axes that it varies over."""
 
     shape: tuple[int, ...]
     dtype: Any

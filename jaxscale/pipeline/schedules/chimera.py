@@ -42,7 +42,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     if ranks % 2:
         raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
     if microbatches % ranks:
-        expectation = f"expected a multiple of {ranks}, the number of devices: one period of the schedule has {ranks}"
+        expectation = f"expected a multiple of {ranks}, the number of devices: microbatches come in units of {ranks}"
         raise UserError(f"schedule chimera: got {microbatches} microbatches, {expectation}")
     down_route = tuple(range(ranks))
     return Schedule(
