@@ -43,7 +43,7 @@ _MODULE_BY_NAME = {
     "value_and_grad": "jaxscale.pipeline.run.gradients",
     "virtual_workers": "jaxscale.pipeline.choose.virtual_workers",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""The module that defines each public name; a name is imported from its module at its first use."""
 
 if TYPE_CHECKING:
     from jaxscale.pipeline.action import Action, Kind

@@ -27,7 +27,7 @@ class Kind(enum.StrEnum):
 
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""The kinds of passes, in the order of their codes in tables and searches."""
+"""The kinds of passes: all kinds but U, in the order of the integer codes that stand for kinds in searches."""
 GRADIENT = (Kind.B, Kind.I)
 """The kinds that compute the input gradient."""
 
@@ -65,6 +65,6 @@ class Action(NamedTuple):
         """
         match = _CELL.fullmatch(text)
         if not match:
-            raise UserError(f"got {text!r}, expected an action such as 0F3: stage, one of F B I W U, microbatch")
+            raise UserError(f"got {text!r}, expected an action such as 0F3: a stage, one of F B I W U, a microbatch")
         stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch))

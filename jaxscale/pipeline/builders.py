@@ -1,11 +1,12 @@
 """Functions that build the named schedules.
 
-`weave` makes the order of one rank in the form of the papers: warm-up, steady state, cool-down. `orders_by_slot` makes
-orders from a timetable (Chimera, lock-step schedules). `single_route` and `vee` make a schedule from orders.
+`weave` makes the order of one rank from phases, as the papers do: warm-up, steady state and cool-down. `orders_by_slot`
+makes orders from a timetable (Chimera, lock-step schedules). `single_route` and `vee` make a schedule from orders.
 
-A lane consists of a sequence of forward passes and a sequence of backward passes, through one stage or, if interleaved,
-several. A phase repeats a motif of letters, and each letter takes the next pass of its lane. For example, the phases
-`F` twice, `F B` six times and `B` twice are 1F1B on one rank.
+A lane consists of a sequence of forward passes and a sequence of backward passes, through one stage or, in interleaved
+schedules, through several stages. A phase repeats a motif, which is a sequence of kinds of passes; for each kind in the
+motif, the rank runs the lane's next pass of that kind. For example, the phases `F` twice, `F B` six times and `B` twice
+are the order of one rank in 1F1B.
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.orders import Schedule, Versions
 
 Pass = tuple[int, int]
-"""(stage, microbatch)."""
+"""(stage, microbatch) of a pass."""
 Order = tuple[Action, ...]
 """The actions of one rank."""
 MotifPhase = tuple[str, int]
-"""(motif, number of repetitions)."""
+"""(motif, number of repetitions): a phase of a rank's order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,8 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
         lanes: the lanes by name, or a single lane, which gets the empty name.
         phases: (motif, number of repetitions) of each phase. A motif consists of words separated by blanks. A word is a
             kind and the name of a lane: `F1` is the next forward of lane 1, and `B1` or `I1` its next backward. `W1` is
-            the weight gradient for the oldest `I1` that does not have one yet; `W` takes the oldest such `I` of any
-            lane.
+            the weight gradient of the oldest `I1` that has no weight gradient yet. `W` alone is the weight gradient of
+            the oldest `I` without one in any lane.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 3), ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
@@ -91,7 +92,7 @@ def orders_by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tupl
 
 
 def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order, ...]:
-    """Return the orders with updates added: one after a stage's last backward of every `group` microbatches.
+    """Return the orders with updates added: each stage gets an update after every `group` of its backwards.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
@@ -159,7 +160,7 @@ def vee(
 ) -> Schedule:
     """Make a schedule in which the stages go down the ranks and back up.
 
-    Rank r has the stages r, as lane 0, and 2p-1-r, as lane 1.
+    Rank r has two stages: stage r, whose lane is named 0, and stage 2p-1-r, whose lane is named 1.
 
     Args:
         name: name of the schedule.
@@ -168,7 +169,7 @@ def vee(
         phases_of: function from a rank and a number of microbatches to the phases of that rank's order.
         min_microbatches: the fewest microbatches that `phases_of` is defined for. If m is smaller, the order is the one
             for `min_microbatches` without the actions of microbatches m and later.
-        max_activations: the most activations, of one stage each, that a rank may hold.
+        max_activations: the most activations that a rank may hold; an activation belongs to one stage.
     """
     padded_count = max(microbatches, min_microbatches)
     orders = []

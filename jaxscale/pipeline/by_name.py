@@ -1,4 +1,4 @@
-"""Schedules by their names, as values and as charts."""
+"""Functions that return or draw a schedule that is given by its name."""
 
 from jaxscale.errors import unknown
 from jaxscale.pipeline.charts.text import text_chart
@@ -16,11 +16,11 @@ def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = N
         name: name of the method, such as "1f1b" or "zb-h1"; the keys of `METHODS` are all names.
         ranks: p, number of devices on the pipe axis.
         microbatches: m, number of microbatches per update of the weights.
-        chunks: v, number of stages per device, for the methods that take it; `None`: the method's default.
+        chunks: v, number of stages per device, if the method lets the user choose it; `None`: the method's default.
         updates: number of updates of an asynchronous schedule.
 
     Raises:
-        UserError: the name is unknown (the message suggests the nearest), or the method is not defined for these
+        UserError: the name is unknown (the message suggests the nearest name), or the method is not defined for these
             numbers.
 
     Example:
@@ -37,11 +37,12 @@ interleaved, lockstep, pipedream, pipemare, search, zb-h1, zb-h2, zb-v; did you 
 
 
 def draw(schedule: Schedule | str, costs: Costs | None = None, *, width: int = 100) -> str:
-    """Draw a schedule as text: a line for each device, time to the right.
+    """Draw a schedule as text, with a line for each device and time to the right.
 
     Args:
         schedule: any schedule, or its text, such as "1f1b:4x8".
-        costs: seconds of the passes of each stage; `None`: a forward of a rank's stages takes 1, a backward 2.
+        costs: seconds of the passes of each stage; `None`: for all stages of a rank together, a forward takes 1 second
+            and a backward takes 2.
         width: number of columns.
 
     Example:

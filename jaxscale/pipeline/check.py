@@ -1,4 +1,4 @@
-"""Checks that a schedule is valid: it has every pass once, on its rank, after its inputs and within the memory."""
+"""Checks that a schedule is valid: every pass occurs once, on its rank and after its inputs, and memory suffices."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 Place = tuple[int, int]
-"""(rank, cell) of an action: its rank and its index in the order of the rank, both from 0."""
+"""(rank, cell) of an action: its rank, and its index in the order of that rank; both count from 0."""
 
 
 class Fault(UserError):
@@ -22,7 +22,7 @@ class Fault(UserError):
         reason: text of the message; `{0}`, `{1}`, ... stand for the cells of `mentions`.
         rank: rank of the wrong action; `None` if the error does not concern a single rank.
         cell: index of the wrong action in the order of its rank; `None` if an action is missing.
-        mentions: places of the other actions that the message mentions.
+        mentions: (rank, cell) of each of the other actions that the message mentions.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Fault(UserError):
         cell: int | None = None,
         mentions: Sequence[Place] = (),
     ) -> None:
-        location = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
+        location_text = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
         text = reason.format(*(mentioned_cell for _, mentioned_cell in mentions)) if mentions else reason
-        super().__init__(f"schedule {schedule}{location}: {text}")
+        super().__init__(f"schedule {schedule}{location_text}: {text}")
         self.schedule, self.reason, self.rank, self.cell, self.mentions = schedule, reason, rank, cell, tuple(mentions)
 
     def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":
@@ -46,7 +46,7 @@ class Fault(UserError):
 
 
 def check_shape(schedule: "Schedule") -> None:
-    """Check the counts: every route has a rank for each stage, every microbatch a route, and every rank a stage.
+    """Check the counts: a rank for each stage on every route, a route for every microbatch, a stage for every rank.
 
     Raises:
         Fault: a count is wrong; the message gives the expected count.
@@ -82,7 +82,7 @@ def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
 
 
 def check_actions(schedule: "Schedule") -> None:
-    """Check that every forward and every backward (B, or I and W) occurs once, on the rank that its route gives.
+    """Check that every forward and backward (B, or I and W) occurs once, on the rank that its microbatch's route gives.
 
     Raises:
         Fault: an action is missing, occurs twice or is misplaced; the error names the rank and the cell.
@@ -121,7 +121,7 @@ def check_actions(schedule: "Schedule") -> None:
 
 
 def check_updates(schedule: "Schedule") -> None:
-    """Check the updates of an asynchronous schedule; a synchronous one must have none.
+    """Check the updates of an asynchronous schedule; a synchronous schedule must have no updates.
 
     Each stage must be updated right after the backwards of each group of microbatches. If `Versions.lag` sets the
     version of the weights that a forward reads, this version must exist before the forward.
@@ -153,7 +153,7 @@ def check_updates(schedule: "Schedule") -> None:
         elif kind is Kind.F and versions.lag is not None:
             read_version = max(0, microbatch // group - versions.lag)
             if version < read_version:
-                reason = f"{action} reads weights after {read_version} updates, but {version} are done"
+                reason = f"{action} reads weights after {read_version} updates, but {version} updates are done"
                 raise Fault(name, reason, rank, cell)
         elif kind in (Kind.B, Kind.W):
             if microbatch // group != version:
@@ -213,7 +213,7 @@ def check_stash(schedule: "Schedule") -> None:
     """Check that no rank holds more activations than its bound.
 
     Raises:
-        Fault: a rank holds more; the error names the rank.
+        Fault: a rank holds more activations than its bound; the error names the rank.
     """
     for rank, max_activations in enumerate(schedule.bound or ()):
         if schedule.live[rank] > max_activations:

@@ -1,12 +1,12 @@
 """CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
 
-Each line is a rank. Each cell is an action, such as `0F0`, `7I0`, `7W0` or `0B0`, or a pair of actions, such as
-`(0F7;7B3)OVERLAP_F_B`. The cells of a line give an order, not times: empty cells are dropped, and an action runs as
-soon as its inputs arrive. The lowered form also has messages, which are checked and then dropped. UNSHARD, RESHARD and
-REDUCE_GRAD are ignored. The file gives neither the rank of each stage nor the number of microbatches; both are inferred
-from the actions.
+Each line is the order of a rank. Each cell is an action, such as `0F0`, `7I0`, `7W0` or `0B0`, or a pair of actions,
+such as `(0F7;7B3)OVERLAP_F_B`. The cells of a line give an order, not times: empty cells are dropped, and an action
+runs as soon as its inputs arrive. The lowered form also has messages, which are checked and then dropped. UNSHARD,
+RESHARD and REDUCE_GRAD are ignored. The file gives neither the rank of each stage nor the number of microbatches; both
+are inferred from the actions.
 
-Left out: the updates of asynchronous schedules, because PyTorch's format has none.
+Left out: the updates of asynchronous schedules, because PyTorch's format has no updates.
 """
 
 import csv
@@ -28,7 +28,7 @@ _PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 _MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)", re.ASCII)
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
-_EXPECTED = "expected a pass such as 0F3 (stage, F, B, I or W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
+_EXPECTED = "expected a pass such as 0F3 (stage, F/B/I/W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
 
 
 def _cell_contents(text: str) -> Iterator[Action | Message]:
@@ -48,8 +48,8 @@ def _cell_contents(text: str) -> Iterator[Action | Message]:
 def parse_csv(text: str, name: str = "csv") -> Schedule:
     """Parse the schedule that a CSV text describes.
 
-    If each column has passes of one kind, and every pass is in a later column than its inputs, the schedule is a
-    lock-step one, in which each tick is of one kind.
+    If each column has passes of one kind, and every pass is in a later column than its inputs, the result is a
+    lock-step schedule, in which each tick is of one kind.
 
     Args:
         text: text of the file, with passes alone (PyTorch's compute-only form) or with messages (the lowered form).
@@ -101,7 +101,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """Return a lock-step schedule if the columns can be its ticks, otherwise the schedule unchanged."""
+    """Return the schedule as a lock-step schedule if its columns can be ticks; otherwise return it unchanged."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
         is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
@@ -116,7 +116,7 @@ def read_csv(path: str | Path) -> Schedule:
     """Read a schedule from a CSV file; the name of the schedule is the name of the file.
 
     Raises:
-        UserError: the file cannot be read, or its text is not a valid schedule (`parse_csv`).
+        UserError: the file cannot be read, or its text is not a valid schedule (see `parse_csv`).
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -128,7 +128,7 @@ def read_csv(path: str | Path) -> Schedule:
 def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
     """Return a schedule as CSV for PyTorch's reader.
 
-    PyTorch's reader refuses Chimera, because each of its stages is on two ranks.
+    PyTorch's reader refuses Chimera, because each stage of Chimera is on two ranks.
 
     Args:
         schedule: a synchronous schedule.

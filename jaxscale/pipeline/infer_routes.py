@@ -11,14 +11,14 @@ Orders = Sequence[Sequence[Action]]
 
 
 def count_microbatches(name: str, orders: Orders) -> int:
-    """Return the number of microbatches of most stages; in an invalid schedule, other stages may have fewer or more.
+    """Return the number of microbatches that most stages have; in an invalid schedule, some stages have fewer or more.
 
     Args:
         name: name of the schedule, for error messages.
         orders: the actions of each rank.
 
     Raises:
-        Fault: a microbatch has an index as large as the number of actions, so that lower indices must be missing.
+        Fault: the index of a microbatch is at least the number of actions, so earlier microbatches must be missing.
     """
     # the last microbatch by (stage, whether the action is a forward)
     last_microbatch_of: dict[tuple[int, bool], int] = defaultdict(int)
@@ -29,17 +29,17 @@ def count_microbatches(name: str, orders: Orders) -> int:
     key_counts = Counter(last_microbatch_of.values())  # for each last microbatch, the number of keys that have it
     last_microbatch = min(key_counts, key=lambda microbatch: (-key_counts[microbatch], microbatch))
     if last_microbatch >= sum(map(len, orders)):
-        reason = f"is of microbatch {last_microbatch}, but most earlier ones are missing"
+        reason = f"is of microbatch {last_microbatch}, but most earlier microbatches are missing"
         raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
     return last_microbatch + 1
 
 
 def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the routes of a schedule, each with the rank of each stage, and the route of each microbatch, by index.
+    """Return (routes, route): for every route, the rank of each stage; for each microbatch, the index of its route.
 
-    A stage is on the rank that runs most of its actions. Its actions on other ranks are misplaced, and the check of the
-    schedule reports them. There may be several routes, such as the two directions of Chimera, if each route gives every
-    rank the same number of stages.
+    A stage is on the rank that runs most of the stage's actions. Actions of the stage on other ranks are misplaced, and
+    the check of the schedule reports them. There may be several routes, such as the two directions of Chimera, if each
+    route gives every rank the same number of stages.
 
     Args:
         name: name of the schedule, for error messages.

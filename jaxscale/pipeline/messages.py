@@ -1,7 +1,8 @@
 """The messages (SEND and RECV) of a lowered schedule, which is PyTorch's form of a schedule with communication.
 
-`0SEND_F3` follows the forward of microbatch 3 on stage 0; `1RECV_F3`, on the rank of stage 1, precedes the forward on
-stage 1. `SEND_B` and `RECV_B` send gradients to the previous stage. Stages of one rank send each other no messages.
+`0SEND_F3` follows the forward of microbatch 3 on stage 0. `1RECV_F3`, on the rank of stage 1, precedes the forward on
+stage 1. `SEND_B` and `RECV_B` carry gradients to the previous stage. Stages on the same rank send no messages to each
+other.
 """
 
 from collections import Counter
@@ -34,9 +35,10 @@ class Message(NamedTuple):
 
 
 def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
-    """Return the SEND and the RECV of an action's result, each as (rank, message, action next to it), or no messages.
+    """Return the SEND and the RECV of an action's result, each as (rank, message, action next to the message).
 
-    The SEND is next to the action itself, the RECV next to the action that reads the result.
+    The SEND is next to the action itself, and the RECV is next to the action that reads the result. The list is empty
+    if no other rank reads the result.
     """
     kind, stage, microbatch = action
     if kind is Kind.F and stage + 1 < schedule.stages:
@@ -55,7 +57,7 @@ def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message,
 def check_messages(
     schedule: Schedule, messages: Iterable[tuple[int, int, Message]], columns: Mapping[Action, int]
 ) -> None:
-    """Check that every result that another rank needs is sent once after its action and received before its reader.
+    """Check that every result that another rank needs is sent once, after its action, and received before its reader.
 
     Args:
         schedule: the actions of the ranks.
@@ -87,7 +89,7 @@ def check_messages(
             raise Fault(name, f"{message} comes {wrong_side} {action} (cell {columns[action]})", rank, column)
     for message, (rank, action) in expected_ends.items():
         if message not in message_columns:
-            reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
+            reason = "which another rank waits for" if message.verb == "SEND" else "which this rank needs"
             raise Fault(name, f"lacks {message}, the message of {action}, {reason}", rank)
 
 

@@ -14,9 +14,9 @@ class Method:
     Args:
         name: name in the text form of a plan, such as `1f1b`.
         title: description in one line, for tables and charts.
-        make: function that makes the schedule from (ranks, microbatches), with the keyword `chunks` if `interleaves`
-            and the keyword `updates` if `steps`.
-        chunks: number of stages per rank; with `interleaves`, the default number.
+        make: function that makes the schedule from (ranks, microbatches), with the keyword `chunks` if `interleaves` is
+            true and the keyword `updates` if `steps` is true.
+        chunks: number of stages per rank; if `interleaves` is true, the default number.
         interleaves: whether the user may choose `chunks`, by `v=` in the text form.
         steps: whether the weights are updated inside the schedule, which makes it asynchronous.
         streams: whether there is an update for each microbatch; the text form then has no number of microbatches, for
@@ -41,7 +41,7 @@ class Method:
             updates: number of updates of an asynchronous schedule.
 
         Raises:
-            UserError: the method is not defined for these numbers; the message gives the expected ones.
+            UserError: the method is not defined for these numbers; the message gives the expected numbers.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
@@ -56,14 +56,14 @@ class Method:
             if count < 1:
                 raise UserError(f"schedule {self.name}: got {count} {noun}, expected 1 or more")
         if chunks not in (None, self.chunks) and not self.interleaves:
-            rule = f"each device holds {self.chunks} of its stages" if self.chunks > 1 else "a device holds one stage"
-            raise UserError(f"schedule {self.name}: got v={chunks}, but {rule}; only interleaved and lockstep take v")
+            reason = f"each device holds {self.chunks} stages" if self.chunks > 1 else "a device holds one stage"
+            raise UserError(f"schedule {self.name}: got v={chunks}, but {reason}; only interleaved and lockstep take v")
         if self.streams and microbatches != 1:
             raise UserError(
                 f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw takes more"
             )
         if not self.steps and updates != 1:
-            raise UserError(f"schedule {self.name}: got {updates} updates, expected 1, because it is synchronous")
+            raise UserError(f"schedule {self.name}: got {updates} updates, expected 1: it is a synchronous schedule")
         return self.make(
             ranks,
             microbatches,

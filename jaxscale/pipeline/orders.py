@@ -1,9 +1,9 @@
 """Schedule: the ordered actions of each device of a pipeline, as data that checks itself.
 
-A schedule has no times: an action runs after the actions before it on its device and after its inputs. So one value
-serves the checks (`check.py`), the simulator (`clock/simulate.py`), the drawing (`charts/draw.py`) and the executor
-(`run/execute.py`), and a schedule from PyTorch's CSV (`csv.py`) has the same form as one of ours (`schedules/`). The
-ticks of its actions are in `ticks.py`.
+A schedule has no times: an action runs after the actions before it on its device and after its inputs. So one
+`Schedule` serves the checks (`check.py`), the simulator (`clock/simulate.py`), the charts (`charts/draw.py`) and the
+executor (`run/execute.py`). A schedule from PyTorch's CSV (`csv.py`) is the same type as a named schedule
+(`schedules/`). `ticks.py` computes the ticks of a schedule's actions.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Versions:
 
     Args:
         group: number of microbatches per update: 1 in PipeDream and PipeMare, M in 2BW.
-        backward: the weights at which a backward linearises (differentiates) its stage: "forward" for the weights that
+        backward: the weights at which a backward linearizes (differentiates) its stage: "forward" for the weights that
             its forward read, "newest" for the newest weights of its stage.
         lag: in group g, counted from 0, a forward reads version max(0, g - lag); `None`: a forward reads the newest
             version of its stage.
@@ -97,7 +97,7 @@ class Schedule:
 
     @functools.cached_property
     def chunks(self) -> int:
-        """The largest number of chunks (weights of one stage) that a rank holds: v if interleaved, 2 in Chimera."""
+        """The largest number of chunks that a rank holds; a chunk is the weights of one stage."""
         return max(len(stages) for stages in self._stages_of_ranks)
 
     @functools.cached_property
@@ -110,11 +110,11 @@ class Schedule:
         return tuple(map(tuple, stage_sets))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank runs; its chunk c is the weights of the stage at index c."""
+        """Return the stages that a rank runs; the rank's chunk c is the weights of the stage at index c here."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """Return (rank, chunk) of a stage, for the microbatches of the route with this index."""
+        """Return (rank, chunk) of a stage for the microbatches of a route, which is given by its index."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
@@ -137,7 +137,7 @@ class Schedule:
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that must be done before an action; none for an update, which follows its rank's order."""
+        """Return the actions that must be done before an action; for an update, the order of its rank is enough."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
@@ -148,7 +148,7 @@ class Schedule:
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
-        """For each rank, the most activations that it holds at once, each from its F until its B (or W) is done."""
+        """For each rank, the most activations that it holds at once; it holds one from F until B (or W) is done."""
         # the first half of a tuple of counts: the activations between F and the end of B (or W)
         return tuple(
             max((sum(counts[: len(counts) // 2]) for counts in self.activation_counts(rank)), default=0)
@@ -156,7 +156,7 @@ class Schedule:
         )
 
     def activation_counts(self, rank: int) -> set[tuple[int, ...]]:
-        """Return the numbers of activations that a rank holds during its actions, as a set of tuples.
+        """Return the set of distinct counts of activations that a rank holds during its actions, as tuples.
 
         The first half of a tuple has, for each stage of the rank, the number of activations between F and the end of B
         (or W). The second half has, for each stage, the number of activations between I and the end of W.

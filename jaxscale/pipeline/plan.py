@@ -26,7 +26,7 @@ def forms() -> dict[str, str]:
 
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
-"""Names of the options of the text form: v, the number of stages per device, and fields of `PipelinePlan`."""
+"""Names of the options of the text form: `v` is the number of stages per device, the others are fields of a plan."""
 _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 
@@ -45,19 +45,19 @@ class PipelinePlan:
     | `NAME:PxM` | a synchronous schedule of `METHODS` with P devices on the pipe axis and M microbatches |
     | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | a synchronous schedule with V stages on each device |
     | `pipedream:P`, `pipemare:P` | an asynchronous schedule with an update for each microbatch |
-    | `2bw:PxM` | an asynchronous schedule with an update for each M microbatches |
+    | `2bw:PxM` | an asynchronous schedule with an update for every M microbatches |
     | `auto:P` | the fastest schedule, number of microbatches and partition for P devices, chosen by simulation |
     | `file:PATH` | the schedule of a file in PyTorch's CSV format, which sets the devices and microbatches |
 
-    Options come after the form, for example `1f1b:4x8,stash=input,stages=3+2+2+1`.
+    Options come at the end of the text form, for example `1f1b:4x8,stash=input,stages=3+2+2+1`.
 
     Args:
         name: name of a method, or `auto` or `file`.
         ranks: P, number of devices on the pipe axis; `None` for a file.
-        microbatches: M, number of microbatches per update of the weights; `None` if the text form has none.
+        microbatches: M, number of microbatches per update of the weights; `None` if the text form has no M.
         chunks: V, number of stages per device; `None`: the default of the method.
         path: path of the file.
-        stages: number of blocks of each stage, in order; `None`: every stage has the same number.
+        stages: number of blocks of each stage, in order; `None`: every stage has the same number of blocks.
         stash: what a stage keeps from a forward to its backward: "residuals", those that the memory plan of each block
             selects; or "input", the stage's input alone, from which the backward runs the forward again.
         lowering: how the schedule becomes a program: "switch", with a branch for each kind of action, so that idle
@@ -66,8 +66,8 @@ class PipelinePlan:
             the results.
         anneal: number of updates over which PipeMare's rescheduling fades. Rescheduling gives stages with stale weights
             smaller learning rates. 0: no rescheduling; `None`: a quarter of the run for pipemare, otherwise 0.
-        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1. It is
-            the share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
+        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1: the
+            share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
             `None`: exp(-2) = 0.135.
         synchronous_steps: number of synchronous training steps before an asynchronous pipeline is filled.
 
@@ -126,8 +126,8 @@ class PipelinePlan:
         """Parse the text form of a plan.
 
         Raises:
-            UserError: the name is unknown (the message suggests the nearest), numbers are missing or superfluous, or
-                the method has no schedule for these numbers.
+            UserError: the name is unknown (the message suggests the nearest name), numbers are missing or superfluous,
+                or the method has no schedule for these numbers.
         """
         name_text, colon, arguments = text.strip().partition(":")
         name = name_text.lower()
@@ -200,14 +200,15 @@ class PipelinePlan:
 
         Args:
             updates: number of updates of an asynchronous schedule.
-            ranks: number of devices on the pipe axis of the mesh, which must be the schedule's; `None`: any number.
+            ranks: number of devices on the pipe axis of the mesh, which must be the schedule's number of devices;
+                `None`: not checked.
 
         Raises:
             UserError: the file is missing or invalid, the schedule is for another number of devices, or the schedule of
                 `auto` has not been chosen yet.
         """
         if self.name == "auto":
-            raise UserError(f"pipeline {self}: its schedule is not chosen yet; name one, such as 1f1b:4x8")
+            raise UserError(f"pipeline {self}: its schedule is not chosen yet; name a schedule, such as 1f1b:4x8")
         if self.path is not None:
             schedule = read_csv(self.path)
         else:

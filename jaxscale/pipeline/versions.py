@@ -1,4 +1,4 @@
-"""Versions of a stage's weights in an asynchronous schedule: which one each action uses, and how long each lives.
+"""Versions of weights in an asynchronous schedule: which version each action uses, and how long each version lives.
 
 Version n of a stage is its weights after n updates. The number of versions that live at once follows from the schedule:
 p on the first stage of PipeDream, 2 in 2BW, 1 in PipeMare.
@@ -17,7 +17,7 @@ class Use:
     """The versions of the stage's weights that an action uses.
 
     Args:
-        reads: the version that a forward reads, or at which a backward linearises.
+        reads: the version that a forward reads, or at which a backward linearizes its stage.
         makes: the version that the update right after this backward makes; `None` if no update follows.
     """
 

@@ -30,7 +30,7 @@ _MODULE_BY_NAME = {
     "reduce_gradients": "jaxscale.replicas.tree",
     "start_reduction": "jaxscale.replicas.tree",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""The module that defines each public name; a name is imported from its module at its first use."""
 
 if TYPE_CHECKING:
     from jaxscale.replicas import wire

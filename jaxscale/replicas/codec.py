@@ -1,6 +1,6 @@
 """A codec averages a gradient over a mesh axis with slow links by sending few bytes.
 
-A codec is applied to one leaf on one device: the local shard of this replica's gradient. It runs inside a region that
+A codec is applied to one leaf on one device: the local shard of a replica's gradient. A codec runs inside a region that
 is manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
 no other axis. With error feedback, a codec keeps the error of its message in a residual and adds the residual to the
 next gradient (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). Then, over n replicas,
@@ -51,7 +51,7 @@ class Codec(NamedCodec):
 
     @property
     def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
-        """The pair (first step, codec) of each phase, in order; the codec `None` averages exactly.
+        """The pair (first step, codec) of each phase, in order; with the codec `None`, the mean is exact.
 
         Phases differ in what the codec sends: the exact mean before `start`, then perhaps a warm-up.
 
@@ -64,7 +64,7 @@ class Codec(NamedCodec):
 
     @property
     def timed(self) -> bool:
-        """Whether the result of `reduce` depends on the argument `step`, which must then be given."""
+        """Whether the result of `reduce` depends on the argument `step`; if so, callers must pass `step`."""
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
@@ -73,7 +73,7 @@ class Codec(NamedCodec):
         Args:
             shape: shape of the leaf on one device.
             n: number of devices on the axis.
-            layers: whether the first dim is stacked layers.
+            layers: whether the leaf has stacked layers along its first dim.
         """
         if n < 2:
             return f"got an axis of {n} replicas, expected 2 or more: a single replica has nothing to send"
@@ -92,7 +92,7 @@ class Codec(NamedCodec):
             shape: shape of the leaf on one device.
             key: random key, equal on every replica.
             n: number of devices on the axis.
-            layers: whether the first dim is stacked layers.
+            layers: whether the leaf has stacked layers along its first dim.
             first: index of the leaf's first layer in its stack, if the leaf has only a part of the stack.
 
         Raises:
@@ -125,7 +125,7 @@ class Codec(NamedCodec):
             axis: name of the axis: a manual axis of the region, or the `axis_name` of a `jax.vmap`.
             key: random key of the step and the leaf, equal on every replica; needed if `random`.
             step: number of updates made before this one, equal on every replica; needed if `timed`.
-            layers: whether the first dim is stacked layers.
+            layers: whether the leaf has stacked layers along its first dim.
             first: index of the leaf's first layer in its stack, if the leaf has only a part of the stack.
 
         Returns:
@@ -136,7 +136,7 @@ class Codec(NamedCodec):
         exact_gradient = gradient.astype(jnp.float32)
 
         def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
-            """Return the mean of a leaf and its new state, by the codec of a phase."""
+            """Return the mean of the leaf and its new state, computed by the codec of a phase."""
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
@@ -160,12 +160,12 @@ class Codec(NamedCodec):
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
         """Return the bytes that one device sends over the axis in a step of the last phase.
 
-        For an exact mean in float32 it would send `wire.exact` bytes.
+        For an exact mean in float32, the device would send `wire.exact` bytes.
 
         Args:
             shape: shape of the leaf on one device.
             n: number of devices on the axis.
-            layers: whether the first dim is stacked layers.
+            layers: whether the leaf has stacked layers along its first dim.
         """
         return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
 
@@ -176,7 +176,7 @@ class Codec(NamedCodec):
             states: states of one leaf on one device; the first dim of each array is the old number of replicas.
             shape: shape of the leaf on one device.
             n: new number of replicas.
-            layers: whether the first dim of the leaf is stacked layers.
+            layers: whether the leaf has stacked layers along its first dim.
 
         Returns:
             The states for the new number of replicas, which is the first dim of each array.
@@ -227,7 +227,7 @@ class Codec(NamedCodec):
 
 
 def compute_once(message: Any) -> Any:
-    """Return a message unchanged, after a barrier, so that XLA does not compute it again to decode it on this device.
+    """Return a message unchanged, after a barrier, so that XLA does not compute the message again to decode it here.
 
     The residual is then the error of exactly the bytes that are sent.
     """

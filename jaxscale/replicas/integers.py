@@ -1,9 +1,9 @@
 """Encode floats as integers with a float32 scale for each block, for the codecs int8, int4 and QSGD.
 
-With L = 2^(bits-1) - 1 levels on each side, a block x with the scale s = max|x| has the codes round(x L / s). They
-decode to codes * s / L, with an error of at most s / 2L. Codes of 4 bits or fewer are stored two in a byte, because XLA
-sends a whole byte for each int4. If the chip has a kernel (`pallas_kernels.quantize`, with the same definition), the
-kernel computes codes of 8 or 4 bits that are rounded to the nearest. Left out: entropy coding.
+With L = 2^(bits-1) - 1 levels on each side of zero, a block x with the scale s = max|x| has the codes round(x L / s).
+The codes decode to codes * s / L, with an error of at most s / 2L. Codes of 4 bits or fewer are stored two in a byte,
+because XLA sends a whole byte for each int4. If the chip has a kernel (`pallas_kernels.quantize`, with the same
+definition), the kernel computes codes of 8 or 4 bits, rounded to the nearest integer. Left out: entropy coding.
 """
 
 from typing import NamedTuple
@@ -37,8 +37,8 @@ def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key:
         x: float32 array, whose last dim is a multiple of `block`.
         bits: number of bits of each code, 2 to 8.
         block: number of elements that share a scale; it must be even if codes are stored two in a byte.
-        key: random key. With a key, a number is rounded up with the probability of its fractional part, so that the
-            expected value is exact; `None`: numbers are rounded to the nearest.
+        key: random key. With a key, a number is rounded up with a probability equal to its fractional part, so that the
+            expected value is exact; `None`: numbers are rounded to the nearest integer.
 
     Example:
         >>> decode_integers(encode_integers(jnp.array([7.0, -3.4, 0.0, 1.0]), 4, 4, None), 4)
@@ -51,8 +51,8 @@ def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key:
         codes, scale = quantize(blocks.reshape(-1, block), bits=bits, block=block, axis=-1)
         return IntegerCodes(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
     if is_noting() and x.size:
-        rounding = "at random" if key is not None else f"to {bits} bits"
-        reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding}"
+        rounding_text = "at random" if key is not None else f"to {bits} bits"
+        reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding_text}"
         note(Explanation("quantize", target(), "reference", {}, reason))
     scale = jnp.max(jnp.abs(blocks), -1)
     # a block becomes zeros if its scale is zero or has an infinite inverse

@@ -7,13 +7,13 @@ learning rate η, the momentum μ and the state m:
     d = mean of θ - w_i over i,   m = μ m + d,   θ = θ - η (d + μ m),   w_i = θ for all i
 
 So the bytes of one step are sent over the slow axis only once in H steps, and with `Plan.reduce` a codec sends d in
-fewer bytes. With H = 1, plain SGD as the inner optimizer and an outer learning rate of 1 without momentum, this is data
-parallel training. With AdamW as the inner optimizer it is not, because each replica scales its own gradient by its own
-variance.
+fewer bytes. With H = 1, plain SGD as the inner optimizer and an outer learning rate of 1 without momentum, DiLoCo is
+data-parallel training. With AdamW as the inner optimizer it never is, because each replica scales its gradient by its
+own variance.
 
-Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronise at different steps, so
-that at most one fragment is sent at a time. Left out of that paper: overlap of computation with sending, and mixtures
-of θ and w_i.
+Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronize at different steps, so
+that at most one fragment is sent at a time. Two ideas of that paper are left out: overlap of computation with sending,
+and mixtures of θ and w_i.
 
 Plans have the settings of class `Diloco`, which `step/replicas.py` applies to a train step. The function `diloco` is
 for custom training loops.
@@ -30,15 +30,15 @@ from jaxscale.values import check_types, field_types, parse
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
-    """Settings of DiLoCo: when replicas synchronise, and how they apply their mean displacement.
+    """Settings of DiLoCo: when replicas synchronize, and how they apply their mean displacement.
 
     The text form is `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
 
     Args:
-        every: H, the number of steps of each replica between two synchronisations; 100 to 500 in the paper.
+        every: H, the number of steps of each replica between two synchronizations; 100 to 500 in the paper.
         lr: η, the outer learning rate.
         momentum: μ, the momentum of the outer optimizer; with 0 the optimizer has no state.
-        fragments: number of fragments into which the weights are divided; they synchronise in turn.
+        fragments: number of fragments into which the weights are divided; the fragments synchronize in turn.
 
     Example:
         >>> Diloco.parse("every=100,fragments=2")
@@ -67,7 +67,7 @@ did you mean 'every'?
         if not 1 <= self.fragments <= self.every:
             raise UserError(
                 f"diloco fragments: got {self.fragments} with every={self.every}, expected 1 to {self.every}, because "
-                "each fragment synchronises at a different step"
+                "each fragment synchronizes at a different step"
             )
 
     @classmethod
@@ -75,7 +75,7 @@ did you mean 'every'?
         """Return the settings that a text form describes; the text must contain `every`.
 
         Raises:
-            UserError: an option is unknown (the message suggests the nearest), or a value is invalid.
+            UserError: an option is unknown (the message suggests the nearest name), or a value is invalid.
         """
         type_of_field, settings = field_types(cls), {}
         for option in filter(None, (word.strip() for word in text.split(","))):
@@ -86,15 +86,15 @@ did you mean 'every'?
                 raise UserError(f"diloco {text!r}: got {option!r}, expected each option once, as {name}=VALUE")
             settings[name] = parse(setting_text, type_of_field[name], f"diloco {name}")
         if "every" not in settings:
-            raise UserError(f"diloco {text!r}: got no every, expected every=STEPS, the steps between synchronisations")
+            raise UserError(f"diloco {text!r}: got no every, expected every=STEPS, the steps between synchronizations")
         return cls(**settings)
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
     def due(self, steps: int) -> tuple[int, ...]:
-        """Return the indices of the fragments of the weights that synchronise after `steps` steps."""
-        # for each fragment, the number of steps after which it synchronises, modulo `every`
+        """Return the indices of the fragments of the weights that synchronize after `steps` steps."""
+        # for each fragment, the number of steps after which it synchronizes, modulo `every`
         offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
         return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
@@ -115,8 +115,8 @@ did you mean 'every'?
 def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors of each fragment; the fragments have similar numbers of elements.
 
-    In the paper a fragment consists of layers. Here, layers that are stacked in one array are one tensor, which is in
-    one fragment.
+    In the paper a fragment consists of layers. Here, layers that are stacked in one array are one tensor, and so belong
+    to one fragment.
 
     Args:
         sizes: number of elements of each tensor, by name.
@@ -162,19 +162,19 @@ def diloco(
 ) -> Any:
     """Make an optax transformation of one replica's gradients, for a `jax.shard_map` or `jax.vmap` over an axis.
 
-    Pass `check_vma=False` to `shard_map`, because its types cannot express that synchronised replicas are equal.
+    Pass `check_vma=False` to `shard_map`, because its types cannot express that synchronized replicas are equal.
 
     Args:
         inner: the optimizer of each replica, any optax transformation.
         outer: the optimizer of the shared weights; `None`: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: number of steps of each replica between two synchronisations.
+        every: number of steps of each replica between two synchronizations.
         axis: name of the replicas' axis.
-        codec: codec that averages the displacements, without random draws, such as `replicas.Int8()`; `None`: they are
-            averaged exactly.
+        codec: codec that averages the displacements; it must make no random draws (`replicas.Int8()`, for example).
+            `None`: displacements are averaged exactly.
         replicas: number of replicas; needed only for a codec.
 
     Returns:
-        The transformation; its function `update` needs the parameters. At a synchronisation the updates set a replica's
+        The transformation; its function `update` needs the parameters. At a synchronization the updates set a replica's
         weights to the shared weights, up to the rounding of the sum.
 
     Raises:
@@ -211,15 +211,15 @@ def diloco(
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
-        """Return the updates of this replica's weights and its new state; the argument `updates` has its gradients."""
+        """Return the updates of this replica's weights, and its new state; `updates` are this replica's gradients."""
         if params is None:
             raise UserError("diloco: got no parameters: call update(gradients, state, params)")
         inner_updates, inner_state = inner.update(updates, state.inner, params)
         local_params, count = optax.apply_updates(params, inner_updates), state.count + 1
         treedef = jax.tree.structure(params)
 
-        def synchronise() -> Any:
-            """Return the updates to the new shared weights, these weights, the outer state and the codec's states."""
+        def synchronize() -> Any:
+            """Return (updates to the new shared weights, these shared weights, outer state, the codec's states)."""
             displacements, codec_states = jax.tree.leaves(optax.tree.sub(state.shared, local_params)), ()
             if codec is None:
                 means = [lax.pmean(displacement, axis) for displacement in displacements]
@@ -232,10 +232,10 @@ def diloco(
             return optax.tree.sub(shared, params), shared, outer_state, codec_states
 
         def skip() -> Any:
-            """Return the inner updates, and the other values of `synchronise` unchanged."""
+            """Return the inner updates, followed by the weights and states of `synchronize` unchanged."""
             return inner_updates, state.shared, state.outer, state.owed
 
-        new_updates, shared, outer_state, codec_states = lax.cond(count % every == 0, synchronise, skip)
+        new_updates, shared, outer_state, codec_states = lax.cond(count % every == 0, synchronize, skip)
         return new_updates, DilocoState(count, inner_state, shared, outer_state, codec_states)
 
     return optax.GradientTransformation(init, update)

@@ -1,10 +1,10 @@
 """Low-rank codecs approximate a matrix by the product of two thin matrices, each of which is averaged exactly.
 
-    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean gradient is P Q^T, and the next step starts from Q.
+    P = mean(M Q), normalized;  Q = mean(M^T P);  the mean gradient is P Q^T, and the next step starts from Q.
 
-M is the gradient of one replica plus its residual, and the means are over replicas. These messages can be added in
+M is the gradient of one replica plus its residual, and the means are over replicas. The products can be added in
 their encoded form, so two all-reduces suffice, and the bytes that a device sends do not grow with the number of
-devices. PowerSGD and GradZip share this code; they differ in how they normalise P and Q.
+devices. PowerSGD and GradZip share this code; they differ in how they normalize P and Q.
 """
 
 import abc

@@ -50,7 +50,7 @@ did you mean 'start'?
         """Return the codec that a text form describes.
 
         Raises:
-            UserError: a codec or an option is unknown (the message suggests the nearest), or a value is invalid.
+            UserError: a codec or an option is unknown (the message suggests the nearest name), or a value is invalid.
         """
         from jaxscale.replicas.codecs import CODECS
 
@@ -86,7 +86,7 @@ did you mean 'start'?
 
     @classmethod
     def form(cls) -> str:
-        """Return the template of the text form, for messages.
+        """Return the template of the text form, for error messages.
 
         Example:
             >>> from jaxscale.replicas.codecs import CODECS

@@ -1,8 +1,8 @@
 """One-phase codecs: every device sends its message to all others, and each device adds up the decoded messages.
 
-This takes one all-gather, and the bytes that a device sends grow with the number of devices. It is meant for messages
-that cannot be added in their encoded form and are much smaller than the leaf, such as the largest elements and their
-positions.
+The exchange takes one all-gather, and the bytes that a device sends grow with the number of devices. One phase is meant
+for messages that cannot be added in their encoded form and are much smaller than the leaf, such as the largest elements
+and their positions.
 """
 
 import abc
@@ -68,7 +68,7 @@ class OnePhase(Codec):
         other_messages = jax.tree.map(lambda array: array[1:], messages)
 
         def add(total: Array, message: Any) -> tuple[Array, None]:
-            """Add one device's decoded message to the total, in the form that `lax.scan` requires."""
+            """Add one device's decoded message to the total, and return (total, None), as `lax.scan` requires."""
             return total + self.decode(message, elements), None
 
         total, _ = lax.scan(add, self.decode(first_message, elements), other_messages)

@@ -4,8 +4,8 @@ The exchange runs in a `jax.shard_map` that is manual over every axis: each devi
 gradients, and a codec sends an encoding of that shard alone over the slow axis. Leaves that are too small for the codec
 and leaves that it does not support (norms, biases) are sent uncompressed in one message. NaN or Inf in a gradient would
 corrupt the residuals and scales of one replica, and other replicas would not notice. Therefore all devices add up one
-number, which is not finite if a gradient is not finite. In that case the mean becomes NaN, so that the guard skips the
-step, and the states do not change.
+number, which is not finite if any gradient is not finite. In that case the mean becomes NaN, so that the guard skips
+the step, and the states do not change.
 
 Left out: clipping and norms, which are applied to the mean later, and the earlier reduction inside a replica, which XLA
 inserts.
@@ -38,12 +38,12 @@ RESIDUAL = "residual"
 CodecStates = dict[str, dict[str, Any]]
 """State arrays, by the name of the gradient and then by the name of the state, such as "residual".
 
-A residual has the shape (replicas, *shape of the gradient), any other state (replicas, shards, *shape on one device).
+A residual is (replicas, *shape of the gradient), and any other state is (replicas, shards, *shape on one device).
 """
 
 
 def squared_residuals(states: CodecStates) -> Float[Array, ""]:
-    """Return the squared norm of the residuals in these states."""
+    """Return the squared norm of the residuals in the states."""
     return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
 
 
@@ -65,9 +65,9 @@ class GradientLeaf:
     Args:
         shape: global shape.
         spec: partition of the gradient's dims over mesh axes, without the slow axis.
-        layers: whether the first dim is stacked layers.
-        stack: name of the whole stack of layers, if this gradient has only some of the layers. It seeds the random
-            draws, so that these do not depend on how the stack is divided.
+        layers: whether the gradient has stacked layers along its first dim.
+        stack: name of the whole stack of layers, if this gradient has only some of the layers. The name seeds the
+            random draws, so that the draws do not depend on how the stack is divided.
         first: index of the gradient's first layer in the stack.
     """
 
@@ -208,9 +208,9 @@ class GradientExchange:
         return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
 
     def _coded_bytes(self, codec: Codec | None) -> int:
-        """Return the bytes that one device sends for the compressed gradients in a phase with this codec.
+        """Return the bytes that one device sends for the compressed gradients in a phase with a given codec.
 
-        In a phase with the codec `None` they are sent as float32.
+        In a phase with the codec `None`, these gradients are sent as float32.
         """
         shapes_and_layers = [(self.local_shape(name), self.leaves[name].layers) for name in self.coded_names]
         if codec is None:
@@ -312,7 +312,7 @@ class GradientExchange:
         return self._shard_mapped(run_on_device, (self._specs(),), self._specs(is_merged=True))(states)
 
     def spread(self, merged: CodecStates) -> CodecStates:
-        """Return the states of all replicas of this mesh: copies of the merged states; other states are initial ones.
+        """Return the states of all replicas of this mesh: copies of the merged states, and otherwise initial states.
 
         Args:
             merged: states from `merge`.
@@ -408,7 +408,7 @@ class GradientExchange:
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded_names}
 
     def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Send the uncompressed gradients in one message, and return their means; NaN in one does not affect others."""
+        """Send the uncompressed gradients in one message, and return their means; NaN in one gradient stays there."""
         if not self.plain_names:
             return {}
         flat_gradients = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain_names])
@@ -421,7 +421,7 @@ class GradientExchange:
         return means
 
     def _residual_norm(self, states: CodecStates) -> Array:
-        """Return the root mean square of the replicas' norms of their residuals, from the states of this device."""
+        """Return the root mean square of the replicas' residual norms, from the states of this device."""
         squared_norm = jnp.zeros(())
         for name in states:
             # the number of devices of a replica that have the same shard

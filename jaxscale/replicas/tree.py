@@ -20,7 +20,7 @@ def start_reduction(codec: Codec | str, gradients: PyTree, replicas: int, *, see
         seed: seed of the codec's random draws.
 
     Returns:
-        Arrays by the name of the gradient, then by the name of the state.
+        The states: arrays by the name of the gradient, then by the name of the state.
 
     Raises:
         UserError: the codec applies to none of the gradients, or there is a single replica.
@@ -37,13 +37,13 @@ def reduce_gradients(
 
         sum of residuals after + n mean = sum of gradients + sum of residuals before.
 
-    In a two-phase codec (int8, int4, onebit), the owner of each chunk has another residual, which counts n times in
-    both sums. Leaves to which the codec does not apply (vectors, scalars, small arrays) are averaged exactly, in one
-    message. If a gradient of any replica is not finite, the mean is NaN and the states do not change.
+    In a two-phase codec (int8, int4, onebit), the owner of each chunk has another residual, which counts n times in the
+    sums of residuals. Leaves to which the codec does not apply (vectors, scalars, small arrays) are averaged exactly,
+    in one message. If a gradient of any replica is not finite, the mean is NaN and the states do not change.
 
     Args:
         codec: a codec, or its text: "int8", "onebit", "topk:0.01", "powersgd:4", ...
-        gradients: this device's gradients of its replica's loss; any tree of arrays.
+        gradients: this device's gradients of the loss of its replica; any tree of arrays.
         states: this device's states, from `start_reduction` or from the previous step; they differ between devices.
         axis: name of an axis over which the surrounding `jax.shard_map` is manual.
         step: number of updates made before this one, int32.

@@ -1,7 +1,7 @@
 """Two-phase codecs: a reduce-scatter and an all-gather of encoded chunks, with the mean between them in float32.
 
-Every device owns a chunk of the leaf. All devices encode that chunk of their gradient and send the message to the owner
-(all-to-all). The owner decodes and averages these messages, encodes the mean and sends it to all devices (all-gather).
+Every device owns a chunk of the leaf. All devices encode this chunk of their gradient and send the message to the owner
+(all-to-all). The owner decodes and averages the messages, encodes the mean and sends it to all devices (all-gather).
 The bytes that a device sends do not grow with the number of devices. All chunks have the same length, so the last
 chunks may end in zeros; the elements before these zeros belong to the leaf and are called *filled*. The owner keeps the
 error of the second encoding as the *server's* residual (1-bit Adam: Tang et al., 2021, arXiv:2102.02888). With r for
@@ -46,7 +46,7 @@ class TwoPhase(Codec):
 
         Args:
             message: messages from `encode`.
-            elements: number of elements of a chunk. Those after the filled elements may have any value.
+            elements: number of elements of a chunk. Decoded elements after the filled elements may have any value.
         """
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class TwoPhase(Codec):
         return wire.all_to_all(total_bytes, n) + wire.all_gather(total_bytes // n, n)
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """Convert the states of one layer; each new replica gets the mean residual plus the servers' residuals."""
+        """Convert the states of one layer: each new replica gets the mean residual plus the servers' residuals."""
         if not self.feedback:
             return {}
         residual = jnp.mean(states["residual"], 0) + _unpad(states["server"], shape)

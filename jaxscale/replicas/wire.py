@@ -22,7 +22,7 @@ def all_reduce(payload: int, n: int) -> int:
 
 
 def all_gather(payload: int, n: int) -> int:
-    """Return the bytes that one device sends if every device gets `payload` bytes from each other one: (n-1) `payload`.
+    """Return the bytes that one device sends if it sends `payload` bytes to every other device: (n-1) `payload`.
 
     Example:
         >>> all_gather(100, 8)

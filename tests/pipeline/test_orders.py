@@ -187,7 +187,7 @@ def test_updates_by_groups_and_versions_in_time():
         assert plain(row, microbatches=4, versions=Versions(2, "forward", lag)).versions is not None
     early = "0F0 0B0 0F1 0F2 0B1 0U1 0B2 0F3 0B3 0U3"
     assert plain(early, microbatches=4, versions=Versions(2, "forward", lag=1)).live == (2,)
-    with pytest.raises(Fault, match="rank 0, cell 3: 0F2 reads weights after 1 updates, but 0 are done"):
+    with pytest.raises(Fault, match="rank 0, cell 3: 0F2 reads weights after 1 updates, but 0 updates are done"):
         plain(early, microbatches=4, versions=Versions(2, "forward", lag=0))
     with pytest.raises(Fault, match="got 4 microbatches, expected a multiple of the 3 per update"):
         plain(row, microbatches=4, versions=Versions(3, "forward"))

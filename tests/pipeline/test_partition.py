@@ -274,7 +274,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match="4 stages, but the model has 3 blocks"):
         partition(model, METHODS["1f1b"].schedule(4, 8))
     two = METHODS["1f1b"].schedule(2, 4)
-    with pytest.raises(UserError, match="got 3 devices, expected 2, one per rank of 1f1b"):
+    with pytest.raises(UserError, match="got 3 devices, expected 2: one for each rank of 1f1b"):
         partition(model, two, [PipelineDevice()] * 3)
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
         partition({"new": model}, two, [PipelineDevice(kind="nwe"), PipelineDevice(kind="new")])

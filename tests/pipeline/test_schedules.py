@@ -36,7 +36,7 @@ def refused(name: str, p: int, m: int) -> str | None:
         return "even number"
     if name == "chimera" and m % p:
         return f"a multiple of the {p} devices"
-    return f"at least the {p} devices" if name == "2bw" and m < p else None
+    return f"at least {p}, the number of devices" if name == "2bw" and m < p else None
 
 
 def made(name: str, p: int, m: int, v: int | None = None) -> Schedule:
@@ -228,7 +228,7 @@ def test_2bw_is_one_group_behind_everywhere_and_two_versions_suffice(p, m):
 
 
 def test_updates_are_counted_by_asynchronous_schedules_alone():
-    with pytest.raises(UserError, match="schedule 1f1b: got 3 updates, expected 1, because it is synchronous"):
+    with pytest.raises(UserError, match="schedule 1f1b: got 3 updates, expected 1: it is a synchronous schedule"):
         METHODS["1f1b"].schedule(4, 8, updates=3)
     with pytest.raises(UserError, match="schedule pipedream: got 8 microbatches per update, expected 1"):
         METHODS["pipedream"].schedule(4, 8)
@@ -246,7 +246,7 @@ def test_stages_a_device():
         UserError, match="1f1b: got v=2, but a device holds one stage; only interleaved and lockstep take v"
     ):
         METHODS["1f1b"].schedule(4, 8, 2)
-    with pytest.raises(UserError, match="zb-v: got v=3, but each device holds 2 of its stages"):
+    with pytest.raises(UserError, match="zb-v: got v=3, but each device holds 2 stages"):
         METHODS["zb-v"].schedule(4, 8, 3)
     assert METHODS["zb-v"].schedule(4, 8, 2) == METHODS["zb-v"].schedule(4, 8)
 

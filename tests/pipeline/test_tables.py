@@ -137,5 +137,5 @@ def test_stages_on_ranks_that_are_no_neighbours_are_refused():
     places = (0, 2, 1, 3)
     order = {rank: (Action(Kind.F, stage, 0), Action(Kind.B, stage, 0)) for stage, rank in enumerate(places)}
     schedule = Schedule("far", tuple(order[rank] for rank in range(4)), 4, 1, (places,), (0,))
-    with pytest.raises(UserError, match=r"from rank 0 to rank 2: expected neighbours on a ring of 4"):
+    with pytest.raises(UserError, match=r"from rank 0 to rank 2: expected neighbors on a ring of 4"):
         tabulate(schedule)

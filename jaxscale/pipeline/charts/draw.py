@@ -28,7 +28,7 @@ class Chart:
 
     Args:
         simulations: (name, simulation) of each schedule.
-        timed: whether the costs are in seconds; otherwise the unit is unknown, and times have no unit.
+        timed: whether the costs are in seconds; otherwise the unit is unknown, and times are shown without a unit.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -68,10 +68,10 @@ class Chart:
     def table(self) -> str:
         """Return the numbers of each schedule as a table of text."""
         heads, rows = self._heads_and_rows()
-        lines = [heads, *rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [heads, *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join(
-            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in lines
+            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in table
         )
 
     def legend(self) -> str:
@@ -154,10 +154,10 @@ class Chart:
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """Make the schedule of a plan, to be drawn; an asynchronous one is long enough to show its steady state.
+    """Make the schedule of a plan, to be drawn; an asynchronous schedule is long enough to show its steady state.
 
     Args:
-        plan: the request for a schedule.
+        plan: the plan of the schedule.
         updates: number of updates of an asynchronous schedule; `None`: enough updates for most of the schedule to be in
             the steady state.
 
@@ -202,7 +202,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
         raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     if suffix == ".csv":
         if len(schedules) > 1:
-            raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw them one by one")
+            raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw the schedules one by one")
         for schedule in schedules:
             to_csv(schedule)  # refuses asynchronous schedules
 

@@ -1,6 +1,6 @@
 """Simulated schedules as an SVG image: a panel for each schedule, a row for each rank, and time to the right.
 
-All panels have the same scale. A pointer on an action shows the action's description (`<title>`). `draw.py` makes a
+All panels have the same scale. Pointing at an action shows a description of the action (`<title>`). `draw.py` makes a
 page from the image.
 """
 
@@ -87,7 +87,7 @@ def _panel(
         for action, (start, end) in zip(order, spans, strict=True):
             x, width = LEFT_MARGIN + start * pixels_per_second, (end - start) * pixels_per_second
             is_later = action.stage != first_stage  # whether it is a later stage of the rank
-            box_width = max(width - 0.8, width / 2)  # leaves a gap between neighbours
+            box_width = max(width - 0.8, width / 2)  # leaves a gap between neighbors
             start_text = format_time(start) if start else "0"
             css_classes = action.kind.value + " l" * is_later
             content = [

@@ -1,6 +1,7 @@
 """A simulated schedule as lines of text: one line for each rank, with time to the right.
 
-An action is shown as the letter of its kind and, if there is room, the index of its microbatch, padded to its width.
+An action is shown as the letter of its kind and, if there is room, the index of its microbatch. Padding fills the rest
+of the action's width.
 Lowercase letters stand for a rank's later stages. If actions are narrower than a column, the column shows the action
 that fills most of it.
 """
@@ -22,8 +23,8 @@ MIN_COLUMNS = 24
 """The least number of columns of the time axis, even in a narrower terminal."""
 
 Cell = tuple[str, Kind | None, bool]
-"""(character, kind, is_later): a character, the kind of its action (`None` if idle), and whether its stage is a later
-stage of the rank."""
+"""(character, kind, is_later): a character, the kind of the action that it shows (`None` if the rank is idle), and
+whether the action's stage is a later stage of the rank."""
 
 
 def text_chart(
@@ -34,7 +35,7 @@ def text_chart(
     color: bool = False,
     format_time: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
-    """Draw the chart of a simulation; the most live activations of a rank are at the right end of its line.
+    """Draw the chart of a simulation; the right end of a rank's line has the most activations that the rank holds.
 
     Args:
         simulation: the simulation to be drawn.
@@ -73,8 +74,8 @@ def text_chart(
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     """Return the number of columns per second with which the longest simulation fills a terminal.
 
-    If there is a scale on which every action has a whole number of columns, the result is that scale, although some of
-    the width may stay unused.
+    If every action can have a whole number of columns, the result is the largest scale for which this is the case,
+    although some of the width may stay unused.
     """
     plot_width = min(width - len(_rank_label(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
     per_second = max(plot_width, MIN_COLUMNS) / max(sim.seconds for sim in simulations)
@@ -112,8 +113,8 @@ def _rank_label(simulation: Simulation, rank: int) -> str:
 
 def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
     """Return (action, start in seconds, end in seconds) for every action."""
-    rows = zip(simulation.schedule.orders, simulation.spans, strict=True)
-    return [(action, *span) for order, spans in rows for action, span in zip(order, spans, strict=True)]
+    pairs = zip(simulation.schedule.orders, simulation.spans, strict=True)
+    return [(action, *span) for order, spans in pairs for action, span in zip(order, spans, strict=True)]
 
 
 def _cells(

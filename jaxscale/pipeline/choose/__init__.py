@@ -1,1 +1,1 @@
-"""Choice of partition and schedule, by prices of blocks and devices."""
+"""Choice of partition and schedule from the prices of blocks and the resources of devices."""

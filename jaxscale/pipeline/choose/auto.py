@@ -2,9 +2,9 @@
 
 Every named synchronous schedule is tried with every number of microbatches, and the model's blocks are divided into
 stages (`partition.py`) that fit the devices' memory. The candidate that takes the fewest seconds for the same batch on
-the neighbour machine wins. Among candidates with equal seconds, the one that needs the least memory wins. More
-microbatches shorten the bubble, but a small microbatch may take more than its share of the batch's time, which measured
-prices show. Candidates that cannot be faster, even without a bubble, are skipped.
+the `neighbour` machine wins. Among candidates with equal seconds, the one that needs the least memory wins. More
+microbatches shorten the bubble, but a small microbatch may take more than its share of the batch's time; measured
+prices show this. Candidates that would not be faster than the best so far even without a bubble are skipped.
 
 Left out: asynchronous schedules, which train differently, and searched schedules (`search.py`), which are made for one
 partition.
@@ -22,19 +22,19 @@ from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedules import METHODS
 
 Prices = ModelPrices | Mapping[str, ModelPrices]
-"""The prices of a model; for several kinds of devices, its prices by kind of device."""
+"""The prices of a model; for several kinds of devices, the prices of the model on each kind, by kind."""
 _TOLERANCE = 1e-9  # relative difference up to which seconds count as equal
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineCandidate:
-    """A schedule, number of microbatches and stash, with the partition or the reason why there is none.
+    """A schedule, number of microbatches and stash, with the partition or the reason why there is no partition.
 
     Args:
         name: name of the schedule.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        chunks: v, number of stages per rank; `None` if the schedule does not take it.
+        chunks: v, number of stages per rank; `None` if the schedule's v cannot be chosen.
         stash: what a stage keeps from a forward to its backward.
         partition: the blocks of each stage; `None` if there is no partition.
         reason: the error message if there is no partition; otherwise empty.
@@ -65,7 +65,7 @@ class Choice:
         best: the fastest candidate.
         partition: the partition of the fastest candidate.
         candidates: all candidates with a partition, the fastest first, and then those without a partition.
-        skipped: number of other candidates, which were skipped because they cannot be faster even without a bubble.
+        skipped: number of other candidates, skipped because even without a bubble they would not be faster.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -109,13 +109,13 @@ def choose_pipeline(
         ranks: p, number of devices on the pipe axis.
         microbatches: the numbers of microbatches to try.
         devices: the device of each rank, in order; `None`: equal devices without a memory limit.
-        names: names of the schedules to try; `None`: all synchronous ones.
-        chunks: values of v to try besides 1, for schedules that take it.
+        names: names of the schedules to try; `None`: all synchronous schedules.
+        chunks: values of v to try besides 1, for schedules whose v can be chosen.
         stashes: the values of `stash` to try: what a stage keeps from a forward to its backward.
         width: number of partial partitions that branch and bound keeps, as in `partition`.
 
     Raises:
-        TooLarge: no candidate fits; the message gives the bytes of the candidate that comes nearest.
+        TooLarge: no candidate fits; the message gives the bytes of the candidate that comes nearest to the memory.
         UserError: a schedule is unknown or asynchronous, or no schedule is defined for these numbers.
     """
     synchronous_names = [name for name, method in METHODS.items() if not method.steps and name != NAME]
@@ -160,7 +160,7 @@ def choose_pipeline(
 def _candidates(
     names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
 ) -> Iterator[PipelineCandidate]:
-    """Yield the candidates to try; those that are likely to be fast come first, so that most others are skipped."""
+    """Yield the candidates to try; those that are likely to be fast come first, so that most later ones are skipped."""
     likely_names = ("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep")
     position_of = {name: position for position, name in enumerate(likely_names)}
     for stash in stashes:
@@ -171,7 +171,7 @@ def _candidates(
 
 
 def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
-    """Return a lower bound on the seconds: no rank idles, and every block is on the kind of device that is fastest."""
+    """Return a lower bound on the seconds, if no rank idles and every block is on the fastest kind of device."""
     models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
     forward_runs = 2 if stash == "input" else 1
     seconds = 0.0

@@ -2,13 +2,14 @@
 
 A *cut* is an array of boundaries, int[stages + 1]: stage s has the blocks cut[s] to cut[s + 1] - 1. A *linear* is an
 array float[stage, feature] with the coefficients of a linear function of the stages' features. The seconds of a
-pipeline are a maximum of such functions, one for each path through the schedule. Its bytes are such a maximum too, with
-a function for each rank and moment.
+pipeline are a maximum of linear functions, one for each path through the schedule. The bytes of a pipeline are a
+maximum of linear functions too, one for each rank and moment.
 
 Dynamic programming finds the cut for which one linear function is least: V(k, b) = min over e of value(k, b, e) + V(k +
-1, e), where stage k has the blocks b to e - 1. V(k, b) is the least cost of stage k and all later stages, so it is a
-lower bound for every cut with the same first stages, and for the maximum of several functions. Branch and bound finds
-cuts for which the maximum of several functions is small.
+1, e), where stage k has the blocks b to e - 1. V(k, b) is the least cost of stage k and all later stages. Added to the
+cost of the stages before k, it is a lower bound for every cut that begins with these stages. A lower bound of one
+function is also a lower bound of the maximum of several functions. Branch and bound finds cuts for which the maximum of
+several functions is small.
 """
 
 import dataclasses
@@ -77,9 +78,9 @@ class BoundedCuts:
     """The result of branch and bound.
 
     Args:
-        cuts: int[cut, stages + 1], the cuts that may be below the ceiling.
-        lower_bound: a lower bound on the objective of every other cut; infinite if no cut was dropped for lack of
-            width.
+        cuts: int[cut, stages + 1], the cuts with an objective that may be below the ceiling.
+        lower_bound: a lower bound on the objective of every cut that was dropped for lack of width; infinite if no cut
+            was dropped for that reason.
     """
 
     cuts: np.ndarray
@@ -113,18 +114,18 @@ class BlockChain:
         )
 
     def exclude_above(self, linear: np.ndarray, limit: float) -> None:
-        """Exclude every stage with a contribution above a limit to a linear function, float[stage, feature]."""
+        """Exclude every stage whose contribution to a linear function, float[stage, feature], is above a limit."""
         self.possible &= self.contributions(linear) <= limit * (1 + 1e-12)
 
     def contributions(self, linear: np.ndarray) -> np.ndarray:
-        """Return float[stage, begin, end]: what each stage adds to a linear function; infinite if it is impossible."""
+        """Return float[stage, begin, end]: what a stage adds to a linear function, infinite for impossible stages."""
         values = np.where(self.possible, 0.0, np.inf)
         for stage in np.flatnonzero(linear.any(1)):
             values[stage] += self._contribution(linear, stage)
         return values
 
     def largest_contributions(self, linears: Sequence[np.ndarray]) -> np.ndarray:
-        """Return float[stage, begin, end]: the largest contribution of each stage to any of some linear functions.
+        """Return float[stage, begin, end]: the largest contribution of each stage to any of several linear functions.
 
         The functions must have coefficients >= 0. The contribution of an impossible stage is infinite.
         """
@@ -146,11 +147,11 @@ class BlockChain:
         return np.stack([self._features[kind][:, begins[:, s], ends[:, s]].T for s, kind in enumerate(self._kinds)], 1)
 
     def cost_to_go(self, values: np.ndarray, *, use_max: bool = False) -> np.ndarray:
-        """Return float[stage + 1, begin]: the least sum of values over all stages from one that starts at block begin.
+        """Return float[stage + 1, begin]: the least cost of a stage that starts at block begin and all later stages.
 
         Args:
             values: float[stage, begin, end], the value of each possible stage.
-            use_max: whether the result is the least maximum of the values instead of their least sum.
+            use_max: whether the cost is the maximum of the stages' values instead of their sum.
         """
         to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
         to_go[self.stages, self.blocks] = -np.inf if use_max else 0.0
@@ -160,11 +161,11 @@ class BlockChain:
         return to_go
 
     def least_cost_cut(self, values: np.ndarray, *, use_max: bool = False) -> tuple[float, np.ndarray]:
-        """Return the least sum of values over the stages of a cut, and that cut.
+        """Return (sum, cut): the least sum of values over the stages of a cut, and the cut with this sum.
 
         Args:
             values: float[stage, begin, end], the value of each possible stage.
-            use_max: whether to minimise the maximum of the values instead of their sum.
+            use_max: whether to minimize the maximum of the values instead of their sum.
         """
         to_go = self.cost_to_go(values, use_max=use_max)
         boundaries = [0]
@@ -187,9 +188,9 @@ class BlockChain:
         If there are more than `width` partial cuts, those with the least lower bounds are extended.
 
         Args:
-            paths: linears that are never above the objective.
-            limit_linears: linears that must be at most 1.
-            stage_bounds: float[stage, begin, end], a lower bound on the objective of every cut with that stage.
+            paths: linears whose value for a cut is never above the objective.
+            limit_linears: linears whose value for a cut must be at most 1.
+            stage_bounds: float[stage, begin, end], a lower bound on the objective of every cut with this stage.
             ceiling: value that the objective must stay below.
             width: number of partial cuts that are kept.
         """

@@ -1,8 +1,8 @@
-"""The fastest schedule of a small pipeline, from a trial of every order: the reference for `search.py`.
+"""The fastest schedule of a small pipeline, found by a trial of every order: the reference for `search.py`.
 
-All microbatches take equally long, so only orders are tried in which the passes of one kind are in the order of
-microbatches; no other order is faster. A backward is one action or two. Two ranks have about ten thousand orders of
-three microbatches, and a million orders of four.
+All microbatches take equally long. So the passes of each kind can be in the order of microbatches in a fastest order,
+and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand orders
+of three microbatches, and a million orders of four microbatches.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from jaxscale.pipeline.orders import Action, Kind
 _BATCH_SIZE = 20_000  # number of schedules that are timed at once
 _FEW_SCHEDULES = 30_000  # number of schedules that are timed in a tenth of a second
 _FEW_FORWARDS = 6
-"""The most forwards, of all stages together, with which schedules may be few; more are only possible on one rank."""
+"""The most forwards of all stages together for which `are_few` counts the orders."""
 
 
 def orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tuple[Action, ...]]:
@@ -40,9 +40,9 @@ def orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tupl
 
         Args:
             order: the actions so far.
-            f: number of forwards in it.
-            g: number of input gradients in it.
-            pending: microbatches with an I but without a W in it.
+            f: number of forwards in `order`.
+            g: number of input gradients in `order`.
+            pending: microbatches that have an I but no W in `order`.
         """
         activation_count = f - sum(action.kind in (Kind.B, Kind.W) for action in order)
         if f == g == microbatches and not pending:
@@ -59,7 +59,7 @@ def orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tupl
 
 
 def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-    """Return the seconds and the orders of the fastest schedule with one stage per rank, on the neighbour machine.
+    """Return (seconds, orders) of the fastest schedule with one stage per rank, on the `neighbour` machine.
 
     Args:
         costs: costs of the stages.
@@ -90,7 +90,7 @@ def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[floa
 
 
 def are_few(stages: int, microbatches: int, max_activations: int) -> bool:
-    """Return whether schedules with one stage per rank are so few that all are timed in a tenth of a second.
+    """Return whether there are so few schedules with one stage per rank that a tenth of a second suffices to time all.
 
     Example:
         >>> are_few(2, 3, 3), are_few(2, 4, 4), are_few(8, 32, 8)

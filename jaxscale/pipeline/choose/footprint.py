@@ -1,11 +1,11 @@
-"""Footprints: the bytes that each rank of a schedule holds, as linear functions of its stages' features.
+"""Footprints: the bytes that each rank of a schedule holds, as linear functions of the features of its stages.
 
 A *linear* is an array float[stage, feature] with the coefficients of a linear function of the features in
 `chain_cut.py`. A rank holds the weights of its stages (in an asynchronous schedule, several versions of them), the
 activations that wait for a backward, the messages at both ends of its stages, and the working bytes of the stage that
 runs. The number of waiting activations of each stage changes from moment to moment. A moment covers another moment if
-it has at least as many activations of every stage. There is one function for each moment that no other moment covers,
-and a rank needs the maximum of its functions.
+it has at least as many activations of every stage. For a rank, there is one function for each running stage and each
+moment that no other moment covers. The rank needs the maximum of these functions.
 """
 
 from typing import NamedTuple

@@ -1,12 +1,12 @@
 """The search for a partition: the blocks of each stage, so that the pipeline is fast and fits the devices' memory.
 
-The objective is the executor's time: the schedule's seconds on the neighbour machine, with devices in the given order.
-It is the length of the longest path through the schedule's table, and so a maximum of linear functions of the stages'
-costs, one for each path. Dynamic programming over (stage, block) minimises one function, as in PipeDream and
-Pipe-torch, with a price list for each device and a rate for each link. Three methods minimise the maximum: moving
+The objective is the executor's time: the schedule's seconds on the `neighbour` machine, with devices in the given
+order. The time is the length of the longest path through the schedule's table, and so a maximum of linear functions of
+the stages' costs, one for each path. Dynamic programming over (stage, block) minimizes one function, as in PipeDream
+and Pipe-torch, with a price list for each device and a rate for each link. Three methods minimize the maximum: moving
 boundaries, branch and bound, and a game between the dynamic program and the clock. In each turn of the game the program
 finds the best partition for the mean of the paths so far, and the clock finds the longest path for the mean costs of
-the partitions so far. No partition is faster than `Partition.bound`; a partition that is as fast is optimal.
+the partitions so far. No partition is faster than `Partition.bound`; a partition that is as fast as this is optimal.
 
 Memory is a maximum of linear functions too (`footprint.py`). As in MadPipe and DAPPLE it depends on the schedule: stage
 0 of 1f1b holds p activations, and the last stage holds one. Stages that exceed the memory by themselves are excluded.
@@ -48,7 +48,7 @@ _TOLERANCE = 1e-9  # relative difference up to which seconds count as equal to t
 
 
 class TooLarge(UserError):
-    """The error that no partition fits the memory.
+    """The error that is raised if no partition fits the memory.
 
     Args:
         message: error message for the user.
@@ -66,7 +66,7 @@ class Partition:
 
     Args:
         boundaries: stage s has the blocks boundaries[s] to boundaries[s + 1] - 1.
-        seconds: seconds of the schedule on the neighbour machine.
+        seconds: seconds of the schedule on the `neighbour` machine.
         bytes: for each rank, the most bytes that it holds.
         bound: a lower bound on the seconds of every partition that fits the memory.
         costs: costs of the stages, for `simulate`.
@@ -105,8 +105,8 @@ class Partition:
         return self.seconds <= self.bound * (1 + _TOLERANCE)
 
     def __str__(self) -> str:
-        gap = "no partition is faster" if self.exact else f"at most {self.seconds / self.bound - 1:.2%} above the best"
-        lines = [f"{self.schedule}: {self.seconds:.6g} s, {gap}"]
+        gap_text = f"at most {self.seconds / self.bound - 1:.2%} above the best"
+        lines = [f"{self.schedule}: {self.seconds:.6g} s, {'no partition is faster' if self.exact else gap_text}"]
         range_texts = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, range_texts))
         stage_rows = zip(range_texts, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
@@ -127,7 +127,7 @@ def partition(
     """Find the fastest partition of a model that fits its devices.
 
     Args:
-        model: prices of the model; for unlike devices, its prices by kind of device.
+        model: prices of the model; for unlike devices, the prices of the model on each kind of device, by kind.
         schedule: the actions of each rank, in order.
         devices: the device of each rank, in order; `None`: equal devices without a memory limit, on links that take no
             time.
@@ -138,7 +138,7 @@ def partition(
             devices exactly.
 
     Raises:
-        TooLarge: no partition fits; the message gives the least memory that suffices and ways to lower it.
+        TooLarge: no partition fits; the message gives the least memory that suffices and ways to need less.
         UserError: there are more stages than blocks, the number of devices is not the number of ranks, or a kind of
             device has no prices.
 
@@ -198,12 +198,13 @@ class _Search:
                 self.problem.memory_linears.append(linear)
 
     def _least_memory(self, memory_linears: list[np.ndarray]) -> tuple[np.ndarray, float]:
-        """Return a cut, and its largest ratio of bytes to memory over all ranks and moments.
+        """Return (cut, ratio): a cut that needs little memory, and its largest ratio of bytes to memory.
 
-        The ratio is at most 1 if the search finds such a cut; otherwise it is the least ratio that the search finds.
+        The ratio is the largest over all ranks and moments. The search stops at the first cut with a ratio of at most
+        1; if it finds none, it returns the cut with the least ratio.
 
         Args:
-            memory_linears: linears, each the bytes of a rank at some moment divided by the memory of the rank.
+            memory_linears: a linear for each rank and moment, the bytes of the rank divided by its memory.
         """
         chain = self.problem.chain
         largest_ratios = chain.largest_contributions(memory_linears)
@@ -289,11 +290,11 @@ class _Search:
             start_seconds: seconds of `start_cut`.
             start_cut: int[stages + 1], the fastest cut so far.
             start_bound: a lower bound on the seconds of every cut.
-            start_paths: linears that are never above the seconds of a cut.
-            stage_bounds: float[stage, begin, end], a lower bound on the seconds of every cut with that stage.
+            start_paths: linears whose value for a cut is never above the cut's seconds.
+            stage_bounds: float[stage, begin, end], a lower bound on the seconds of every cut with this stage.
 
         Returns:
-            The seconds of the fastest cut, the fastest cut, and a lower bound on the seconds of every cut.
+            (seconds, cut, bound): the seconds of the fastest cut, that cut, and a lower bound on every cut's seconds.
         """
         best_seconds, best_cut, lower_bound, paths = start_seconds, start_cut, start_bound, start_paths
         limit_linears = self._tightest_linears(best_cut)
@@ -317,7 +318,7 @@ class _Search:
         return best_seconds, best_cut, lower_bound
 
     def _tightest_linears(self, cut: np.ndarray) -> list[np.ndarray]:
-        """Return the memory functions that are nearest their limit for a cut, at most `_MAX_FUNCTIONS` of them."""
+        """Return the memory functions that are nearest to their limit for a cut, at most `_MAX_FUNCTIONS` of them."""
         stage_features = self.problem.chain.stage_features(cut[None])[0]
         ranking = sorted(self.problem.memory_linears, key=lambda linear: -(stage_features * linear).sum())
         return ranking[:_MAX_FUNCTIONS]
@@ -333,8 +334,8 @@ class _Search:
             best_seconds: seconds of `start_cut`.
 
         Returns:
-            A lower bound on the seconds of every cut, the linear from which it follows, and the cuts of all
-            turns, int[turn, stages + 1].
+            (bound, linear, cuts): a lower bound on the seconds of every cut, the linear from which the bound follows,
+            and the cuts of all turns, int[turn, stages + 1].
         """
         problem = self.problem
         blur = _BLUR * best_seconds
@@ -356,7 +357,7 @@ class _Search:
         return lower_bound, bound_linear, np.stack(cuts)
 
     def _refine(self, start_seconds: float, start_cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """Move one boundary, or several neighbouring ones together, while the cut gets faster; return (seconds, cut).
+        """Move boundaries, one or several neighbors at a time, while the cut gets faster; return (seconds, cut).
 
         Args:
             start_seconds: seconds of `start_cut`.

@@ -8,7 +8,7 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """The costs of one block for one microbatch on one kind of device. The costs of the blocks of a stage add up.
+    """The costs of one block for one microbatch on one kind of device; the costs of a stage's blocks are added up.
 
     Args:
         forward: seconds of the forward.
@@ -19,7 +19,8 @@ class Price:
         stash_bytes: bytes kept from the forward of a microbatch to its backward (or W).
         between_bytes: further bytes kept from I to W, if the backward is split.
         message_bytes: bytes sent to the next block; the gradient that comes back has the same number of bytes.
-        working_bytes: bytes that are alive only while the block runs; a stage needs the largest number of its blocks.
+        working_bytes: bytes that are needed only while the block runs; a stage needs the most that any of its blocks
+            needs.
 
     Raises:
         UserError: a price is negative or not finite.
@@ -55,7 +56,7 @@ class Price:
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds_fields})
 
     def share(self, parts: float) -> "Price":
-        """Return the price for a microbatch that is smaller by a factor `parts`.
+        """Return the price for a microbatch that is smaller by a factor of `parts`.
 
         All costs are divided by `parts`, except the bytes of weights.
         """
@@ -72,8 +73,8 @@ class ModelPrices:
         blocks: prices of the blocks, in order.
         first: price of the work before the first block (the embedding).
         last: price of the work after the last block (head and loss, with chunked logits as working bytes).
-        shared_bytes: bytes on every device for weights that all stages read (gathered embedding and head, and their
-            gradients).
+        shared_bytes: bytes on every device for the weights that all stages read and for their gradients (embedding and
+            head, gathered).
     """
 
     blocks: tuple[Price, ...]
@@ -92,13 +93,13 @@ class ModelPrices:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineDevice:
-    """A device on the pipe axis, and its link to the next device; the link of the last device leads to the first.
+    """A device on the pipe axis, and its link to the next device; the last device's link leads to the first device.
 
     Args:
         memory_bytes: bytes of memory that this program may use; `None`: no limit.
         kind: name of the device's kind, which selects the price list if there are several kinds.
         link: rate of the link to the next device in each direction, bytes/s.
-        latency: seconds that the smallest message on that link takes.
+        latency: seconds that the smallest message on the link takes.
 
     Raises:
         UserError: the bytes of memory or the bytes/s of the link are not above 0, or the latency is negative.

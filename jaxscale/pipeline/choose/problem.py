@@ -1,4 +1,4 @@
-"""The seconds and bytes of every partition of one model, for one schedule and list of devices, as linear functions.
+"""The seconds and bytes of the partitions of one model, for one schedule and list of devices, as linear functions.
 
 A cut is an array of boundaries, int[stages + 1]: stage s has the blocks cut[s] to cut[s + 1] - 1.
 """
@@ -27,7 +27,7 @@ _FEATURES_OF_KIND: dict[Kind, tuple[str, ...]] = {
 
 
 class Problem:
-    """The linear functions of one model, schedule and list of devices; its arguments are those of `partition`.
+    """The linear functions of one model, schedule and list of devices. The arguments are those of `partition`.
 
     A linear is an array float[stage, feature] with the coefficients of a linear function of the stages' features.
 
@@ -37,7 +37,7 @@ class Problem:
         chain: the chain of the model's blocks.
         clock: the clock of the schedule.
         footprints: the bytes of each rank at the moments that may need the most memory.
-        shared_bytes: for each rank, bytes that all stages read.
+        shared_bytes: for each rank, the bytes of weights that all stages read.
         memory_linears: linears that must be at most 1 for a cut to fit the memory.
     """
 
@@ -52,7 +52,7 @@ class Problem:
         self.devices = tuple(devices) if devices is not None else (PipelineDevice(),) * schedule.ranks
         if len(self.devices) != schedule.ranks:
             raise UserError(
-                f"got {len(self.devices)} devices, expected {schedule.ranks}, one per rank of {schedule.name}"
+                f"got {len(self.devices)} devices, expected {schedule.ranks}: one for each rank of {schedule.name}"
             )
         kinds = sorted({device.kind for device in self.devices})
         prices_of_kind = dict.fromkeys(kinds, model) if isinstance(model, ModelPrices) else dict(model)
@@ -102,7 +102,7 @@ class Problem:
         self.memory_linears: list[np.ndarray] = []
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds of the clock's passes, float[cut, pass], and of a message on each link, float[cut, rank]."""
+        """Return (float[cut, pass], float[cut, rank]): seconds of the clock's passes, and of a message on each link."""
         stage_features = self.chain.stage_features(cuts)
         pass_seconds = stage_features[:, :, :_SECONDS_FEATURES].reshape(len(cuts), -1) @ self._pass_weights
         link_seconds = np.zeros((len(cuts), self.schedule.ranks))
@@ -133,7 +133,7 @@ class Problem:
         return self.linear(cut, self.clock.path(pass_seconds[0], link_seconds[0]))
 
     def linear(self, cut: np.ndarray, path: LongestPath) -> np.ndarray:
-        """Return a path as a linear; each link takes the seconds of the message that is longest for the cut."""
+        """Return a path as a linear; a link takes the seconds of the message that takes longest for the cut."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         np.add.at(linear, self._pass_stages, path.pass_counts[:, None] * self._pass_features)
         if len(self._crossings):
@@ -146,7 +146,7 @@ class Problem:
         return linear
 
     def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
-        """Return, for each rank, the most bytes that it holds if the model is cut in this way."""
+        """Return, for each rank, the most bytes that it holds if the model is divided by a cut."""
         stage_features = self.chain.stage_features(cut[None])[0]
         peaks = [0.0] * self.schedule.ranks
         for rank, linear in self.footprints:
@@ -154,9 +154,9 @@ class Problem:
         return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
 
     def stage_bounds(self) -> np.ndarray:
-        """Return float[stage, begin, end], a lower bound on the seconds of every cut with that stage.
+        """Return float[stage, begin, end], a lower bound on the seconds of every cut with this stage.
 
-        It is the seconds of all passes of the stage on the rank that runs most of them.
+        The bound is the seconds of all passes of the stage on the rank that runs most of these passes.
         """
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         index_of_pass = {key: index for index, key in enumerate(self.clock.passes)}

@@ -1,18 +1,18 @@
 """The search for an order of passes that is faster than any named schedule, for given costs and memory.
 
 The search starts from the named schedules that fit the memory and from 48 list schedules, in which each rank runs the
-ready pass of highest priority in a random list. All are timed on the neighbour machine. Then the search changes orders
-at random, in batches: it moves a pass, splits a backward, or joins the halves of a backward. It accepts the best order
-of a batch if that is faster or, with a probability that falls, if it is a little slower (simulated annealing). The
-search is seeded, so equal arguments give equal results. The result is never slower than the best named schedule. For
-very small pipelines (`exhaustive.are_few`) all orders are timed.
+ready pass of highest priority in a random list. All are timed on the `neighbour` machine. Then the search changes
+orders at random, in batches: it moves a pass, splits a backward, or joins the halves of a backward. It accepts the best
+order of a batch if this order is faster or, with a probability that falls over time, if it is a little slower
+(simulated annealing). The search is seeded, so equal arguments give equal results. The result is never slower than the
+best named schedule. For very small pipelines (`exhaustive.are_few`) all orders are timed.
 
 All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
 other order is faster. A lower bound on the seconds follows from three facts. A rank cannot start before its first input
 arrives. Before its first gradient it can only run as many forwards as its memory holds, and then it idles. After its
 last pass, the earlier ranks still have gradients to compute. `lower_bound` has the formulas.
 
-Left out: changes of Chimera, which has two routes, asynchronous schedules, and idle time on purpose.
+Left out: asynchronous schedules, deliberate idle time, and changes of the orders of Chimera, which has two routes.
 
 References:
     Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 3: an automatic schedule by heuristic
@@ -43,8 +43,8 @@ _START_HEAT = 0.01  # mean slowdown that the search accepts at first, as a share
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
-"""The passes of a rank in order. Each pass is a letter, the integer kind * stages + stage. Its microbatch is the number
-of equal letters before it."""
+"""The passes of a rank in order. A pass is a letter, the integer kind * stages + stage. The microbatch of the pass is
+the number of equal letters before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SearchResult:
 
     Args:
         schedule: the fastest schedule.
-        seconds: seconds of that schedule on the neighbour machine.
+        seconds: seconds of the fastest schedule on the `neighbour` machine.
         bound: a lower bound on the seconds of every schedule of these stages that fits the memory.
         named: name of the fastest named schedule that fits the memory.
         named_seconds: seconds of that named schedule.
@@ -99,14 +99,14 @@ def search(
             as `{1: ..., 2: ...}`, to try schedules with each of these numbers.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        activations: the most activations that a rank may hold, each of one microbatch and one rank's share of the
-            model; `None`: p.
+        activations: the most activations that a rank may hold; an activation belongs to one microbatch and one rank's
+            share of the model. `None`: p.
         copies: the most copies of each stage's weights; with 2, Chimera is one of the named schedules.
         changes: number of changed orders to try for each route.
         seed: seed of the random changes.
 
     Raises:
-        UserError: the costs have a wrong number of stages, or every named schedule needs more memory.
+        UserError: the costs have a wrong number of stages, or no named schedule fits the memory.
 
     Example:
         >>> costs = Costs((1.0, 1.3), (1.2, 0.9), (0.7, 1.1))
@@ -118,7 +118,7 @@ def search(
     for chunks, stage_costs in costs_by_chunks.items():
         if stage_costs.stages != chunks * ranks:
             raise UserError(
-                f"got costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each rank"
+                f"got costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} on each rank"
             )
     max_activations = float(ranks) if activations is None else float(activations)
     bound_seconds = min(
@@ -182,7 +182,7 @@ def _named_schedules(
 def lower_bound(
     costs: Costs, ranks: int, microbatches: int, max_activations: float, *, one_route: bool = True
 ) -> float:
-    """Return a lower bound on the seconds of every schedule, whatever its order, on either machine.
+    """Return a lower bound on the seconds of every order of the passes, on either machine of `simulate`.
 
     F, I and W are the seconds of a stage's forward, input gradient and weight gradient, and m is the number of
     microbatches. The result is the largest value of the last two lines over all stages s:
@@ -193,7 +193,7 @@ def lower_bound(
         start + idle + m (F + I + W) of s
         start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. Then the
+    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route, and the
     result is the larger of two times: the seconds of all passes divided by the number of ranks, and the seconds of one
     microbatch forward and backward through all stages.
 
@@ -201,7 +201,7 @@ def lower_bound(
         costs: costs of the stages.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that a rank may hold, each of one rank's share of the model.
+        max_activations: the most activations that a rank may hold; each belongs to one rank's share of the model.
         one_route: whether stage s is on rank s alone.
 
     Example:
@@ -231,7 +231,7 @@ class _RouteSearch:
         route: the rank of each stage.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that a rank may hold, each of one rank's share of the model.
+        max_activations: the most activations that a rank may hold; each belongs to one rank's share of the model.
         seed: seed of the random changes.
     """
 
@@ -248,7 +248,7 @@ class _RouteSearch:
     def run(
         self, start_orders: Sequence[Sequence[Sequence[Action]]], changes: int, bound_seconds: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-        """Return the seconds and the orders of the fastest schedule.
+        """Search from some orders, and return (seconds, orders) of the fastest schedule.
 
         Args:
             start_orders: for each named schedule from which the search starts, the actions of each rank.
@@ -281,12 +281,12 @@ class _RouteSearch:
     def _anneal(
         self, start_seconds: float, start_words: list[Word], start_rows: np.ndarray, changes: int
     ) -> tuple[float, list[Word]]:
-        """Change orders at random, and return the seconds and the words of the fastest orders.
+        """Change orders at random, and return (seconds, words) of the fastest orders.
 
         Args:
             start_seconds: seconds of the orders to start from.
-            start_words: their words, by rank.
-            start_rows: their rows of `BatchClock`, int[rank, max_passes + 1].
+            start_words: words of the orders to start from, by rank.
+            start_rows: rows of these orders for `BatchClock`, int[rank, max_passes + 1].
             changes: number of changed orders to try.
         """
         current_seconds, words, rows = start_seconds, start_words, start_rows
@@ -314,7 +314,7 @@ class _RouteSearch:
         return best_seconds, best_words
 
     def _neighbour(self, word: Word) -> tuple[Word, list[int] | None]:
-        """Return a valid word that differs a little from `word`, and its pass numbers, which `_passes` computes."""
+        """Return a valid word that differs a little from `word`, and the pass numbers of the new word."""
         for _ in range(50):
             neighbour = list(word)
             for _ in range(self._rng.choice((1, 1, 2))):
@@ -324,7 +324,7 @@ class _RouteSearch:
         return word, self._passes(word)
 
     def _mutate(self, word: Word) -> None:
-        """Change a word in place: split a backward, join its halves, or move a pass."""
+        """Change a word in place: split a backward, join the halves of a backward, or move a pass."""
         rng, index = self._rng, int(self._rng.random() * len(word))
         kind, stage = divmod(word[index], self._clock.stages)
         weight_letter = _W * self._clock.stages + stage
@@ -347,8 +347,8 @@ class _RouteSearch:
     def _passes(self, word: Word) -> list[int] | None:
         """Return the pass numbers (`BatchClock`) of a word, or `None` if the word is invalid.
 
-        A word is invalid if a gradient comes before its forward, a W before its I, or if there are too many
-        activations.
+        A word is invalid if a gradient comes before its forward, if a W comes before its I, or if the rank would hold
+        too many activations.
         """
         stages, activation_count = self._clock.stages, 0
         # by stage: the number of forwards and of input gradients so far, and the microbatches between I and W

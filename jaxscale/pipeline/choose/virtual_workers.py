@@ -1,4 +1,4 @@
-"""Virtual workers: pipelines of unlike devices that run side by side, as one list of devices for a partition.
+"""Virtual workers: pipelines of unlike devices that run side by side, reduced to one list of devices for a partition.
 
 Each position on the pipe axis has one device of every pipeline. For a partition, one device stands for all of them.
 
@@ -23,11 +23,11 @@ def virtual_workers(
 
     Args:
         devices: all devices, `workers` for each position.
-        slowness: seconds of each kind of device relative to the fastest kind.
+        slowness: for each kind of device, its seconds relative to those of the fastest kind.
         workers: number of pipelines.
 
     Returns:
-        The device that stands for each position, the fastest kind first.
+        For each position, the device that stands for it; positions with the fastest kind come first.
 
     Raises:
         UserError: `workers` does not divide the number of devices, or a kind has no slowness.

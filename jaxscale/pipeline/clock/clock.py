@@ -1,12 +1,13 @@
-"""Clock: the seconds of a schedule on the neighbour machine, for many costs at once.
+"""Clock: the seconds of a schedule on the `neighbour` machine, under many costs at once.
 
-On the neighbour machine (`simulate.py`) a rank waits, after a tick with any message, for the messages of both its
-neighbours on the ring. The ticks of a schedule do not depend on the seconds of its passes. So its table is made once
-and then timed for a whole batch of costs; the search for a partition tries thousands of them.
+On the `neighbour` machine (`simulate.py`) a rank waits, after a tick with any message, for the messages of both its
+neighbors on the ring. The ticks of a schedule do not depend on the seconds of its passes. So the table of the schedule
+is made once and then timed under a whole batch of costs; the search for a partition tries thousands of costs.
 
-The time is a maximum over paths through the table of the seconds along a path. The method `path` counts how often the
-longest path contains each pass and each link. These counts are the coefficients of a linear function of the costs,
-which is never above the true seconds and equals them for the costs that the path is made for.
+A path through the table takes the sum of the seconds of its passes and messages, and the schedule takes as long as the
+longest path. The method `path` counts how often the longest path contains each pass and each link. These counts are the
+coefficients of a linear function of the costs. The function is never above the true seconds, and equals the true
+seconds for the costs under which the path is the longest.
 """
 
 import collections
@@ -44,7 +45,7 @@ class Clock:
         crossings: (stage, link) of each message to the next stage that crosses a link, as in `TickTable`.
 
     Raises:
-        UserError: the schedule has a message between ranks that are not neighbours on the ring.
+        UserError: the schedule has a message between ranks that are not neighbors on the ring.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -59,7 +60,7 @@ class Clock:
         table = TickTable(schedule)
         self.passes, self.crossings = table.passes, table.crossings
         self._table, self._has_message = np.array(table.rows), table.has_message
-        ranks = np.arange(schedule.ranks)  # the left and the right neighbour of each rank follow
+        ranks = np.arange(schedule.ranks)  # the left and the right neighbor of each rank follow
         self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
 
     def seconds(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> np.ndarray:
@@ -78,9 +79,10 @@ class Clock:
         Args:
             pass_seconds: float[passes], seconds of each of `self.passes`.
             link_seconds: float[ranks], seconds of a message between ranks r and r + 1.
-            blur: difference in seconds. With 0 the result is the longest path alone. Otherwise it is a mean of the
-                paths that are shorter than the longest by at most about this difference. The mean changes less if the
-                costs change, and its linear function is never above the true seconds either.
+            blur: difference in seconds. With 0 the result is the longest path alone. Otherwise the result is a mean of
+                the paths that are shorter than the longest path by at most about this difference. The mean changes less
+                than the longest path if the costs change, and its linear function is never above the true seconds
+                either.
         """
         times = np.stack([batch_times[:, 0] for batch_times in self._run(pass_seconds[None], link_seconds[None])])
         left, right = self._neighbours

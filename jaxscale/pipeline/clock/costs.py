@@ -1,4 +1,4 @@
-"""The costs of a pipeline: the seconds of passes and messages and the bytes of stashes, by stage and by link.
+"""The costs of a pipeline: by stage, the seconds of passes and the bytes of stashes; by link, the seconds of messages.
 
 Times are called seconds, but may be in any unit, because the simulator only adds and compares them.
 """
@@ -66,7 +66,7 @@ class Costs:
         stash: float = 0,
         pending: float = 0,
     ) -> "Costs":
-        """Make the costs of equal ranks from the costs of one rank's layers, which are split evenly over its stages.
+        """Make the costs of equal ranks from the costs of one rank's layers, which are divided evenly among its stages.
 
         Args:
             schedule: the schedule for which the costs are made.
@@ -86,7 +86,7 @@ class Costs:
         """
 
         def stage_costs(rank_cost: float) -> tuple[float, ...]:
-            """Return the costs of all stages if a rank's cost is split evenly over its stages."""
+            """Return the costs of all stages if a rank's cost is divided evenly among its stages."""
             return (rank_cost * (schedule.ranks / schedule.stages),) * schedule.stages
 
         return cls(
@@ -104,7 +104,7 @@ class Costs:
         return len(self.forward)
 
     def seconds(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of a pass of this kind through a stage."""
+        """Return the seconds of a pass of some kind through a stage."""
         if kind is Kind.B and not self.backward:
             return self.input[stage] + self.weight[stage]
         if kind is Kind.U and not self.update:
@@ -113,7 +113,7 @@ class Costs:
 
     @property
     def whole(self) -> float:
-        """Seconds of one microbatch, forward and backward through all stages, with a backward as I + W."""
+        """Seconds of the forward and the backward of one microbatch through all stages; a backward takes I + W."""
         return sum(self.forward) + sum(self.input) + sum(self.weight)
 
     def check(self, schedule: Schedule) -> None:

@@ -1,8 +1,8 @@
-"""Many orders of one pipeline, timed at once on the neighbour machine, for a search through schedules.
+"""Many orders of one pipeline, timed at once on the `neighbour` machine, for a search through schedules.
 
 An order is a row of pass numbers; the number of a pass encodes its kind, stage and microbatch. All orders of a batch go
 through their ticks together. As in `pipeline/ticks.py`, an action runs in the first tick in which its rank is free and
-its inputs have arrived. As in `simulate.py`, neighbours wait for each other after a tick with a message.
+its inputs have arrived. As in `simulate.py`, neighbors wait for each other after a tick with a message.
 """
 
 from collections.abc import Sequence
@@ -80,8 +80,8 @@ class BatchClock:
         """Return float[batch]: seconds of each schedule, infinite if an action waits forever.
 
         Args:
-            orders: int[batch, rank, max_passes + 1], the pass numbers of each schedule. Within a rank a pass must come
-                after the passes of its stage and microbatch that it needs.
+            orders: int[batch, rank, max_passes + 1], the pass numbers of each schedule. In the order of a rank, a pass
+                must come after the passes of the same stage and microbatch that it needs.
         """
         batch_size = len(orders)
         flat_orders = orders.reshape(-1)

@@ -1,10 +1,10 @@
-"""A synchronous schedule with the times of a real run: start and end of each action on its device, from a trace.
+"""A synchronous schedule with the times of a real run: the start and end of each action on its device, from a trace.
 
 A trace has operations, not actions. In the program, each kind of action has a branch with operations that no other
 branch has and that run once per action. A device runs its actions one after the other in the schedule's order. So the
-n-th run of such an operation belongs to the n-th action of that kind, and an action lasts from the start of its first
-operation to the end of its last. Left out: messages, which are sent between actions, and schedules that never drain, in
-which a step contains actions of several batches.
+n-th run of such an operation belongs to the n-th action of that kind. An action lasts from the start of its first
+operation to the end of its last operation. Left out: messages, which are sent between actions, and schedules that never
+drain, in which a step contains actions of several batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ def _spans(
 
 
 def _costs(schedule: Schedule, rank_spans: Sequence[Sequence[Span]]) -> Costs:
-    """Return costs with the mean seconds of each kind and stage.
+    """Return costs with the mean seconds of the actions of each kind and stage.
 
     If a backward is one action, half of its seconds counts as the input gradient and half as the weight gradient.
     """
@@ -97,7 +97,7 @@ def _costs(schedule: Schedule, rank_spans: Sequence[Sequence[Span]]) -> Costs:
             durations.setdefault((action.kind, action.stage), []).append(end - start)
 
     def mean_seconds(kind: Kind) -> tuple[float | None, ...]:
-        """Return the mean seconds of a kind on each stage, `None` for a stage without such actions."""
+        """Return the mean seconds of the actions of a kind on each stage, `None` for a stage without such actions."""
         durations_by_stage = [durations.get((kind, stage)) for stage in range(schedule.stages)]
         return tuple(None if times is None else sum(times) / len(times) for times in durations_by_stage)
 

@@ -1,10 +1,10 @@
 """Simulation of a schedule on one of two machines: its time, its idle time and its activations in memory.
 
-`dataflow`: a rank runs an action as soon as it is free and the inputs have arrived, like separate programs that send
-messages to one another; the formulas in the papers are for this machine.
+`dataflow`: a rank runs an action as soon as the rank is free and the action's inputs have arrived, like separate
+programs that send messages to one another. The formulas in the papers are for this machine.
 
 `neighbour`: one program on all ranks (SPMD) that runs in ticks (`pipeline/ticks.py`), like `pipeline/run/execute.py`.
-At the end of a tick with any message, a rank exchanges messages with both neighbours on the ring and waits for them; a
+At the end of a tick with any message, a rank exchanges messages with both neighbors on the ring and waits for them; a
 tick without messages has no exchange. If forwards and backwards share a tick, all ranks wait for the longer of the two.
 
 Left out: the slowdown of computations while messages are sent, the gradient reduction and the update at the end of a
@@ -67,8 +67,8 @@ class Simulation:
     def period(self) -> float | None:
         """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
 
-        It is the mean between forwards of the first stage in the second half of the schedule. These forwards do not
-        depend on later actions, so the period includes neither filling nor draining.
+        The period is measured between forwards of the first stage, as a mean over the second half of the schedule.
+        These forwards do not depend on later actions, so the period includes neither filling nor draining.
         """
         versions = self.schedule.versions
         if versions is None:
@@ -91,7 +91,7 @@ class Simulation:
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Makespan divided by the number of microbatches; for an asynchronous schedule, that of the steady state."""
+        """Makespan divided by the number of microbatches; for an asynchronous schedule, seconds in the steady state."""
         if self.period is not None and self.schedule.versions is not None:
             return self.period / self.schedule.versions.group
         return self.seconds / self.schedule.microbatches
@@ -100,7 +100,7 @@ class Simulation:
     def bubble(self) -> float:
         """Share of all ranks' time that is idle: 1 - sum(busy) / (ranks * seconds).
 
-        For an asynchronous schedule it is the share in the steady state.
+        For an asynchronous schedule, the bubble is the idle share in the steady state.
         """
         ranks, busy_seconds = self.schedule.ranks, sum(self.busy)
         if self.period is not None and self.schedule.versions is not None:
@@ -112,8 +112,8 @@ class Simulation:
     def bubble_own_span(self) -> float:
         """Share of the time between each rank's first start and last end that is idle, as in the zero-bubble papers.
 
-        Ranks begin and end at different times. If the next step follows at once, it fills the time before the first
-        start and after the last end.
+        Ranks begin and end at different times. If steps follow one another at once, the neighboring steps fill the time
+        before a rank's first start and after its last end.
         """
         span_seconds = sum(rank_spans[-1][1] - rank_spans[0][0] for rank_spans in self.spans)
         return 1 - sum(self.busy) / span_seconds
@@ -125,7 +125,7 @@ class Simulation:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """For each rank, the most activations that it holds at once, each from its F until its B (or W) is done."""
+        """For each rank, the most activations that it holds at once; it holds one from F until B (or W) is done."""
         return self.schedule.live
 
     @property
@@ -161,7 +161,7 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
 
     Raises:
         UserError: the costs have a wrong number of stages or links, or a message on the machine `neighbour` goes to a
-            rank that is not a neighbour.
+            rank that is not a neighbor.
     """
     costs.check(schedule)
     starts = {"dataflow": _dataflow_starts, "neighbour": _neighbour_starts}[machine](schedule, costs)
@@ -188,7 +188,7 @@ def _dataflow_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 
 def _neighbour_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the second at which each action starts if ranks exchange messages with both neighbours."""
+    """Return the second at which each action starts if ranks exchange messages with both neighbors."""
     table = TickTable(schedule)
     pass_seconds = [costs.seconds(*key) for key in table.passes]
     starts = table.starts(pass_seconds, costs.links or (0.0,) * schedule.ranks)

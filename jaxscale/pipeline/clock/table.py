@@ -1,4 +1,4 @@
-"""The table of a schedule on the neighbour machine, with a row for each tick, followed by rows for its updates.
+"""The table of a schedule on the `neighbour` machine: a row for each tick, followed by rows for the tick's updates.
 
 This module does not import numpy, so that charts start fast; `clock.py` times the same table under many costs at once.
 """
@@ -12,13 +12,13 @@ from jaxscale.pipeline.ticks import ticks
 
 
 class TickTable:
-    """For each row, the pass of each rank, and whether neighbours then wait for each other's messages.
+    """For each row, the pass of each rank, and whether neighbors then wait for each other's messages.
 
     Args:
         schedule: the actions of each rank, in order.
 
     Raises:
-        UserError: the schedule has a message between ranks that are not neighbours on the ring.
+        UserError: the schedule has a message between ranks that are not neighbors on the ring.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -64,8 +64,8 @@ class TickTable:
                     if len(links) > 1:
                         raise UserError(
                             f"schedule {schedule.name}: {action} on rank {rank} needs {source} from rank "
-                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks} ranks. "
-                            "The executor sends to neighbours only: place successive stages on neighbouring ranks. "
+                            f"{schedule.rank(source)}, which is no neighbor on the ring of {schedule.ranks} ranks. "
+                            "The executor sends to neighbors only: place successive stages on neighboring ranks. "
                             "The simulator's dataflow machine can send to any rank"
                         )
                     if links:

@@ -1,1 +1,1 @@
-"""The executors: a schedule as tables, and the passes of its stages inside one compiled program."""
+"""The executors of schedules: tables of integers, and the passes of stages inside one compiled program."""

@@ -1,4 +1,4 @@
-"""The actions of a device in a tick: a forward, a backward or half of a backward, on its weights, slots and sums."""
+"""The action of a device in a tick: a forward, a backward or half a backward, on its own weights, slots and sums."""
 
 import dataclasses
 import functools
@@ -38,10 +38,10 @@ class Actions:
     """The actions of a table for one stage function.
 
     In the methods, x is the message from the previous stage, and g the gradient from the next stage. `is_live` is a
-    traced boolean, whether the device is not idle in this tick; `None`: it is never idle.
+    traced boolean: whether the device runs an action in this tick. `None` means that it does.
 
     Args:
-        tables: the schedule, with the number of slots.
+        tables: the schedule in ticks and slots.
         stage: stage function, as in `execute`.
         weights: weights of this device's chunks, leaves (v, ...), marked as varying over the manual axes.
         shared: weights that every stage may read, marked as varying.
@@ -49,7 +49,7 @@ class Actions:
         key: random key for the stage, marked as varying.
         message_shapes: shapes and types of the message between stages.
         manual_axes: the manual axes.
-        readers: stages that read `shared`; `None`: all may.
+        readers: stages that read `shared`; `None`: all stages may read it.
         hosted_names: names (`checkpoint_name`) of residuals that have their slots in host memory.
         frozen: weights without gradients, leaves (v, ...), as in `execute`.
     """
@@ -190,8 +190,8 @@ class Actions:
     ) -> Any:
         """Return `run_pass(sums, is_reader)`, where `is_reader` is whether the stage of the row reads `shared`.
 
-        On other stages the gradients of `shared` are zeros as large as embedding and head. Making and adding them would
-        take longer than the stage. In a program without branches (`run_kind`) `is_reader` is true on every stage.
+        On stages that do not read `shared`, its gradients are zeros as large as embedding and head. Making and adding
+        them would take longer than the stage. In a program without branches (`run_kind`), `is_reader` is always true.
         """
         if all(self._is_reader) or is_live is not None:
             return run_pass(sums, True)

@@ -1,10 +1,10 @@
-"""The executor of asynchronous schedules: a pipeline that never drains, with the updates inside.
+"""The executor of asynchronous schedules: a pipeline that never drains, with the updates inside the schedule.
 
-Like the executor in `execute.py`, it is one scan over the ticks of a table. This table has no end (`stream.py`); each
-call runs the ticks in which its microbatches enter. A stage updates its own weights right after the backward that
-completes a group of microbatches; slots keep the older weights that actions still need. A call returns the state
-between ticks (`in_flight`), which is an argument of the next call, so the pipe does not drain between training steps. A
-checkpoint of that state restores the run exactly.
+Like the executor in `execute.py`, this executor is one scan over the ticks of a table. The table has no end
+(`stream.py`); a call runs the ticks in which the call's microbatches enter. A stage updates its own weights right after
+the backward that completes a group of microbatches; slots keep the older weights that actions still need. A call
+returns the state between ticks (`in_flight`), which is an argument of the next call, so the pipe does not drain between
+training steps. With a checkpoint of this state, a run continues exactly.
 
 Every stage has and updates its own copy of the shared weights (embedding, head); only the embedding of the first stage
 and the head of the last stage matter. So tied weights and norms over all stages (clipping) have no meaning, and the
@@ -45,8 +45,8 @@ InFlightArrays = dict[str, Any]
 """The state between ticks on one device, trees of arrays by name; every leaf has a first dim of 1.
 
 `tick` is the index of the next tick. `messages`, `kept`, `batch`, `key` and `versions` are pools of messages, stashes,
-microbatches, their keys and versions of the weights. `boxes` are the messages that have arrived, `gradients` the sums
-over a group so far, and `change` is the moving average of PipeMare's correction."""
+microbatches, their keys and versions of the weights. `boxes` are the messages that have arrived, `gradients` are the
+sums of gradients over the current group so far, and `change` is the moving average of PipeMare's correction."""
 
 
 class UpdateAt(NamedTuple):
@@ -75,7 +75,7 @@ class AdvanceResult(NamedTuple):
         parameters: the newest parameters of this stage.
         optimizer: state of the stage's optimizer.
         in_flight: state between ticks, for the next call.
-        sums: the stage's `sums`, added up over this device's forwards in these ticks, including forwards of
+        sums: the stage's `sums`, added up over this device's forwards in the ticks of the call, including forwards of
             microbatches that entered in earlier calls.
     """
 
@@ -126,7 +126,7 @@ class Asynchronous:
             )
 
     def empty_pipe(self, parameters: Any, batch: Any, key: Any) -> InFlightArrays:
-        """Return the state of an empty pipe, for calls with batches like this one.
+        """Return the state of an empty pipe, for calls of `advance` with batches of the same shapes.
 
         Args:
             parameters: the initial parameters.
@@ -166,7 +166,7 @@ class Asynchronous:
             key: random key for the stage with these microbatches.
 
         Raises:
-            UserError: the number of microbatches differs from that of `empty_pipe`.
+            UserError: the number of microbatches differs from the number in the batch of `empty_pipe`.
         """
         entry_count, expected_count = _microbatch_count(batch), self._entry_count(in_flight)
         if entry_count != expected_count:
@@ -223,7 +223,7 @@ class Asynchronous:
             action_state = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
             def run_branch(action: Callable[..., tuple[Any, Any]], action_state: Any, messages: Any) -> Any:
-                """Run an action, and return its new state and the message to send."""
+                """Run an action, and return the new state and the message to send."""
                 # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
                 x = tree_or_zeros(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
                 g = tree_or_zeros(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
@@ -315,7 +315,7 @@ class Asynchronous:
         return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.message_shapes)), is_split=False)
 
     def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
-        """Return the context of an arbitrary action, for the shapes of contexts."""
+        """Return a context with arbitrary indices, which has the shapes of every action's context."""
         weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(parameters))
         return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 

@@ -1,9 +1,9 @@
-"""The executor of all synchronous schedules: it follows tables (`tables.py`).
+"""The executor of all synchronous schedules, which follows tables (`tables.py`).
 
-It is a `lax.scan` over ticks. Each tick is a `lax.switch` over the kinds of actions, with idle as one of them, followed
-by messages to both neighbours (`ppermute`). The model is differentiated inside the actions, one stage and microbatch at
-a time, and no `jax.grad` is taken of the scan. So only slots keep values from a forward to its backward, and the memory
-of 1F1B does not grow with the number of microbatches. All devices run one program.
+The executor is a `lax.scan` over ticks. Each tick is a `lax.switch` over the kinds of actions, with idle as one of
+them, followed by messages to both neighbors (`ppermute`). The model is differentiated inside the actions, one stage and
+microbatch at a time, and no `jax.grad` is taken of the scan. So only slots keep values from a forward to its backward,
+and the memory of 1F1B does not grow with the number of microbatches. All devices run one program.
 
 References:
     Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Narayanan et al., "Efficient Large-Scale Language
@@ -33,7 +33,7 @@ from jaxscale.trees import named_leaves
 __all__ = ["At", "DeviceSums", "Lowering", "StageFunction", "execute"]
 
 Lowering = Literal["switch", "phased"]
-"""How a table becomes a program: a branch in each tick, or a lock-step table's kinds written out without branches."""
+"""How a table becomes a program: with a branch in each tick, or, for lock-step tables, written out without branches."""
 _Tick: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
 """`run_tick(state, row, travel_flags, codes) -> state`, as `_tick_function` returns it."""
 
@@ -74,8 +74,8 @@ def execute(
         tables: the schedule (`tables.tabulate`).
         stage: `stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`, the same function on every
             device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the `y` of the last
-            stage is dropped. `objective` is a float32 scalar; the gradients are those of its sum over all stages and
-            microbatches. `sums` is a tree of float32 scalars.
+            stage is dropped. `objective` is a float32 scalar; the gradients are those of the sum of objectives over all
+            stages and microbatches. `sums` is a tree of float32 scalars.
         weights: weights of this device's chunks, leaves (v, ...); `Schedule.place` maps each stage to its rank and
             chunk.
         shared: weights that every stage may read (embedding, head), gathered by the caller.
@@ -85,12 +85,14 @@ def execute(
         message_shapes: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
         axis: name of the mesh axis along which the stages lie.
         manual_axes: all axes over which the surrounding `jax.shard_map` is manual.
-        lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
-        readers: stages that read any leaf of `shared`; only their backwards add to its gradients. `None`: all stages.
+        lowering: "switch": a branch for each kind of action, so that idle devices do nothing. "phased", for lock-step
+            tables only: no branches; idle devices compute on zeros and drop the results.
+        readers: stages that read any leaf of `shared`; only the backwards of these stages add to the gradients of
+            `shared`. `None`: all stages.
         hosted_names: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its
             backward.
-        frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets those of its chunk
-            as `at.frozen`, without a copy to another memory.
+        frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets the frozen weights
+            of its chunk as `at.frozen`, without a copy to another memory.
 
     Returns:
         This device's sums; reduce them over the axes that share the parameters.
@@ -128,7 +130,7 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Seq
     """
 
     def send(message: Any, origin: str, is_sent: Any) -> Any:
-        """If `is_sent`, send a message to one neighbour and return the other's message; otherwise return `message`.
+        """If `is_sent`, send a message to a neighbor, and return what arrives; otherwise return `message`.
 
         `is_sent` is the same on all devices, so that they exchange messages together or not at all.
         """
@@ -175,7 +177,7 @@ def _run_one_loop(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any
 
 
 def _run_phases(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
-    """Run a loop for each phase of a lock-step table, its motif's ticks unrolled, and return the last state."""
+    """Run a loop for each phase of a lock-step table, with its motif's ticks unrolled, and return the last state."""
     start = 0
     for motif, repeats in phases(tables):
         span = slice(start, start + repeats * len(motif))
@@ -197,7 +199,7 @@ def _run_phases(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _check_arguments(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
-    """Raise an error if a first dim does not fit the schedule, or the table cannot have this lowering."""
+    """Raise an error if a first dim does not fit the schedule, or if the table does not fit the lowering."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():

@@ -43,7 +43,8 @@ def value_and_grad(
     Returns:
         `f(weights, shared, x, batch) -> (loss, (weight_gradients, shared_gradients))`, to be called inside `jax.jit`.
         Leaves of `weights` are (stages, ...); `shared` is any tree, `{}` for none; leaves of `x`, the input of the
-        first stage, and of `batch` are (microbatches, ...). Loss and gradients are float32, as on one device.
+        first stage, and of `batch` are (microbatches, ...). Loss and gradients are float32 and the same as on one
+        device, up to rounding.
 
     Raises:
         UserError: the schedule is asynchronous, the axis has another number of devices, or an argument's first dim does
@@ -88,7 +89,7 @@ def value_and_grad(
     rank_indices, chunk_indices, stage_indices = map(np.array, zip(*index_triples, strict=True))
 
     def sum_by_stage(gradient: Array) -> Array:
-        """Return the gradients of all stages (stages, ...), from those of each rank's chunks (ranks, chunks, ...)."""
+        """Return the gradients of all stages (stages, ...), from the gradients of chunks (ranks, chunks, ...)."""
         zeros = jnp.zeros((parsed_schedule.stages, *gradient.shape[2:]), gradient.dtype)
         return zeros.at[stage_indices].add(gradient[rank_indices, chunk_indices])
 
@@ -107,13 +108,13 @@ def value_and_grad(
         ) -> tuple[Any, Any, Any]:
             """Return (output, objective, sums) of a stage for the executor, with its loss as objective and as sums.
 
-            The input of the first stage is part of the microbatch; that of other stages is the message.
+            The input of the first stage is part of the microbatch; the input of other stages is the message.
             """
             first_input, stage_batch = microbatch
             x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, message)
             stage_results = stage(weights, shared, x, stage_batch, at.stage)
             if not isinstance(stage_results, tuple) or len(stage_results) != 2:
-                raise UserError("the stage returns no pair: expected (y, loss), the x of the next stage and a scalar")
+                raise UserError("the stage returns no pair: expected (y, loss), with y as the next x and a scalar loss")
             y, raw_loss = stage_results
             loss = jnp.asarray(raw_loss, jnp.float32)
             return y, loss, loss

@@ -3,7 +3,7 @@
 The first half runs the equations that its results need. The second half runs the other equations. There is one
 exception: the first half also computes a sum, such as the gradient of a bias, if the operands of the sum have more
 bytes than the sum itself. The second half also runs cheap equations again (moves, casts, comparisons) if no more bytes
-cross for that reason. The set of values that cross is small, but not always the smallest possible.
+cross because of this. The set of values that cross is small, but not always the smallest possible.
 
 A step is an equation of the program without nested calls (`programs/inline.py`). Each value of a program has a number
 (a key, not a quantity), and sets of values are sets of these numbers. An atom is an input of a step: the number of a
@@ -38,7 +38,7 @@ Flags: TypeAlias = Sequence[bool]
 
 
 class Crossing(NamedTuple):
-    """Description of a value that crosses between the halves: its shape, type and the manual axes it varies over."""
+    """Description of a value that crosses between the halves: its shape, its type and the axes that it varies over."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -205,7 +205,7 @@ def _early_sums(
     cheap_values: set[int],
     unready_inputs: set[int],
 ) -> set[int]:
-    """Return the numbers of sums that the first half should compute for the second: their operands have more bytes.
+    """Return the numbers of sums that the first half computes for the second half, so that fewer bytes cross.
 
     Args:
         program: the program.
@@ -305,7 +305,7 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
         readable_operands = _masked(operands, read_flags)
 
         def run_body(carry: list[Any], xs: Any) -> Any:
-            """Run one iteration of a half of the body; `xs` is a pair (slices of operands, values that cross to it)."""
+            """Run one iteration of a half of the body; `xs` is a pair (slices of operands, values crossing to it)."""
             slices, crossing_inputs = xs
             body_inputs = [*readable_operands[:const_count], *carry, *slices]
             outputs, crossing_outputs = run_half(body_inputs, crossing_inputs)
@@ -341,7 +341,7 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
 
 
 def _divide_cond(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves | None:
-    """Divide a `cond` into two with the same index; crossing values of different branches share slots.
+    """Divide a `cond` into two `cond`s with the same index; crossing values of different branches share slots.
 
     Return `None` if the branches are for different platforms; such a `cond` is not divided.
     """
@@ -480,7 +480,7 @@ def _outputs(step: Step) -> list[int]:
 
 
 def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
-    """Return, for each number, whether the set of members has it."""
+    """Return, for each number, whether it is in the set of members."""
     return [number in members for number in numbers]
 
 

@@ -20,7 +20,7 @@ class HeldShapes(NamedTuple):
         messages: slots of messages, and one more slot for no message.
         boxes: a message for each origin (`tables.ORIGINS`) that has messages.
         stashes: slots of the residuals of forwards (stash "residuals").
-        cuts: slots of the values from I to W.
+        cuts: slots of the values that cross from I to W.
         gradients: float32 sums of the gradients, as a pair (of this device's weights, of the shared weights).
     """
 

@@ -1,8 +1,9 @@
 """Lifetimes: the ticks in which a rank holds each value of a schedule, and the allocation of slots for the values.
 
-A tick has four steps: (1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs,
-(4) its message leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last time in tick t is
-free in tick t+1. Memory depends on the schedule: stage s of 1F1B holds p-s messages, and a stage of GPipe holds m.
+A tick has four steps: (1) messages of the previous tick enter their slots, (2) operands are read, (3) the action runs,
+and (4) the message of the action leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last
+time in tick t is free in tick t+1. Memory depends on the schedule: stage s of 1F1B holds p-s messages, and a stage of
+GPipe holds m.
 """
 
 from collections import defaultdict
@@ -50,11 +51,11 @@ class Life(NamedTuple):
 def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
     """Return the lifetimes of all values of a schedule, in the order of `tick_of`.
 
-    The first stage has no input message, the last stage no incoming gradient.
+    The first stage has no input message, and the last stage has no incoming gradient.
 
     Args:
         schedule: the actions of each rank.
-        tick_of: the tick of each action that runs; in evaluation it has no backwards.
+        tick_of: the tick of each action that runs; in evaluation no backwards run.
         stash: with "input", a stage keeps its input message until its backward is done; with "residuals", until its
             forward is done.
     """
@@ -80,9 +81,9 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
 
 
 def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int]:
-    """Allocate slots by first fit, the first free slot for each value in the order of first ticks.
+    """Allocate slots by first fit: in the order of their first ticks, values get the first slot that is free.
 
-    For intervals, first fit takes the fewest slots possible: the largest number of values that are alive at once.
+    The number of slots is then the smallest possible: the largest number of values that are alive at once.
 
     Args:
         intervals: (first tick, tick after the last, name) of each value.

@@ -5,7 +5,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 _TRANSPARENT = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precision", "sharding_constraint"}
-"""Primitives with the value of their operand as the result, in another memory, sharding or type."""
+"""Primitives whose result has the value of their operand, perhaps in another memory, sharding or type."""
 
 
 def names_of(program: Any, result_index: int) -> set[str]:

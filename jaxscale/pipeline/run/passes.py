@@ -1,14 +1,14 @@
-"""Forward and backward of a stage, as two programs, in two variants that stash different values between them.
+"""The forward and the backward of a stage as two programs, in two variants, which differ in the values that they stash.
 
 `FromInput` stashes nothing: its backward computes the stage again from the stage's input, which the executor keeps in a
 slot. `FromResiduals` stashes the residuals of `jax.vjp`, except those that the backward can read or recompute: weights,
 functions of the weights alone (a cast copy), the microbatch and the key. Any `jax.checkpoint` inside the stage reduces
 the residuals.
 
-Both also have a backward in two halves for zero-bubble schedules. `input_half` computes the gradients of the input and
-of the shared weights; `weight_half` computes those of the stage's own weights. The values that cross from the first
-half to the second are called the cut. In all methods x is the stage's input, `stash` a tuple of the stashed arrays, and
-g the gradient of the stage's output; `context` has the other arguments of the stage.
+Both variants also have a backward in two halves for zero-bubble schedules. `input_half` computes the gradients of the
+input and of the shared weights; `weight_half` computes the gradients of the stage's own weights. The values that cross
+from the first half to the second are called the cut. In all methods x is the stage's input, `stash` a tuple of the
+stashed arrays, and g the gradient of the stage's output; `context` has the other arguments of the stage.
 """
 
 from collections.abc import Callable, Collection
@@ -39,7 +39,7 @@ class At(NamedTuple):
 
 
 class StageContext(NamedTuple):
-    """The arguments of a stage besides its input. They are the same in forward and backward, so no stash has them.
+    """The arguments of a stage besides its input. They are the same in forward and backward, so they are not stashed.
 
     Args:
         weights: weights of the stage.
@@ -81,18 +81,18 @@ class FromInput:
         self._stage, self._vary = stage, vary
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the message to the next stage, the sums, and the empty stash."""
+        """Return (message to the next stage, sums, empty stash)."""
         y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
         return y, sums, ()
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients of weights, shared weights and input, from the gradient of the output."""
+        """Return the gradients (of weights, of shared weights, of the input), from the gradient of the output."""
         del stash
         weight_gradients, shared_gradients, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the gradients of shared weights and input, and the empty cut."""
+        """Return (gradients of shared weights, gradient of the input, empty cut)."""
         del stash
         shared_gradients, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
         return shared_gradients, gradient_arrays(dx, x), ()
@@ -104,7 +104,7 @@ class FromInput:
         return weight_gradients
 
     def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
-        """Return the gradients of the arguments that `select(weights, shared, x)` returns; no others are computed."""
+        """Return the gradients of those arguments alone that `select(weights, shared, x)` returns."""
         arguments = (context.weights, context.shared, x)
         selected_indices = select(0, 1, 2)
 
@@ -214,19 +214,19 @@ class FromResiduals:
         return prune(self._program, [index in output_indices for index in range(len(self._program.jaxpr.outvars))])
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the message to the next stage, the sums, and the stash."""
+        """Return (message to the next stage, sums, stash)."""
         flat_results = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
         (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat_results)
         residuals = flat_results[self._residual_span]
         return y, sums, tuple(_key_data(residuals[index]) for index in self._stash_indices)
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients of weights, shared weights and input; `x` is not read."""
+        """Return the gradients (of weights, of shared weights, of the input); `x` is not read."""
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the gradients of shared weights and input, and the cut; `x` is not read."""
+        """Return (gradients of shared weights, gradient of the input, cut); `x` is not read."""
         assert self._division is not None
         (shared_gradients, dx), cut = self._division.run_first(context, list(stash), g)
         return shared_gradients, gradient_arrays(dx, x), cut
@@ -237,7 +237,7 @@ class FromResiduals:
         return self._division.run_second(cut, context, list(stash), g)
 
     def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """Return the gradients as ((of shared weights, of the input), of weights): those of the two halves.
+        """Return the gradients as ((of shared weights, of the input), of weights), with one member for each half.
 
         If the weight half computed the gradients of shared weights, every rank would keep gradients of logits in slots.
         """

@@ -1,12 +1,12 @@
-"""Phases: the division of a lock-step table's ticks into few loops, so that a program without branches stays short.
+"""Phases: the division of a lock-step table's ticks into a few loops, so that a program without branches stays short.
 
-A phase repeats a motif, which is a short sequence of the codes of kinds, such as a forward and a backward.
+A phase repeats a motif: a short sequence of kinds of actions, such as a forward and a backward, given by their codes.
 """
 
 from jaxscale.pipeline.run.tables import Tables
 
 _MAX_MOTIF_TICKS = 6
-"""The most ticks of a motif. The motif F I W needs 3, and interleaved schedules need no more."""
+"""The largest number of ticks in a motif. The motif F I W needs 3, and interleaved schedules need no more."""
 
 
 def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -26,7 +26,7 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
     codes = tuple(int(row.max()) for row in tables.columns["kind"])  # for each tick, the code of its kind
     phase_list, start = [], 0
     while start < len(codes):
-        # the motif that covers most ticks by repetition; if none repeats, a single code
+        # the motif that covers the most ticks by repetition; if no motif repeats, a single code
         candidates = (
             (codes[start : start + length], _repeat_count(codes, start, length))
             for length in range(1, _MAX_MOTIF_TICKS + 1)

@@ -1,16 +1,17 @@
 r"""PipeMare's two remedies against stale weights: smaller steps where the delay is long, and corrected weights.
 
-On stage s, $d_s$ updates happen between a forward and the update with its gradient. So that update is the
-$\tau_s$-th one after the weights that the forward read, with $\tau_s = d_s + 1$.
+On stage s, $d_s$ updates happen between a forward and the update with its gradient. So the update with its gradient is
+the $\tau_s$-th update of the weights that the forward read, with $\tau_s = d_s + 1$.
 
 - Rescheduling: update k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
   have the same rate after K updates.
-- Correction: a backward linearises at $w - d_s \delta$, near the weights of its forward, instead of the newest weights
-  w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the updates' changes, and
+- Correction: a backward linearizes at $w - d_s \delta$, near the weights of its forward, instead of the newest weights
+  w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the weights' changes, and
   $\gamma_s = D^{1/d_s}$.
 
-The paper counts slots in which a stage runs a forward and a backward at once, so its delay is 2(P-i)+1; here an update
-follows each backward of 1F1B. The paper's third remedy, to start with a synchronous schedule, is left to the caller.
+The delay in the paper is 2(P-i)+1, because the paper counts slots in which a stage runs a forward and a backward at
+once. Here an update follows each backward of 1F1B. The paper's third remedy, to start with a synchronous schedule, is
+left to the caller.
 
 References:
     Yang, Zhang, Li, Ré, Aberger, De Sa, "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021
@@ -64,7 +65,7 @@ class Remedies:
         return jnp.float32(1 + delay) ** -exponent
 
     def rescheduled(self, old: Any, new: Any, delay: Any, update: Any) -> Any:
-        """Return the weights after rescheduling: `old`, plus the change from `old` to `new` times `scale`.
+        """Return the weights after rescheduling: `old` plus `scale` times the change from `old` to `new`.
 
         Args:
             old: weights before the update.
@@ -91,7 +92,7 @@ class Remedies:
         return jax.tree.map(lambda c, a, b: decay * c + (1 - decay) * (b.astype(jnp.float32) - a), change, old, new)
 
     def corrected(self, weights: Any, change: Any, delay: Any) -> Any:
-        """Return the corrected weights, at which a backward linearises.
+        """Return the corrected weights, at which a backward linearizes its stage.
 
         Args:
             weights: the newest weights.

@@ -37,7 +37,8 @@ def empty_pool(tree: Any, slot_count: int, is_hosted: Any = False) -> Any:
     Args:
         tree: tree of arrays or their shapes.
         slot_count: number of slots.
-        is_hosted: whether the slots of a leaf are in host memory: a tree of booleans like `tree`, or a prefix of one.
+        is_hosted: for each leaf, whether its slots are in host memory: a boolean for all leaves, or a tree of booleans
+            that is a prefix of `tree`.
     """
 
     def empty_slots(leaf: Any, is_leaf_hosted: bool) -> Any:
@@ -54,7 +55,7 @@ def zeros(tree: Any, dtype: Any = None) -> Any:
 
 
 def exchange(message: Any, axis: str, rank_count: int, origin: str) -> Any:
-    """Send a message to one neighbour, and return the message that arrives from the other.
+    """Send a message to one neighbor, and return the message that arrives from the other neighbor.
 
     Args:
         message: tree of arrays.
@@ -67,7 +68,7 @@ def exchange(message: Any, axis: str, rank_count: int, origin: str) -> Any:
 
 
 def read(pool: Any, slot: Any) -> Any:
-    """Return the value in a slot, in device memory; if the pool has only one slot, its index is ignored."""
+    """Return the value in a slot, in device memory; if the pool has only one slot, `slot` is ignored."""
 
     def take(leaf: Any) -> Any:
         """Return the slot of one leaf of the pool."""
@@ -78,7 +79,7 @@ def read(pool: Any, slot: Any) -> Any:
 
 
 def read_in_place(pool: Any, slot: Any) -> Any:
-    """Return the value in a slot, in the memory of the pool; if the pool has only one slot, its index is ignored."""
+    """Return the value in a slot, in the memory of the pool; if the pool has only one slot, `slot` is ignored."""
 
     def take(leaf: Any) -> Any:
         """Return the slot of one leaf of the pool."""
@@ -93,7 +94,7 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
     """Return the pool after a value was written to a slot."""
 
     def put(leaf: Any, array: Any) -> Any:
-        """Return a leaf of the pool after an array, a leaf of the value, was written to its slot."""
+        """Return a leaf of the pool after an array, which is a leaf of the value, was written to the slot."""
         cast_array = array.astype(leaf.dtype)
         placed_array = to_host(_row_major(cast_array)) if on_host(leaf) else cast_array
         return lax.dynamic_update_index_in_dim(leaf, placed_array, slot, 0)
@@ -102,7 +103,7 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
 
 
 def _row_major(value: Any) -> Any:
-    """Return a value in row-major layout, which is the host's: a TPU's compiler fails if the layouts differ."""
+    """Return a value in row-major layout, as in host memory: a TPU's compiler fails if the layouts differ."""
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 

@@ -1,14 +1,14 @@
-"""A function in two halves: the first half computes one group of results, the second half the other results.
+"""A function in two halves: the first half computes one group of results, and the second half computes the others.
 
-Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous
-stage waits for, and W, the gradients of its weights, which no stage waits for. This module divides the equations of the
-backward. Those that the gradient of the input needs run in the first half, all others in the second. Some values of the
-first half cross to the second, mainly the gradient of each product's output. So no product runs twice, and the results
-are the same. A scan is divided like its body, and its crossing values are stacked over the iterations, so a stage may
-scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like its program, with the
-recomputation in the first half.
+Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous stage
+waits for, and W, the gradients of its weights, which no stage waits for. This module divides the equations of the
+backward. Equations that the gradient of the input needs run in the first half, and all others run in the second. Some
+values of the first half cross to the second, mainly the gradient of each product's output. So no product runs twice,
+and the results are the same. A scan is divided like its body, and its crossing values are stacked over the iterations,
+so a stage may scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like its program,
+with the recomputation in the first half.
 
-Equations that only move or compare numbers run again in the second half if no more bytes cross for that reason.
+Equations that only move or compare numbers run again in the second half if no more bytes cross because of this.
 
 Left out: other calls that contain programs (`while`, `shard_map`, kernels). Such a call is not divided; it runs in the
 first half if that half needs one of its results. Effects (`jax.debug.print`) on which no result depends are dropped.
@@ -75,14 +75,14 @@ class Division:
 
 
 def divide(function: Callable[..., tuple[Any, Any]], *args: Any, is_kept: Any = True) -> Division:
-    """Divide `function(*args) -> (first, second)` into halves: one half computes `first`, the other `second`.
+    """Divide `function(*args) -> (first, second)` into halves: one computes `first`, and the other computes `second`.
 
     Args:
         function: function of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its
             input and `second` are the gradients of its weights.
         args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, with the shapes of the program that calls the halves.
         is_kept: whether the second half can read an argument: one boolean for all arguments, or a tuple with a boolean
-            or a tree of booleans for each. An argument that the second half needs but cannot read crosses.
+            or a tree of booleans for each argument. What the second half needs but cannot read crosses.
 
     Example:
         >>> import jax.numpy as jnp

@@ -2,9 +2,9 @@
 
 An asynchronous pipeline does not drain between updates, so its table does not end with a training step. Microbatches
 enter at a steady pace. After a ramp, in which the last stages wait, the rows repeat with other microbatches. The rows
-follow the rules of `tables.py`. They also have columns for versions of weights: the slot of the version at which a
-forward computes or a backward linearises, and the slot to which an update writes. An update belongs to the tick of the
-backward before it.
+follow the rules of `tables.py`. They also have columns for versions of weights: the slot of the version with which a
+forward computes or at which a backward linearizes, and the slot to which an update writes. An update belongs to the
+tick of the backward before it.
 
 Values take the slots in turn (`versions.ring_slots`), so that the slots in the rows repeat too.
 """
@@ -28,8 +28,8 @@ COLUMNS = ("kind", "microbatch", "has_update", "x", "g", "stash", "from_left", "
 """Columns of a row: the action's kind and microbatch, whether an update follows the action, and slots.
 
 `x`, `g` and `stash` are the slots of the input message, the incoming gradient and the stash. `from_left` and
-`from_right` are the slots of the messages that arrive from these neighbours. `read_slot` is the slot of the version of
-the weights that the action reads, and `write_slot` that of the version that its update makes."""
+`from_right` are the slots of the messages that arrive from these neighbors. `read_slot` is the slot of the version of
+the weights that the action reads, and `write_slot` is the slot of the version that the action's update makes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Stream:
         pace: number of ticks between the entries of two successive microbatches.
         group_size: number of microbatches per update.
         delays: for each stage, the number of updates between a forward and the update with its gradient.
-        has_newest_backward: whether a backward linearises at the newest weights, although its forward may have read
-            older ones.
+        has_newest_backward: whether a backward linearizes at the newest weights, although its forward may have read
+            older weights.
         message_slot_count: number of slots for messages; one more slot, after the last, stands for no message.
         stash_slot_count: number of slots for the stashes of forwards.
         version_count: number of slots for versions of the weights.
@@ -100,7 +100,7 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
         UserError: the method is synchronous, a stage s is not on rank s, or the rows do not become periodic.
     """
     if not method.steps:
-        raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
+        raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous schedule")
     short_run = _TimedRun(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     slot_counts = short_run.slot_counts
     # the slots repeat after this number of microbatches
@@ -203,7 +203,7 @@ class _TimedRun:
     def delays(self) -> tuple[int, ...]:
         """Return, for each stage, the number of updates between a forward and the update with its gradient.
 
-        It is the number at the last update of the stage, when the pipeline is in its steady state.
+        The number is counted at the last update of the stage, when the pipeline is in its steady state.
         """
         delays = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._use_of.items():

@@ -1,7 +1,7 @@
 """Tables: a schedule as arrays of integers for the executor, with a row for each tick and a column for each rank.
 
-Every table and every executor must have the steps of a tick that `lifetimes.py` describes; otherwise results are
-silently wrong. A message goes to a neighbour on the ring of ranks, or stays if the next stage is on the same rank.
+Every table and every executor must follow the steps of a tick that `lifetimes.py` describes; otherwise results are
+silently wrong. A message goes to a neighbor on the ring of ranks, or stays if the next stage is on the same rank.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class Tables:
         schedule: the schedule that the tables follow.
         stash: what a stage keeps from a forward to its backward; the lifetimes of slots depend on it.
         columns: int32 arrays (ticks, ranks) by name. `kind`, `stage`, `chunk` and `microbatch` describe the action.
-            `x`, `g`, `residual` and `cut` are the slots of its input message, its incoming gradient, its forward's
-            stash, and the values from I to W. `from_left`, `from_right` and `to_self` are the slots that messages
-            from these origins enter at the start of the tick; `message_slot_count` stands for no message.
-        travel_flags: for each origin of messages from other ranks, bool (ticks,): whether any rank receives such a
-            message at the end of the tick. It does not contain origins without messages.
+            `x`, `g`, `residual` and `cut` are the slots of the action's input message, its incoming gradient, the stash
+            of its forward, and the values from I to W. `from_left`, `from_right` and `to_self` are the slots that
+            messages from these origins enter at the start of the tick; `message_slot_count` stands for no message.
+        travel_flags: for each origin of messages from other ranks, bool (ticks,): whether any rank receives a message
+            from this origin at the end of the tick. Origins without messages are left out.
         message_slot_count: number of slots for messages.
         stash_slot_count: number of slots for the stashes of forwards.
         cut_slot_count: number of slots for the values from I to W.
@@ -90,11 +90,11 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         forward_only: whether to leave out all actions but forwards, for evaluation.
 
     Raises:
-        UserError: the schedule is asynchronous, or two successive stages are on ranks that are not neighbours.
+        UserError: the schedule is asynchronous, or two successive stages are on ranks that are not neighbors.
     """
     if schedule.versions is not None:
         raise UserError(
-            f"schedule {schedule.name} updates weights inside the schedule, expected one that updates at the end"
+            f"schedule {schedule.name} updates weights inside the schedule, expected a synchronous schedule"
         )
     tick_of = ticks(schedule, forward_only=forward_only)
     lives = lifetimes(schedule, tick_of, stash)
@@ -138,16 +138,16 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 def _message_origin(schedule: Schedule, sender: int, rank: int, *, is_activation: bool) -> str:
     """Return the origin of a message from the rank `sender`, seen from the rank that receives it.
 
-    On a ring of two ranks, each rank is on the left and on the right of the other. There an activation, which goes to
-    the next stage, comes from the left, and a gradient from the right.
+    On a ring of two ranks, each rank is both the left and the right neighbor of the other rank. On such a ring,
+    activations, which go to the next stage, come from the left, and gradients come from the right.
     """
     if sender == rank:
         return "to_self"
     is_after, is_before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank
     if not (is_after or is_before):
         raise UserError(
-            f"schedule {schedule.name} sends from rank {sender} to rank {rank}: expected neighbours on a ring of "
-            f"{schedule.ranks}. Place successive stages on neighbouring ranks"
+            f"schedule {schedule.name} sends from rank {sender} to rank {rank}: expected neighbors on a ring of "
+            f"{schedule.ranks}. Place successive stages on neighboring ranks"
         )
     if is_after and is_before:
         return "from_left" if is_activation else "from_right"

@@ -1,6 +1,6 @@
 """Chimera: two pipelines through the same devices, in opposite directions (Li and Hoefler, 2021, arXiv:2107.06925).
 
-Every rank holds two stages, s and p-1-s, so there are two copies of the model. Of every p microbatches, the first half
+Rank s holds the stages s and p-1-s, so there are two copies of the model. Of every p microbatches, the first half
 goes down the ranks and the second half goes up, and no slot of a rank has two actions. The bubble is (p-2)/(2m+p-2) of
 the makespan if a backward takes as long as a forward, and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as
 long. A rank holds p/2+1 to p activations. Left out: the paper's variants for large m (forward doubling, backward
@@ -33,7 +33,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """Make the schedule with two pipelines in opposite directions.
 
     Args:
-        ranks: p, number of ranks, even; each has two stages.
+        ranks: p, number of ranks, which must be even; each rank has two stages.
         microbatches: m, number of microbatches, a multiple of p.
 
     Raises:
@@ -42,7 +42,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     if ranks % 2:
         raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
     if microbatches % ranks:
-        expectation = f"expected a multiple of the {ranks} devices, because each unit of the schedule has {ranks}"
+        expectation = f"expected a multiple of {ranks}, the number of devices: microbatches come in units of {ranks}"
         raise UserError(f"schedule chimera: got {microbatches} microbatches, {expectation}")
     down_route = tuple(range(ranks))
     return Schedule(

@@ -1,10 +1,10 @@
-"""DualPipe-V: half of DualPipe, two stages per rank, forwards beside backwards (DeepSeek, 2025).
+"""DualPipe-V: half of DualPipe, with two stages per rank and forwards beside backwards (DeepSeek, 2025).
 
-The order is that of github.com/deepseek-ai/DualPipe. Forwards of one stage of a rank alternate with backwards of the
-other stage, so that the messages of one can travel while the other computes. Weight gradients are separate actions only
-in the ramps, where they fill idle time. A rank holds at most 2p+1 activations, each of half a rank's share of the
-model. The order is defined for m >= 2p; with fewer microbatches it is the order for 2p without the actions of the
-others.
+The order is that of github.com/deepseek-ai/DualPipe. Forwards of one stage of a rank alternate with backwards of its
+other stage, so that the messages of one stage can travel while the other stage computes. Weight gradients are separate
+actions only in the ramps, where they fill idle time. A rank holds at most 2p+1 activations, each of half a rank's share
+of the model. The order is defined for m >= 2p. With fewer microbatches it is the order for 2p microbatches without the
+actions of microbatches m and later.
 """
 
 from jaxscale.pipeline.builders import MotifPhase, vee
@@ -21,7 +21,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
+        """Return the phases of a rank's order for `microbatch_count` microbatches; `vee` names the lanes."""
         ranks_below = ranks - 1 - rank
         lane_names = ["1", "0"] * (rank + 1)
         return (

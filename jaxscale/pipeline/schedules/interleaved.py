@@ -1,10 +1,10 @@
 """Interleaved 1F1B: v stages per rank (Narayanan et al., 2021, arXiv:2104.04473), in Megatron's order.
 
 Microbatches are divided into groups, and a group passes through all stages of a rank before the next group starts. The
-sizes of the groups differ by at most one, larger groups come first, and no group is smaller than p. (Megatron and
-PyTorch require equal groups; their order is then the same.) The bubble is (p-1)/(vm+p-1) of the makespan for m >= p,
-even if p does not divide m. With m < p there is one group, which waits p - m turns between its stages, and the bubble
-is (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
+sizes of the groups differ by at most one, larger groups come first, and no group is smaller than p. (For equal groups,
+which Megatron and PyTorch require, the order is the same as theirs.) The bubble is (p-1)/(vm+p-1) of the makespan for m
+>= p, even if p does not divide m. With m < p there is one group, which waits p - m turns between its stages, and the
+bubble is (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
 """
 
 import itertools

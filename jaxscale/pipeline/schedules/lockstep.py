@@ -1,7 +1,7 @@
 """Lock-step 1F1B, plain and interleaved: every tick is all forwards or all backwards.
 
 One program on many devices ends each tick with an exchange. In 1F1B some ticks have forwards on some ranks and
-backwards on others, so forwards wait for backwards: the bubble is 40 % for p=4, m=8, B=2F, where GPipe has 27 %. If
+backwards on others, so forwards wait for backwards: the bubble is 40% for p=4, m=8, B=2F, where GPipe has 27%. If
 each tick is of one kind, the bubble is (p-1)/(vm+p-1) again for m >= p (and for any m if v = 1), and the program needs
 no conditional. The price is memory: stage s holds 2p-1-2s activations instead of p-s.
 """

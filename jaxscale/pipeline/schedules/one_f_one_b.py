@@ -2,7 +2,7 @@
 
 The bubble is (p-1)/(m+p-1) of the makespan, as in GPipe, but stage s holds only min(p-s, m) activations, a number that
 does not grow with m beyond p. If forwards and backwards share a tick, every rank waits for the backwards; `lockstep`
-avoids that, but needs more memory.
+avoids this wait, but needs more memory.
 """
 
 from jaxscale.pipeline.action import Action

@@ -1,8 +1,8 @@
 """PipeMare: PipeDream without weight stashing (Yang et al., 2021, arXiv:1910.05124).
 
-The order is that of PipeDream, with one version of the weights: a backward linearises at the newest weights, not at
-those that its forward read. So that training converges, the executor scales the learning rates by the delay and
-corrects the weights that backwards read.
+The order is that of PipeDream, with one version of the weights: a backward linearizes its stage at the newest weights,
+not at those that its forward read. To make training converge, the executor lowers the learning rates of stages with a
+long delay, and corrects the weights that backwards read.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""PipeDream-2BW: 1F1B that never drains, an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
+"""PipeDream-2BW: 1F1B that never drains, with an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
 
 Two versions of the weights live at once: for the microbatches of group g, every stage computes with its weights after
 g-1 updates. So the gradients of all stages are late by one group: W(t+1) = update(W(t), gradient at W(t-1)). M must be
@@ -14,7 +14,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """Make the asynchronous schedule of 1F1B with an update after each M microbatches and two versions of the weights.
+    """Make the asynchronous schedule of 1F1B with an update after every M microbatches and two versions of the weights.
 
     Args:
         ranks: p, number of ranks, with one stage each.
@@ -25,7 +25,7 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
         UserError: there are fewer microbatches than devices.
     """
     if microbatches < ranks:
-        reason = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"
+        reason = f"got {microbatches} microbatches per update, expected at least {ranks}, the number of devices"
         raise UserError(f"schedule 2bw: {reason}, because two versions of the weights suffice only then")
     versions = Versions(group=microbatches, backward="forward", lag=1)
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="2bw", versions=versions)

@@ -3,7 +3,7 @@
 This is the published order, which is meant for F = I = W. With m >= 2p-1 no rank idles within its own span, and the
 makespan has a bubble of (p-1) F/2 seconds, where F is the time of both stages of a rank. A rank holds at most 2p
 activations, each of half a rank's share of the model, in total as much as the first stage of 1F1B. With fewer
-microbatches the order is the one for 2p-1 without the actions of the missing microbatches.
+microbatches it is the order for 2p-1 microbatches without the actions of microbatches m and later.
 """
 
 from jaxscale.pipeline.builders import MotifPhase, vee
@@ -20,7 +20,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
+        """Return the phases of a rank's order for `microbatch_count` microbatches; `vee` names the lanes."""
         ranks_below = ranks - 1 - rank
         return (
             ("F0", 2 * ranks_below + 1),

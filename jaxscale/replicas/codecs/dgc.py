@@ -5,11 +5,11 @@
 Here g is the gradient, u the momentum and v the accumulated momentum. The largest elements of v are sent, and u and v
 are reset to zero at their positions.
 
-So momentum is added up before elements are held back, not after (momentum correction), and it is reset for the elements
-that are sent (momentum factor masking). The optimizer itself should have no momentum. If 1 % of the elements are sent,
-SGD loses nothing in 400 steps (`benchmarks/convergence.py`) compared with exact means; without the warm-up it loses
-0.22 nats. The paper clips each replica's gradient by its norm over all leaves; here each leaf on a device is clipped by
-its own norm. Left out: Nesterov's momentum.
+So momentum is added up before elements are held back, not after (momentum correction). The momentum of the elements
+that are sent is reset (momentum factor masking). The optimizer itself should have no momentum. If 1% of the elements
+are sent, SGD loses nothing in 400 steps (`benchmarks/convergence.py`) compared with exact means; without the warm-up it
+loses 0.22 nats. The paper clips each replica's gradient by its norm over all leaves; here each leaf on a device is
+clipped by its own norm. Left out: Nesterov's momentum.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ from jaxscale.typing import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class GradZip(LowRank):
-    """A codec that sends two factors, each of which is the least-squares solution if the other is given.
+    """A codec that sends two factors, each of which is the least-squares solution for the other factor.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
@@ -59,7 +59,7 @@ class GradZip(LowRank):
         """Return the least-squares solution with the ridge r: product (factor^T factor + r I)^-1."""
         gram = multiply(factor.T, factor)
         mean_squared_norm = jnp.trace(gram) / self.rank
-        # its diagonal is scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
+        # the diagonal is scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
         scaled_gram = gram / jnp.maximum(mean_squared_norm, 2.0**-100) + self.ridge * jnp.eye(self.rank)
         solution = _solve(scaled_gram, product.T).T
         return solution / jnp.maximum(mean_squared_norm, 2.0**-100)

@@ -1,8 +1,8 @@
-"""A codec that sends the sign of each element and one scale for each chunk, 31 times fewer bytes than float32.
+"""A codec that sends the sign of each element and one scale for each chunk: 31 times fewer bytes than float32.
 
-It computes the mean as in 1-bit Adam (Tang et al., 2021, arXiv:2102.02888). The scale of a chunk is its root mean
-square, as in DeepSpeed's code, and zero counts as positive. The codec is meant for the momentum in 1-bit Adam, which
-keeps the variance constant. Plain Adam trains badly with gradients in this form.
+The codec computes the mean as in 1-bit Adam (Tang et al., 2021, arXiv:2102.02888). The scale of a chunk is its root
+mean square, as in DeepSpeed's code, and zero counts as positive. The codec is meant for the momentum in 1-bit Adam,
+which keeps the variance constant. Plain Adam trains badly with gradients in this form.
 """
 
 import dataclasses

@@ -19,12 +19,12 @@ from jaxscale.replicas.low_rank import LowRank, multiply
 from jaxscale.typing import Array, Float
 
 DEPENDENT_FRACTION = 1e-6
-"""A column counts as dependent if orthogonalisation leaves less than this fraction of its norm (rounding error)."""
+"""A column counts as dependent if orthogonalization leaves less than this fraction of its norm (rounding error)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRank):
-    """A codec that sends two factors; their product converges to the best approximation of this rank.
+    """A codec that sends two factors, whose product converges to the best approximation of the gradient of this rank.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
@@ -61,8 +61,8 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
                [0. , 1. ]], dtype=float32)
     """
 
-    def orthogonalise(index: int | Array, a: Array) -> Array:
-        """Return the matrix after column `index` was made orthogonal to the earlier columns and normalised."""
+    def orthogonalize(index: int | Array, a: Array) -> Array:
+        """Return the matrix after column `index` was made orthogonal to the earlier columns and normalized."""
         earlier_columns = jnp.where(jnp.arange(a.shape[1]) < index, a, 0.0)
         raw_column = lax.dynamic_slice_in_dim(a, index, 1, 1)
         column = raw_column / jnp.maximum(jnp.max(jnp.abs(raw_column)), 2.0**-126)  # squares of small numbers vanish
@@ -73,4 +73,4 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
         unit_column = jnp.where(norm > DEPENDENT_FRACTION * jnp.linalg.norm(column), remainder / norm, 0.0)
         return lax.dynamic_update_slice_in_dim(a, unit_column, index, 1)
 
-    return lax.fori_loop(0, a.shape[1], orthogonalise, a)
+    return lax.fori_loop(0, a.shape[1], orthogonalize, a)

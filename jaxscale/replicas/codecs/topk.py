@@ -1,16 +1,16 @@
 """Top-k sends the largest elements of each gradient now and the other elements in later steps.
 
-Source: Aji and Heafield, 2017, arXiv:1704.05021. If 1 % of the elements are sent, 68 times fewer bytes are sent between
+Source: Aji and Heafield, 2017, arXiv:1704.05021. If 1% of the elements are sent, 68 times fewer bytes are sent between
 two replicas, but only 17 times fewer between eight, because each replica receives messages from all others. An element
 is sent about every hundredth step, with its accumulated residual. This delay requires two things (the numbers, from
 `benchmarks/convergence.py`, are nats after 400 steps, relative to runs with exact means):
 
-- *No momentum in the optimizer.* Momentum would apply late elements for ten more steps. With 1 %, Adam with a b1 of 0
+- *No momentum in the optimizer.* Momentum would apply late elements for ten more steps. With 1%, Adam with a b1 of 0
   and SGD without momentum lose nothing (-0.001, -0.05), but with momentum 0.9 they lose 0.22 and 0.15. Momentum that is
   added up before elements are held back, and reset for the elements that are sent, does no harm (`dgc`).
-- *A warm-up.* The first gradients are large while the learning rate is still small. Without a warm-up, their elements
-  that are held back are sent at the peak of the learning rate, and feedback is worse than no feedback (+0.50 against
-  +0.15 for SGD with momentum). So the fraction falls to its final value in `warmup` steps, as in deep gradient
+- *A warm-up.* The first gradients are large while the learning rate is still small. Without a warm-up, the held-back
+  elements of these gradients are sent at the peak of the learning rate, and feedback is worse than no feedback (+0.50
+  against +0.15 for SGD with momentum). So the fraction falls to its final value in `warmup` steps, as in deep gradient
   compression (Lin et al., 2018, arXiv:1712.01887). The compiled step contains a message for each fraction.
 
 The delay also bounds the learning rate (Stich et al., 2018, arXiv:1809.07599; `tests/replicas/test_feedback.py`).
@@ -35,7 +35,7 @@ from pallas_kernels.target import target
 from pallas_kernels.top_k.api import top_k
 
 FIRST_FRACTION = 0.25
-"""First fraction of the warm-up; the others are its powers: 6.25, 1.56 and 0.39 % (arXiv:1712.01887, section 3.3)."""
+"""First fraction of the warm-up. Its powers follow: 6.25%, 1.56% and 0.39% (arXiv:1712.01887, section 3.3)."""
 
 MAX_K = 128
 """Largest number of elements that the kernel can select in a block (`pallas_kernels.top_k`)."""
@@ -101,7 +101,7 @@ class TopK(OnePhase):
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
     def sizes(self, elements: int) -> tuple[int, int, int]:
-        """Return three numbers: blocks of a leaf, elements of a block, and elements that a block sends.
+        """Return (number of blocks of a leaf, number of elements of a block, number of elements that a block sends).
 
         Args:
             elements: number of elements of the leaf.
@@ -122,14 +122,14 @@ class TopK(OnePhase):
         return LargestElements(values, offsets.astype(jnp.uint16))
 
     def decode(self, message: LargestElements, elements: int) -> Float[Array, "elements"]:
-        """Return the elements of a leaf: those of the message at their positions, and zeros at all other positions."""
+        """Return the elements of a leaf: the message's values at their positions, and zeros at all other positions."""
         block_count, block_length, _ = self.sizes(elements)
         positions = jnp.arange(block_count)[:, None] * block_length + message.offsets.astype(jnp.int32)
         flat = jnp.zeros(block_count * block_length, jnp.float32)
         return flat.at[positions].set(message.values, unique_indices=True, mode="promise_in_bounds")[:elements]
 
     def fractions(self) -> tuple[float, ...]:
-        """Return the fractions of the warm-up, each for the same number of steps, and the final fraction.
+        """Return the fractions of the warm-up, which last equally many steps, and then the final fraction.
 
         Example:
             >>> TopK(0.001, warmup=400).fractions()
