@@ -6,8 +6,8 @@ are kept, and it only costs FLOP. A true dependence is not dropped. So the input
 by row of the batch, by a condition on the gradient that is never true, which a compiler cannot prove. The selection
 adds no branch to the program, changes no bit, and keeps rows on their devices.
 
-Left out: inputs without rows (weights, the index of a layer), and loops, whose forward and backward passes are
-separate.
+Inputs without rows (weights, the index of a layer) are not selected. Recomputation in loops needs no delay, because the
+forward pass and the backward pass are separate loops.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def _false_rows(gradient: Array) -> Bool[Array, "B"]:
 
 
 def _make_dependent(false_rows: Bool[Array, "B"], residual: Any) -> Any:
-    """Make a residual depend on `false_rows` if both have the same rows; if not, return it unchanged."""
+    """Make a residual depend on `false_rows` if both have the same number of rows; if not, return it unchanged."""
     rows_type, residual_type = jax.typeof(false_rows), jax.typeof(residual)
     if (
         residual_type.shape[:1] != rows_type.shape

@@ -84,9 +84,9 @@ class LiveTensor:
         kind: "argument"; "output", an output that reuses no donated argument; "kept", a tensor computed in the forward
             pass and read in the backward pass; "constant"; "transient", any other tensor.
         shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
-        phase: the pass that computes it: "forward", "backward", or "recompute" (of the forward pass, in the backward
-            pass); None for arguments, and in a program without gradients.
-        in_loop: whether it belongs to one iteration of a loop.
+        phase: the pass that computes the tensor: "forward", "backward", or "recompute" (of the forward pass, in the
+            backward pass); None for arguments, and in a program without gradients.
+        in_loop: whether the tensor belongs to one iteration of a loop.
         source: file and line where the innermost module is called, "layers/mlp.py:96".
     """
 
@@ -123,15 +123,15 @@ class LiveBytes:
 class CompileReport:
     """A compiler's report on one program. Bytes and FLOP are of one device.
 
-    `oom` is set if the program does not fit, `crashed` if the compiler died. In both cases the bytes are None, unless
-    the compiler reported them before it stopped.
+    If the program does not fit, `oom` is set; if the compiler failed otherwise, `crashed` is set. In both cases the
+    bytes are None, unless the compiler reported them before it stopped.
 
     Args:
         platform: text of the `Platform` that the program was compiled for.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: bytes of device memory of the arguments, of the outputs,
             of the outputs that reuse the buffers of donated arguments, and of temporaries.
-        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: bytes of host memory, likewise.
-            Always 0 on a CPU, whose device memory is the host's.
+        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: the same for bytes of host memory;
+            always 0 on a CPU, where host memory is device memory.
         flop: FLOP of matrix products, convolutions and kernels, iterations of loops included; None without a program.
         unknown_loops: number of loops whose trip count the program does not specify; `flop` counts their bodies once.
         silent_kernels: number of custom kernels that do not declare their cost; they are missing from `flop`.
@@ -144,7 +144,7 @@ class CompileReport:
         seconds: seconds that the compiler took.
         versions: versions of jax, jaxlib and the compiler, by package.
         attached: whether the program was compiled for an attached device, not for a described one.
-        key: hash of program, platform, versions and options, the key of the cache.
+        key: hash of the program, the platform, the versions and the options; the report's key in the cache.
         cached: whether the report comes from the cache.
     """
 
@@ -176,7 +176,7 @@ class CompileReport:
     def device_bytes(self) -> int | None:
         """Bytes of device memory that a run takes: temp + argument + output - alias.
 
-        For a program that does not fit, the bytes that the compiler reports as needed; None if unknown.
+        For a program that does not fit, it is the number of bytes that the compiler reports as needed. None if unknown.
         """
         total = _total(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
         if total is None and self.oom is not None and self.oom.memory == "device":
@@ -213,7 +213,7 @@ class CompileReport:
 
     @classmethod
     def from_json(cls, report_json: Any, source_name: str = "the JSON") -> "CompileReport":
-        """Read a report from JSON that `json` returned; `source_name` names it in error messages."""
+        """Read a report from JSON that `json` returned; error messages call the JSON `source_name`."""
         return from_json(cls, report_json, source_name)
 
     def __str__(self) -> str:

@@ -2,8 +2,8 @@
 
 The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) report
 up to one and a half times the right number, so that a program that fits is rejected. The program of this module keeps
-the inputs of eight layers, 128 MiB each. With four more arrays of this size, for the pass itself, it takes 1696 MiB by
-0.0.51, and 2080 MiB by the other two versions.
+the inputs of eight layers, 128 MiB each. The passes need four more arrays of this size. Version 0.0.51 reports 1696 MiB
+for the program, and the other two versions report 2080 MiB.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
 
 
 def program(devices: Sequence[Any]) -> Any:
-    """Lower the loss and the gradient of eight layers that keep only their inputs, on one device: a recipe."""
+    """Lower the loss and the gradient of eight layers that keep only their inputs, on one device; a recipe."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
