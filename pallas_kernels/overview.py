@@ -1,4 +1,4 @@
-"""Which implementation of each kernel runs on a platform, for one case of typical size per kernel."""
+"""An overview of which implementation of each kernel runs on a platform, for one case of typical size per kernel."""
 
 import dataclasses
 import importlib

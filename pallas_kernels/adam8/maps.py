@@ -29,7 +29,7 @@ class CodeMap:
         decode_m: converts codes to first moments, float32 in [-1, 1].
         encode_m: converts first moments in [-1, 1] to codes, int32.
         decode_v: converts codes to second moments, float32 in [0, 1].
-        encode_v: converts second moments in [0, 1] to codes, int32; its second argument is the square root to use.
+        encode_v: converts second moments in [0, 1] to codes, int32; the second argument is a square root function.
     """
 
     m_dtype: np.dtype
@@ -85,9 +85,10 @@ def dynamic_values(signed: bool) -> np.ndarray:
 
 
 def _dynamic(signed: bool) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-    """The functions `decode` and `encode` between magnitudes and ranks, the numbers of steps of their codes from zero.
+    """The functions `decode` (ranks to magnitudes) and `encode` (magnitudes to ranks).
 
-    If a decade has n values, value k of it has the rank n + k in the signed map, and one less in the unsigned map.
+    A rank is the number of steps between a code and the code of zero. Value k of a decade with n values has the rank
+    n + k in the signed map, and n + k - 1 in the unsigned map.
     """
     first_exponent, values = int(not signed), dynamic_values(signed)
     midpoints = (values[:-1] + values[1:]) / np.float32(2)

@@ -96,8 +96,8 @@ def tile_table(sizes: Any, rows: int) -> Any:
         rows: number of all rows.
 
     Returns:
-        int32 (3, tiles): for each tile its group, its first row, and the end of its rows (exclusive). Rows of no group
-        have the group E. There are as many tiles as the groups may need at worst; unused tiles have no rows.
+        int32 (3, tiles): for each tile its group, its first row, and the end of its rows (exclusive). For rows of no
+        group, the group is E. The number of tiles is the largest that groups may need; unused tiles have no rows.
     """
     group_count = sizes.shape[0]
     all_sizes = jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]).astype(jnp.int32)

@@ -85,7 +85,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_d
     """Compute a tile of dx, and add to the gradients of weight and bias.
 
     `refs` are h, weight, dy, dh if there is one, dx, the gradients of weight and (if any) bias, and a scratch for each
-    of these two. `rows` is the number of all rows, `tile` that of a step.
+    of these two. `rows` is the number of all rows, `tile` the number of rows of a step.
     """
     h, weight, dy, *dh_refs = refs[: 3 + has_dh]
     dx, *vector_refs = refs[3 + has_dh :]
