@@ -254,7 +254,7 @@ def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
-    """Return a context for tracing, in which each block `f` is `wrapper(f, rolled)` and a scan unrolls `unroll` layers.
+    """Return a context for tracing: each block `f` runs as `wrapper(f, rolled)`, and scans unroll `unroll` layers.
 
     `rolled`: whether the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
     """

@@ -98,8 +98,8 @@ def device(chip: str) -> tuple[Any, bool]:
     module, extra = ("libtpu", "aot-tpu") if platform == "tpu" else ("jax_plugins", "aot-gpu")
     if importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"{chip} is not here, and its compiler is not installed: pip install jaxscale[{extra}], or run this where "
-            f"a {chip} is"
+            f"{chip} is not here, and its compiler is not installed: pip install jaxscale[{extra}], or run this on a "
+            f"machine that has a {chip}"
         )
     from jax.experimental import topologies
 

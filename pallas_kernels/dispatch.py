@@ -84,8 +84,8 @@ class Implementation:
                     return "it needs compute capability 9.0 (H100, H200), and the chip is not known: pass platform="
                 return f"it needs compute capability 9.0 (H100, H200), and the target is {target.chip}"
             if self.platform == "tpu" and target.chip not in (None, *self.chips):
-                chips = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
-                return f"it was compiled for TPU {chips} alone, and the target is {target.chip}"
+                chips_text = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
+                return f"it was compiled for TPU {chips_text} alone, and the target is {target.chip}"
         return self.why_unsupported(target, case)
 
 
@@ -324,8 +324,8 @@ def _explanation(
             reason = candidate.why_not(candidate_target, case)
             if reason is None and candidate.needs_name:
                 reason = "it runs only where it is named"
-            order = f"{chosen_name} is named" if implementation else f"{chosen_name} comes before it"
-            reasons[candidate.name] = reason or order
+            order_text = f"{chosen_name} is named" if implementation else f"{chosen_name} comes before it"
+            reasons[candidate.name] = reason or order_text
     kernels = [candidate for candidate in implementations if candidate.platform is not None]
     if chosen_name in [candidate.name for candidate in kernels]:
         return Explanation(kernel, target, chosen_name, reasons)

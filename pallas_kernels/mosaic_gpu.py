@@ -187,12 +187,12 @@ def tiled_smem(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
 
 
 def load(ref: Any, layout: Any = WGMMA) -> Any:
-    """Load the array of a reference into registers of a layout."""
+    """Load the array of a reference into registers with this layout."""
     return plgpu.layout_cast(ref[...], layout)
 
 
 def row_per_warp_layout(width: int, *, is_one_row: bool = False) -> Any:
-    """Layout that puts each row into one warp, over its lanes, so that reductions along rows need no shared memory.
+    """Layout that spreads each row over the lanes of one warp, so that reductions along rows need no shared memory.
 
     Args:
         width: elements of a row, a multiple of 32 (of 128 to let a lane read 4 elements at once).
@@ -209,7 +209,7 @@ def row_per_warp_layout(width: int, *, is_one_row: bool = False) -> Any:
 
 
 def load_rows(ref: Any, layout: Any) -> Any:
-    """Load the array of a reference to global memory into registers of a layout (JAX 0.10 requires an index)."""
+    """Load the array of a reference to global memory into registers with this layout (JAX 0.10 requires an index)."""
     index = inspect.signature(plgpu.load).parameters.get("idx")
     index_option: dict[str, Any] = {"idx": None} if index is not None and index.default is index.empty else {}
     return plgpu.load(ref, **index_option, layout=layout, optimized=False)
@@ -235,7 +235,7 @@ def along_columns(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def full_registers(shape: tuple[int, ...], layout: Any = WGMMA, value: float = 0.0) -> Any:
-    """A float32 array of equal elements in registers of a layout."""
+    """A float32 array of equal elements in registers with this layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 

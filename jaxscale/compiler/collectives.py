@@ -89,7 +89,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     device_count = math.prod(sizes.values())
     axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
-    records = []
+    found = []
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
@@ -110,8 +110,8 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
         if kind is not None and group_size > 1:
             bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
         for (array_kind, dtype), nbytes in bytes_by_kind:
-            records.append(Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known))
-    return records
+            found.append(Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known))
+    return found
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
@@ -203,7 +203,7 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
 
 
 def _continuations(program: HloProgram) -> set[tuple[str, str]]:
-    """Return the collectives printed in a fusion that does not start them, as pairs (computation, instruction)."""
+    """Return the names (computation, instruction) of the collectives printed in fusions that do not start them."""
     # by channel, the collectives in fusions that start them and in other fusions, as (computation, instruction)
     starts: dict[str, list[tuple[str, str]]] = {}
     repeats: dict[str, list[tuple[str, str]]] = {}
@@ -221,8 +221,8 @@ def _continuations(program: HloProgram) -> set[tuple[str, str]]:
 def _message_sizes(computation: Computation, send: Op) -> list[int]:
     """Return the bytes of each part of a message between slices.
 
-    The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to the tile
-    of 4096 that a TPU sends.
+    The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to a tile of
+    4096 bytes, the least that a TPU sends.
     """
     total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]

@@ -172,7 +172,7 @@ def _check_libtpu(child_target: Target, timeout: float) -> None:
 
 
 def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
-    """Run a child process on a request, and return its report; None if attached devices are not available."""
+    """Run a child process on a request for a report; return the report, or None if attached devices are unavailable."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         request_folder = pathlib.Path(folder)
         (request_folder / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
@@ -192,7 +192,7 @@ def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, t
 
 
 def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
-    """Run the child on the request in a folder; return its exit code, or None after a time-out."""
+    """Run a child process on the request that `folder` contains; return its exit code, or None after a time-out."""
     paths_json = json.dumps([path or os.getcwd() for path in sys.path])
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(

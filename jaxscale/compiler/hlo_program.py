@@ -54,7 +54,7 @@ class Op:
         return array_bytes(self.arrays[0]) if self.arrays else 0
 
     def attribute(self, pattern: str) -> str | None:
-        """Return the first group of a pattern in the attributes; `None` if it does not match."""
+        """Return the first group of a pattern in the attributes; `None` if the pattern does not match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 

@@ -235,7 +235,7 @@ def _peak_and_timeline(
 
 
 def _rank(value: _Value) -> tuple[int, int]:
-    """Return a sort key for the values in a buffer: the largest value describes it; of equally large ones, the last."""
+    """Return a sort key for values in a buffer: the largest describes the buffer; of equally large values, the last."""
     return value.bytes, value.start
 
 

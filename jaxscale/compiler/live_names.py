@@ -185,8 +185,8 @@ class ValueNames:
     def _last_named(self, fusion: Op) -> Element | None:
         """Return the last instruction with scopes inside a fusion without scopes; None if there is no such fusion."""
         instructions = self.program.computations[callees(fusion.attributes)[0]].instructions
-        named_ops = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
-        return (named_ops[-1], ()) if named_ops else None
+        scoped_names = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
+        return (scoped_names[-1], ()) if scoped_names else None
 
     def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
         """Return the source of the slice that an operation writes into a stack, or the stack that it slices."""

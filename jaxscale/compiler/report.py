@@ -48,8 +48,10 @@ class OutOfMemory:
     message: str
 
     def __str__(self) -> str:
-        memory = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
-        return f"out of {memory}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
+        memory_text = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
+        return (
+            f"out of {memory_text}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
+        )
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
@@ -217,14 +219,14 @@ class CompileReport:
         return from_json(cls, report_json, source_name)
 
     def __str__(self) -> str:
-        origin = "(from the cache)" if self.cached else f"in {self.seconds:.1f} s"
-        lines = [f"compiled for {self.platform} {origin}"]
+        origin_text = "(from the cache)" if self.cached else f"in {self.seconds:.1f} s"
+        lines = [f"compiled for {self.platform} {origin_text}"]
         if self.crashed is not None:
             lines = [f"not compiled for {self.platform}: {self.crashed}"]
         if self.oom is not None:
             lines = [f"does not fit {self.platform}: {self.oom}"]
         if self.temp_bytes is not None and self.device_bytes is not None:
-            rows = {
+            bytes_by_row = {
                 "device": self.device_bytes,
                 "  arguments": self.argument_bytes,
                 "  outputs": self.output_bytes,
@@ -232,7 +234,8 @@ class CompileReport:
                 "  temporaries": self.temp_bytes,
                 "host": self.host_bytes,
             }
-            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in rows.items() if nbytes is not None]
+            row_bytes = [(name, nbytes) for name, nbytes in bytes_by_row.items() if nbytes is not None]
+            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in row_bytes]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
         sums: collections.Counter[tuple[str, str]] = collections.Counter()  # bytes by kind and mesh axes

@@ -4,8 +4,8 @@ Within a decade, values are a linear function of codes, and codes of values. `ma
 comparison with every decade. Here they are looked up among 8 sublanes, with an instruction or two of the vector unit.
 The decade of a code is the exponent of its distance from the code of zero. The decade of a value is the rounded
 logarithm, which need not be exact: values just above and just below the bound between two decades both get the last
-code of the lower decade. Values agree with `maps.py` to a relative 1e-6. Codes agree, too, except for numbers within
-1e-4 of a step of the midpoint between two values, which may get either code.
+code of the lower decade. Values agree with `maps.py` to a relative error of 1e-6. Codes agree, too, except for numbers
+whose distance from the midpoint between two values is below 1e-4 of a step; these numbers may get either code.
 """
 
 import dataclasses

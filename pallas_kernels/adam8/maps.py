@@ -2,8 +2,8 @@ r"""Maps between moments and 8-bit codes, in arithmetic that TPU and GPU kernels
 
 * `soft8`: m = code / (254 - |code|), signed; v = ((code + 1) / 256)^2, which is never zero (FlashOptim, Gonzalez Ortiz
   et al. 2026, arXiv 2602.23349).
-* `dynamic8`: seven decades, each with twice the levels of the one below (Dettmers et al. 2021, arXiv 2110.02861). The
-  values are those of `bitsandbytes.functional.create_dynamic_map`, up to float32 arithmetic.
+* `dynamic8`: seven decades, each with twice as many values as the decade below (Dettmers et al. 2021, arXiv
+  2110.02861). They are the values of `bitsandbytes.functional.create_dynamic_map`, up to float32 arithmetic.
 
 `jaxscale.lowbit.codebooks` has the same maps as tables (its int8 is `soft8` for m, and its `sqrt8` is `soft8` for v).
 """

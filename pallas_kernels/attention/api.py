@@ -223,15 +223,15 @@ def _checked_offset(query_offset: Any, q: Any) -> Any:
     Raises:
         ValueError: the offset is not an integer, is negative, or leads to positions that are too large for int32.
     """
-    expectation = "expected an integer, or an int32 scalar, of at least 0"
+    expected_text = "expected an integer, or an int32 scalar, of at least 0"
     if hasattr(query_offset, "dtype"):
         if query_offset.shape != () or not jnp.issubdtype(query_offset.dtype, jnp.integer):
             shape_text = f"shape {query_offset.shape} and dtype {query_offset.dtype}"
-            raise ValueError(f"attention: got query_offset of {shape_text}, {expectation}")
+            raise ValueError(f"attention: got query_offset of {shape_text}, {expected_text}")
         if isinstance(query_offset, Tracer | jax.ShapeDtypeStruct):
             return query_offset
     if isinstance(query_offset, bool) or not hasattr(query_offset, "__index__") or int(query_offset) < 0:
-        raise ValueError(f"attention: got query_offset={query_offset!r}, {expectation}")
+        raise ValueError(f"attention: got query_offset={query_offset!r}, {expected_text}")
     if int(query_offset) + q.shape[1] > 2**30:
         raise ValueError(
             f"attention: got query_offset={query_offset!r} and {q.shape[1]} queries, expected positions below 2**30"

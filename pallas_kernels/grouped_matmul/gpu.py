@@ -44,8 +44,8 @@ class Tiles:
         stages: number of buffers in the ring.
 
     Raises:
-        ValueError: the columns are not 64, 128 or 256, the ring has less than 2 buffers, or both together take more
-            than the shared memory of a block.
+        ValueError: the columns are not 64, 128 or 256, the ring has fewer than 2 buffers, or the ring and the tile of
+            the result take more than the shared memory of a block.
     """
 
     columns: int = 128

@@ -96,7 +96,7 @@ def _block_rows(rows: int, tile: int) -> tuple[Any, Any]:
 
 
 def _statistics(row: Any, width: int, eps: float, center: bool) -> tuple[Any, Any]:
-    """The row f, minus its mean if `center`, and the factor 1 / sqrt(mean(f^2) + eps)."""
+    """The row f (the given row, minus its mean if `center`), and the factor 1 / sqrt(mean(f^2) + eps)."""
     f = row - jnp.sum(row) * (1 / width) if center else row
     return f, lax.rsqrt(jnp.sum(f * f) * (1 / width) + eps)
 

@@ -128,7 +128,7 @@ def _call(
 ) -> list[Any]:
     """Run a kernel over tiles of rows; return its results.
 
-    Vectors, such as the weight, are whole in every step, as one row. The kernel has `scratch_count` scratch rows.
+    Every step gets whole vectors, such as the weight, as one row. The kernel has `scratch_count` scratch rows.
     """
     rows, width = ins[0].shape
     row_spec, vector_spec = pl.BlockSpec((tile, width), lambda i: (i, 0)), pl.BlockSpec((1, width), lambda i: (0, 0))

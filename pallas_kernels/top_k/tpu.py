@@ -37,8 +37,8 @@ def why_unsupported(target: Any, case: Case) -> str | None:
         if case.block % SUBLANES or case.block * LANES > MAX_ELEMENTS:
             return f"it needs blocks that are a multiple of {SUBLANES} up to {MAX_ELEMENTS // LANES}, not {case.block}"
         if not candidates(case):
-            results = f"{case.rows // case.block} blocks of {case.k} results"
-            return f"it needs columns that it can split into tiles of a multiple of {SUBLANES} results, not {results}"
+            given_text = f"{case.rows // case.block} blocks of {case.k}"
+            return f"it needs columns that split into tiles of a multiple of {SUBLANES} results, not {given_text}"
         return None
     if case.cols != case.block:
         return f"it needs rows of one block, not {case.cols} columns in blocks of {case.block}"
