@@ -297,7 +297,7 @@ def _tune_one_pass(
     Args:
         kernel, chip, command: as in `tune`.
         case: the case to tune.
-        device: the device, or the description of one, to compile for.
+        device: the device to compile for, or the description of a device.
         is_local: whether the device is on this machine, so that the tilings are timed.
     """
     tuning, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
@@ -341,7 +341,7 @@ def _tune_attention(
     Args:
         case: the case to tune.
         chip, command: as in `tune`.
-        device: the device, or the description of one, to compile for.
+        device: the device to compile for, or the description of a device.
         is_local: whether the device is on this machine, so that the tilings are timed.
         folder: where libtpu dumps its schedules; read for a TPU that is not on this machine.
     """

@@ -247,7 +247,7 @@ def _main_file(recipe_bytes: bytes) -> str | None:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
-        raise UserError("a recipe of a notebook or the prompt cannot be imported: define it in a module")
+        raise UserError("a recipe from a notebook or the prompt cannot be imported: define it in a module")
     return os.path.abspath(path)
 
 

@@ -81,9 +81,9 @@ def example(devices: Sequence[Any]) -> Any:
 
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     row_sharding, replicated_sharding = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
-    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=row_sharding)
-    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated_sharding)
-    return jax.jit(jnp.dot).lower(x, w)
+    abstract_x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=row_sharding)
+    abstract_w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated_sharding)
+    return jax.jit(jnp.dot).lower(abstract_x, abstract_w)
 
 
 def _import_main(path: str) -> None:
@@ -223,9 +223,9 @@ def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
     recipe_devices = set(devices)
     program_devices = {device for sharding in shardings for device in sharding.device_set}
     if shardings and not program_devices <= recipe_devices:
-        kinds = ", ".join(sorted({device.device_kind for device in program_devices - recipe_devices}))
+        kinds_text = ", ".join(sorted({device.device_kind for device in program_devices - recipe_devices}))
         raise UserError(
-            f"the recipe made a program for other devices ({kinds}) than it received ({devices[0].device_kind}): "
+            f"the recipe made a program for other devices ({kinds_text}) than it received ({devices[0].device_kind}): "
             "shard its arguments over a mesh of the devices passed to the recipe"
         )
     named_meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]

@@ -176,7 +176,7 @@ def _whole_run_kind(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """Return each value's last use, by (buffer, start); values of one shape that adjoin in a buffer count as one."""
+    """Return each value's last use, by (buffer, start); directly successive values of one shape count as one value."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
         values_by_buffer[value.buffer, value.shape].append(value)

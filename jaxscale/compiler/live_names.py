@@ -183,13 +183,13 @@ class ValueNames:
         return (caller_op.name if caller_op.opcode == "while" else caller_op.operands[int(op.operands[0])]), index
 
     def _last_named(self, fusion: Op) -> Element | None:
-        """Return the last instruction with scopes inside a fusion without scopes; None if there is no such fusion."""
+        """Return the last instruction with scopes inside a fusion; None if no instruction of the fusion has scopes."""
         instructions = self.program.computations[callees(fusion.attributes)[0]].instructions
         scoped_names = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
         return (scoped_names[-1], ()) if scoped_names else None
 
     def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
-        """Return the source of the slice that an operation writes into a stack, or the stack that it slices."""
+        """Return the slice that an operation writes into a stack, or the stack from which the operation reads."""
         callee = self.program.computations[callees(op.attributes)[0]]
         root = callee.root
         if root is None:

@@ -137,7 +137,7 @@ def _sign(x: Array) -> Array:
 
 
 def _decode(shifted_rank: Array, table: Sequence[Array]) -> Array:
-    """The values of ranks plus a half, float32 (for the unsigned map, plus one more); negated for the signed map."""
+    """The values of the ranks `shifted_rank - 1/2` (unsigned map: `- 3/2`), float32; negated for the signed map."""
     slope, intercept = (look_up(row, (_bits(shifted_rank) >> 23) & (SUBLANES - 1)) for row in table[:DECODE_ROWS])
     return shifted_rank * slope + intercept
 

@@ -64,8 +64,8 @@ def _soft_encode_v(v: Array, sqrt: Callable[[Array], Array]) -> Array:
 def dynamic_values(signed: bool) -> np.ndarray:
     """Return the positive values of the 8-bit dynamic map, ascending, float32; the last is 1.
 
-    Decade i = 0 .. 6 has n = 2^i values in the signed map, and n = 2^(i + 1) in the unsigned one: the midpoints of n
-    equal parts of [0.1, 1], times 10^(i - 6).
+    Decade i = 0 .. 6 has n = 2^i values in the signed map, and n = 2^(i + 1) in the unsigned map. The values are the
+    midpoints of n equal parts of [0.1, 1], times 10^(i - 6).
 
     Args:
         signed: whether half of the codes are for negative numbers.

@@ -388,7 +388,7 @@ def _kernel_backward(
 
 
 def padded_problem(problem: Problem, module: Any) -> Problem:
-    """Return the problem that a kernel runs after padding; on TPU, the padding is that with the least work.
+    """Return the problem that a kernel runs after padding; on TPU, lengths are padded so that the work is least.
 
     Args:
         problem: the problem before padding.
@@ -418,7 +418,7 @@ class _KernelArrays:
     Attributes:
         problem: the problem after padding.
         has_heads_first: whether the kernel takes heads before positions.
-        ids: the padded segment ids of queries and of keys; both are None if the kernel takes none.
+        ids: the padded segment ids of queries and of keys; both are None if the kernel takes no ids.
     """
 
     def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], offset: Any, options: Options) -> None:

@@ -112,12 +112,12 @@ def _gpu_candidates(problem: Problem) -> Iterator[Candidate]:
 def arg_shapes(case: Case) -> tuple[Any, ...]:
     """Return the shapes of q, k and v, and of the segment ids of queries and of keys if the case has them."""
     lengths_and_heads = ((case.T, case.N), (case.S, case.K), (case.S, case.K))
-    arrays = [
+    array_shapes = [
         jax.ShapeDtypeStruct((case.B, length, heads, case.H), jnp.dtype(case.dtype))
         for length, heads in lengths_and_heads
     ]
-    ids = [jax.ShapeDtypeStruct((case.B, length), jnp.int32) for length in (case.T, case.S)]
-    return *arrays, *(ids if case.segments else [])
+    id_shapes = [jax.ShapeDtypeStruct((case.B, length), jnp.int32) for length in (case.T, case.S)]
+    return *array_shapes, *(id_shapes if case.segments else [])
 
 
 def attention_function(case: Case, tiles: Any, platform: str, has_gradient: bool) -> Callable[..., Any]:
