@@ -95,7 +95,7 @@ class Model(Protocol):
         ...
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the size of each logical axis ("heads", ...), to be divided by that of a mesh axis; {} if unknown."""
+        """Return the size of each logical axis ("heads", "mlp", ...) that the mesh must divide; {} if unknown."""
         ...
 
 

@@ -42,7 +42,7 @@ _START = (
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRecipe:
-    """A program to compile, as a function's name and arguments, so that another process can build it.
+    """A program to compile, as a function's name and arguments, from which another process can build the program.
 
     The function takes a sequence of the platform's devices (`Platform.devices` is their number), then `args`. It
     returns the program to compile: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over

@@ -45,12 +45,12 @@ class Op:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the result; of its first array if it is a tuple."""
+        """Shape of the result; if the result is a tuple, shape of its first array."""
         return integers(self.arrays[0][1]) if self.arrays else []
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result; of its first array if it is a tuple."""
+        """Bytes of the result; if the result is a tuple, bytes of its first array."""
         return array_bytes(self.arrays[0]) if self.arrays else 0
 
     def attribute(self, pattern: str) -> str | None:

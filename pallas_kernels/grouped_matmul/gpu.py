@@ -32,7 +32,7 @@ ROWS = 64
 TILE_ROWS = ROWS * WARPGROUPS
 """Rows of a tile."""
 CHUNK = 64
-"""Length of the sum in one step of the loop: 128 bytes of bfloat16, the widest swizzle."""
+"""Number of terms that one step of the loop adds up: 128 bytes of bfloat16, the widest swizzle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _multiply(steps: Any, stages: int, shape: tuple[int, int], ready: Any, opera
 def forward(
     x: Any, w: Any, sizes: Any, *, transposed: bool = False, tiles: Tiles | None = None, interpret: Interpret = False
 ) -> Any:
-    """Compute what `reference.forward` computes, zeros for rows of no group included.
+    """Compute what `reference.forward` computes, including zeros for rows of no group.
 
     Args:
         x, w, sizes, transposed: as in `reference.forward`.

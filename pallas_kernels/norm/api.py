@@ -277,7 +277,7 @@ def _kernel(
 def _forward(
     choice: Choice, eps: float, center: bool, interpret: Interpret, x: Any, weight: Any, bias: Any, residual: Any
 ) -> Any:
-    """The results of `_kernel`, and the residuals: h, weight, bias, and () if there is a residual to add, else None."""
+    """The results of `_kernel`, and the residuals: h, weight, bias and a mark, () if a residual is added, else None."""
     y, unnamed_h = _kernel(choice, eps, center, interpret, x, weight, bias, residual)
     h = x if residual is None else checkpoint_name(unnamed_h, NAMES[0])
     return (y, h), (h, weight, bias, None if residual is None else ())
