@@ -1,8 +1,8 @@
 """jaxscale: large-scale training on JAX. Your model, your platform, every technique.
 
-Public are the names in `__all__`, here and in the packages `data`, `layers`, `lowbit`, `memory`, `models`, `offload`,
-`optim`, `pipeline`, `replicas` and `sharding`; every other module may change. Importing this package imports neither
-JAX nor Flax: each name loads on first use.
+The public names are those in `__all__`, of this package and of the packages `data`, `layers`, `lowbit`, `memory`,
+`models`, `offload`, `optim`, `pipeline`, `replicas` and `sharding`; everything else may change. Importing this package
+imports neither JAX nor Flax: each public name loads on first use.
 """
 
 from typing import TYPE_CHECKING

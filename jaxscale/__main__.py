@@ -1,4 +1,4 @@
-"""`python -m jaxscale` is `jaxscale`."""
+"""`python -m jaxscale` runs the command `jaxscale`."""
 
 import sys
 

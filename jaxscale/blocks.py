@@ -30,8 +30,8 @@ class Context:
 
     Args:
         key: PRNG key of the step; `None` for a deterministic pass (evaluation, generation).
-        examples: index of every row in the global batch, so that a mask does not depend on mesh or microbatches.
-        dtype: type to compute in, as a name ("bfloat16"); `None` computes in the type of the parameters.
+        examples: index of every row in the global batch; it makes dropout independent of the mesh and microbatches.
+        dtype: name of the type to compute in ("bfloat16"); `None` computes in the type of the parameters.
         matmul: recipe of matrix products, a name in `lowbit.products.RECIPES`; `None` multiplies in `dtype`.
         attention: implementation of attention: "auto", "plain", "chunked" or "splash".
         loss_chunk: number of target positions of a row that the loss scores at a time; `None` scores all at once.
@@ -65,7 +65,7 @@ class Context:
 
 
 class Loss(NamedTuple):
-    """The loss of some rows of a batch, as sums, so that parts of a batch add up to the whole.
+    """The loss of some rows of a batch, as sums: the losses of parts of a batch add up to the loss of the batch.
 
     Args:
         total: sum over targets of weight * nats, float32. The reported loss is `total / weight`.
@@ -80,7 +80,7 @@ class Loss(NamedTuple):
 
 @runtime_checkable
 class Model(Protocol):
-    """A model as a value: a frozen dataclass that builds the module and scores a batch with it.
+    """A model as a value: a frozen dataclass that builds the NNX module and scores a batch with the module.
 
     A model may also have `traits()` (`ModelTraits`), `accuracy(module, batch, context)` for the share of correct
     targets, and `initial_params()` for weights that are loaded instead of drawn.
@@ -95,13 +95,13 @@ class Model(Protocol):
         ...
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the size of each logical axis ("heads", "mlp", ...) that a mesh axis must divide; {} if unknown."""
+        """Return the size of each logical axis ("heads", "mlp", ...) that the mesh must divide; {} if unknown."""
         ...
 
 
 BlockFunction = Callable[..., Any]
 Wrapper = Callable[[BlockFunction, bool], BlockFunction]
-"""`wrapper(block, rolled)` returns the block as it should run; `rolled`: the block is the body of a rolled scan."""
+"""`wrapper(block, rolled)` returns the block as it should run; `rolled`: whether it is the body of a rolled scan."""
 
 
 class Call(NamedTuple):
@@ -172,8 +172,8 @@ def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
 def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_nothing) -> Callable[..., Any]:
     """Wrap a part of a model so that it keeps only its inputs and runs again in the backward pass.
 
-    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost time. Elsewhere
-    XLA undoes it without the barriers, and on some backends even with them (`held_back.py`).
+    Inside a rolled scan XLA cannot undo the recomputation, so the barriers of `prevent_cse` would only cost time.
+    Elsewhere XLA undoes the recomputation without the barriers, and on some backends even with them (`held_back.py`).
 
     Args:
         function: the part of the model, a function of pytrees of arrays.
@@ -191,11 +191,11 @@ class Treatment:
     """The techniques that a plan applies to the blocks of a model during tracing.
 
     Args:
-        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled`: the block is the body of a rolled `lax.scan`.
+        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled`: whether `f` is the body of a rolled `lax.scan`.
         unroll: number of layers per iteration of a scan over layers.
         segment: number of blocks in each segment of a scanned stack; the last segment may be shorter. Only the input of
             a segment's first block is kept, and the backward pass runs the segment again. `None`: no segments.
-        groups: for each group of consecutive layers of a stack, in order, its number of layers and its wrapper; the
+        groups: a pair (number of layers, wrapper) for each group of consecutive layers of a stack, in order; the
             numbers must add up to the layers of the stack. If there are no groups, `wrapper` is for all layers.
         sequence: runner of the blocks of a chain or a stack, for nested checkpoints; a stack is then not scanned.
         host_names: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline moves to the
@@ -228,7 +228,7 @@ class Treatment:
         return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
 
     def wrapped_ranges(self, layers: int) -> list[tuple[int, int, Wrapper]]:
-        """Return the range of layers (start, stop) and the wrapper of each group of a stack with so many layers.
+        """Return (start, stop, wrapper) for the layers of each group, in a stack of `layers` layers.
 
         Raises:
             UserError: the groups are for a stack of another depth.
@@ -249,14 +249,14 @@ _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks",
 
 
 def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
-    """Return a context inside which traced blocks get this treatment."""
+    """Return a context for tracing, inside which blocks get this treatment."""
     return scoped(_treatment, treatment)
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
-    """Return a context for tracing, in which each block `f` is `wrapper(f, rolled)` and a scan unrolls `unroll` layers.
+    """Return a context for tracing: each block `f` runs as `wrapper(f, rolled)`, and scans unroll `unroll` layers.
 
-    `rolled`: the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
+    `rolled`: whether the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
     """
     return treating(Treatment(wrapper, unroll))
 
@@ -284,7 +284,7 @@ def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]
     """Return a context for building a model, in which a stack of `sum(layers)` blocks is one stack per group.
 
     Layers with different treatments need separate stacks of parameters, because slicing a stack inside the step would
-    copy it. The values of the parameters, and a checkpoint's layout of the train state, are those of one stack.
+    copy the slice. The parameters' values and the layout of the train state in a checkpoint are those of one stack.
 
     Args:
         layers: number of layers in each group; `()` builds one stack.
@@ -317,7 +317,7 @@ class StageView:
         layer_numbers: index of the layer of each row of the stack's parameters; -1 for a padding row.
         starts: index of the first layer of every stage.
         has_padding: whether some stage has padding rows.
-        run_stage: called instead of the stage's blocks, with a function that runs them and the first block's input.
+        run_stage: called instead of the stage's blocks, with a function that runs the blocks, and their first input.
         gather: gathers a block's parameters from the shards on the devices, right before the block runs.
     """
 

@@ -79,10 +79,10 @@ def source_line(eqn: Any) -> str:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """Return the number of a scan's constant inputs, then of its initial carries; the scanned inputs follow them.
+    """Return two numbers: of a scan's constant inputs, and of its initial carries. The scanned inputs follow them.
 
     Args:
-        params: parameters of the scan's equation: before JAX 0.12 with `num_consts` and `num_carry`, from 0.12 on with
+        params: parameters of the scan's equation. Before JAX 0.12 they have `num_consts` and `num_carry`; from 0.12 on,
             a tree of all inputs.
     """
     if "num_carry" in params:
@@ -107,8 +107,8 @@ def all_gather_invarying(value: Any, axis: str) -> Any:
 
     Args:
         value: the value of one device.
-        axis: a manual mesh axis, or an axis of `jax.vmap`. Types never vary over the latter, and JAX up to 0.10 cannot
-            gather a value whose type does not vary to an invarying one.
+        axis: a manual mesh axis, or an axis of `jax.vmap`. Types never vary over an axis of `jax.vmap`. For such a type
+            the result is declared "varying", because JAX up to 0.10 cannot gather the value as "invarying".
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
 
@@ -116,8 +116,9 @@ def all_gather_invarying(value: Any, axis: str) -> Any:
 def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of matrices for which `jax.vmap` on a CPU runs one matrix after another.
 
-    LAPACK's kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel waits for
-    the pool on one of its threads, so that as many kernels as threads deadlock. A single matrix is not distributed.
+    The LAPACK kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel waits
+    for the pool on one of the pool's threads, so as many kernels as threads deadlock. A single matrix is not
+    distributed.
 
     Args:
         function: a function of matrices, without a batch dim, that uses decompositions of `jnp.linalg`.
@@ -138,14 +139,14 @@ def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prune(program: Any, used_results: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """Remove from a program the equations that only unused results need, also inside its calls and scans.
+    """Remove from a program the equations that only unused results need, including those inside calls and scans.
 
     Args:
         program: the program, a closed jaxpr.
         used_results: for each result, whether it is used.
 
     Returns:
-        The program of the used results; and for each input, whether that program still has it.
+        The program of the used results; and for each input of the original program, whether the new one still has it.
     """
     jaxpr, used_inputs = partial_eval.dce_jaxpr(program.jaxpr, list(used_results))
     return jex.ClosedJaxpr(jaxpr, program.consts), used_inputs

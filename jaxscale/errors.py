@@ -13,7 +13,7 @@ class UserError(ValueError):
 
     Args:
         message: what was given, what was expected, and what to do.
-        page: name of the page of the documentation that helps, which `jaxscale docs` shows; it follows the message.
+        page: name of a helpful page of the documentation, which `jaxscale docs` shows; the error's text ends with it.
     """
 
     def __init__(self, message: str = "", *, page: str | None = None) -> None:
@@ -44,7 +44,7 @@ def near_miss(word: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
-    """Return the error for an unknown name, of a `kind` such as "variant".
+    """Return the error for an unknown name; `kind` says what the name is for, such as "variant".
 
     Example:
         >>> unknown("variant", "tny", ["tiny", "long"])

@@ -2,12 +2,12 @@
 
 `jax.checkpoint` ties recomputation to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
 barrier before it orders a program. Outside loops the recomputation then directly follows the forward pass, its results
-are kept, and it only costs FLOP. A true dependence is not dropped. So the inputs of the recomputation are selected, row
-by row of the batch, by a condition on the gradient that is never true, which a compiler cannot prove. The selection
-adds no branch to the program, changes no bit, and keeps rows on their devices.
+are kept, and it only costs FLOP. A true dependence is not dropped. So every row of the recomputation's inputs becomes
+zero if a condition on the gradient holds. The condition never holds, but a compiler cannot prove that. It adds no
+branch to the program, changes no bit, and keeps rows on their devices.
 
-Left out: inputs without rows (weights, the index of a layer), and loops, whose forward and backward passes are
-separate.
+Inputs without rows (weights, the index of a layer) get no condition. Recomputation in loops needs no delay, because the
+forward pass and the backward pass are separate loops.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from jaxscale.typing import Array, Bool
 
 
 def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Delay the recomputation of a function under `jax.checkpoint` until the gradient of its result is available.
+    """Return a function whose recomputation waits until the gradient of its result is available.
 
     Args:
-        checkpointed_function: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
-            differentiated too.
+        checkpointed_function: the function, under `jax.checkpoint`; takes pytrees of arrays and returns a pytree.
+            Arrays that it closes over are differentiated too.
 
     Example:
         >>> square = held_back(jax.checkpoint(lambda x: x * x))
@@ -71,7 +71,7 @@ def _false_rows(gradient: Array) -> Bool[Array, "B"]:
 
 
 def _make_dependent(false_rows: Bool[Array, "B"], residual: Any) -> Any:
-    """Make a residual depend on `false_rows` if both have the same rows; if not, return it unchanged."""
+    """Make a residual depend on `false_rows` if both have the same number of rows; if not, return it unchanged."""
     rows_type, residual_type = jax.typeof(false_rows), jax.typeof(residual)
     if (
         residual_type.shape[:1] != rows_type.shape

@@ -14,11 +14,11 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
     Args:
         package: name of the package.
         module_by_name: name of the module that defines each name of the package.
-        packages: names of the packages inside it, which are imported at their first use too.
+        packages: names of the package's subpackages, which are imported at their first use too.
     """
 
     def load(name: str) -> Any:
-        """Return what a name of the package stands for, and store it in the package."""
+        """Import and return the object or the subpackage with this name; store an object in the package."""
         if name in packages:
             return importlib.import_module(f"{package}.{name}")
         if name not in module_by_name:

@@ -6,19 +6,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ModelTraits:
-    """Sizes and properties of a model that limit which plans and data suit it; `None` for a size that it does not have.
+    """Sizes and properties of a model that limit which plans and data suit it; a size that a model lacks is `None`.
 
-    A model family reports them in a method `traits()`. Without that method, `ModelTraits.of` reads the fields of the
-    model that have these names, so a family whose fields are called like these needs no method.
+    A model family reports its traits in a method `traits()`. Without that method, `ModelTraits.of` reads the fields of
+    the model that have the names of traits, so a family whose fields have these names needs no method.
 
     Args:
         layers: number of blocks.
-        context: most positions of a row of tokens.
+        context: largest number of positions in a row of tokens.
         vocab: number of different tokens.
         classes: number of classes of a classifier.
         image: height and width of the images, in pixels.
         channels: number of channels of the images.
-        windows: attention windows of successive layers, repeated over the layers; `None` in it sees all positions.
+        windows: attention windows of successive layers, repeated over the layers; with `None`, a layer sees all
+            positions.
         foreign: whether the module has layers of its own, so that options of `jaxscale.layers` do not apply.
         generates: whether the model decodes with a cache: it has a method `init_cache`.
 

@@ -39,7 +39,7 @@ def shapes_of(tree: Any) -> Any:
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Return the bytes that an array, or an array of this abstract shape, takes; an int4 element takes half a byte."""
+    """Return the bytes of an array, given the array or its abstract shape; an int4 element takes half a byte."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         bits = 64
     else:  # the gradient of an integer has no bits

@@ -9,8 +9,8 @@
 | K | key and value heads | L | layers |
 | H | head_dim | C | channels of an image |
 
-`jaxtyping` reads them from annotations such as `Float[Array, "B T D"]`; the tests check annotations at run time, users
-pay nothing.
+`jaxtyping` reads the letters from annotations such as `Float[Array, "B T D"]`. The tests check the annotations at run
+time; elsewhere they cost nothing.
 """
 
 from collections.abc import Mapping

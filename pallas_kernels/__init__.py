@@ -1,7 +1,7 @@
 """Kernels written in Pallas: a separate package that imports only JAX and can be used without jaxscale.
 
-The module of a function is imported when the function is first accessed. README.md describes what a kernel's folder
-must contain.
+The module of a public function is imported when the function is first accessed. README.md describes what a kernel's
+folder must contain.
 """
 
 import importlib

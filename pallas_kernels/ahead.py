@@ -2,8 +2,8 @@
 
 libtpu compiles for a TPU by name and dumps its final schedule as text: one VLIW bundle is issued per cycle, and code
 under a condition is a region that a branch skips. The CUDA plugin compiles for a GPU from a description, and ptxas
-reports the bytes of registers that it spills. Neither compiler reports how long a program takes: waiting for DMA, for
-instance, is not included.
+reports the bytes of registers that it spills. Neither compiler reports how long a program takes: the number of bundles,
+for instance, does not include waiting for DMA.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""By chip, the name of the smallest slice that libtpu compiles for."""
+"""Name of the smallest slice that libtpu compiles for, by name of the chip."""
 GPUS = {"h100": (84942979072, 3.35e12), "h200": (151397597184, 4.8e12)}
-"""By chip, memory in bytes and memory bandwidth in bytes/s (openxla/xla, xla/backends/gpu/target_config/specs)."""
+"""Memory in bytes and memory bandwidth in bytes/s of each GPU (openxla/xla, xla/backends/gpu/target_config/specs)."""
 
 _H100 = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -36,7 +36,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {
 device_description_str: "NVIDIA {name}"
 """
 _SPILLS = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-"""The spilled bytes of a kernel in the line that ptxas prints about its stack frame; a warning repeats them."""
+"""Bytes spilled by a kernel, in ptxas's line about its stack frame, not in the warning that repeats the numbers."""
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(\w\w)? *: (>*)(.*)")
 """One bundle in a dumped schedule: its mark ("LB" starts a loop), a ">" for each loop around it, its instructions."""
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
@@ -46,7 +46,7 @@ _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 def prepare() -> None:
     """Set the environment variables that the compilers for absent chips read when they are loaded.
 
-    XLA flags for the CPU are dropped, because a compiler ends the process at a flag that it does not support.
+    XLA flags for the CPU are dropped, because a compiler ends the process if it does not support a flag.
     """
     cpu_flags = ("--xla_force_host_platform_device_count", "--xla_cpu_")
     other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(cpu_flags)]
@@ -58,9 +58,9 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def schedule_folder() -> Iterator[pathlib.Path]:
-    """A temporary folder into which libtpu dumps its schedules.
+    """A context with a temporary folder into which libtpu dumps its schedules.
 
-    libtpu must be loaded inside the context, in this process or in one that it starts.
+    libtpu must be loaded inside the context, in this process or in one of its child processes.
     """
     earlier_args = os.environ.get("LIBTPU_INIT_ARGS")
     with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
@@ -81,8 +81,8 @@ def device(chip: str) -> tuple[Any, bool]:
         chip: a name of `TPUS` or `GPUS`.
 
     Returns:
-        The first device of this machine if it is such a chip, else the description of one; and whether it is on this
-        machine.
+        A pair: the first device of this machine if it is this chip, else the description of such a device; and whether
+        the device is on this machine.
 
     Raises:
         ValueError: the chip is not on this machine, and its compiler is not installed.
@@ -98,8 +98,8 @@ def device(chip: str) -> tuple[Any, bool]:
     module, extra = ("libtpu", "aot-tpu") if platform == "tpu" else ("jax_plugins", "aot-gpu")
     if importlib.util.find_spec(module) is None:
         raise ValueError(
-            f"{chip} is not here, and its compiler is not installed: pip install jaxscale[{extra}], or run this where "
-            f"a {chip} is"
+            f"{chip} is not here, and its compiler is not installed: pip install jaxscale[{extra}], or run this on a "
+            f"machine that has a {chip}"
         )
     from jax.experimental import topologies
 
@@ -153,7 +153,7 @@ def compile_for(
     """Compile a function for one device.
 
     Args:
-        device: a device, or the description of one.
+        device: a device, or the description of a device.
         function: a function of arrays.
         arg_shapes: one tree of `jax.ShapeDtypeStruct` per argument.
         donated: indices of the arguments that are changed in place.
@@ -179,7 +179,7 @@ def captured_output() -> Iterator[list[str]]:
     """Capture what this process and its compilers, ptxas included, print to standard output.
 
     Returns:
-        A list that is empty until the context ends; then it has the output as its only element.
+        A list that is empty until the context ends. After that, its only element is the output.
     """
     texts: list[str] = []
     with tempfile.TemporaryFile() as file:
@@ -201,11 +201,11 @@ class Schedule:
     """Numbers of bundles in the parts of a kernel's schedule.
 
     Args:
-        always: bundles of one step of the grid that lie outside of all regions.
-        regions: for each region (code under a condition) of a step, its bundles, in program order.
-        loops: for each loop within a step, the bundles of one iteration, in program order.
-        outside: bundles before and after the loop over the grid.
-        load_by_unit: by name of a hardware unit, how much of its capacity the kernel's bundles use, from 0 to 1.
+        always: number of bundles of one step of the grid that lie outside of all regions.
+        regions: number of bundles of each region (code under a condition) of a step, in program order.
+        loops: number of bundles of one iteration of each loop within a step, in program order.
+        outside: number of bundles before and after the loop over the grid.
+        load_by_unit: share of each hardware unit's capacity that the kernel's bundles use, from 0 to 1, by unit name.
     """
 
     always: int
@@ -216,16 +216,16 @@ class Schedule:
 
     @property
     def step(self) -> int:
-        """Bundles of one step of the grid."""
+        """Number of bundles of one step of the grid."""
         return self.always + sum(self.regions)
 
     @property
     def total(self) -> int:
-        """Bundles of the whole schedule, with one step of the grid."""
+        """Number of bundles of the whole schedule, with one step of the grid."""
         return self.outside + self.step
 
     def longest_regions(self, count: int) -> tuple[int, ...]:
-        """Bundles of each of the `count` longest regions, in program order."""
+        """Return the numbers of bundles of the `count` longest regions, in program order."""
         indices = sorted(range(len(self.regions)), key=lambda i: -self.regions[i])[:count]
         return tuple(self.regions[i] for i in sorted(indices))
 
@@ -257,7 +257,7 @@ def parse_schedule(text: str) -> Schedule:
 def _count_regions(bundles: Sequence[str], start: int, end: int) -> tuple[int, list[int]]:
     """Count the bundles from `start` to `end` (exclusive): those that always run, and those of each region.
 
-    The parts of a region are counted one by one, as if the region always ran, if nested regions take most of it.
+    If nested regions take most of a region, the parts of that region are counted separately, as if it always ran.
     """
     regions: list[int] = []
     always, index = 0, start
@@ -283,7 +283,7 @@ def parse_unit_loads(text: str) -> Mapping[str, float]:
     """Parse how much of each hardware unit a schedule uses (`*-final_hlo-static-per-bundle-utilization.txt`).
 
     Returns:
-        By name of a unit, the used share of its capacity.
+        The used share of each unit's capacity, by name of the unit.
 
     Example:
         >>> parse_unit_loads("== CAPACITY:\\nMATMUL, SALU\\n   4   2\\n== UTILIZATION:\\n4 0\\n2 1\\n")
@@ -297,7 +297,7 @@ def parse_unit_loads(text: str) -> Mapping[str, float]:
 
 
 def take_schedules(folder: pathlib.Path) -> Mapping[str, Schedule]:
-    """Read the schedules of the kernels that were compiled since the last call, by name, and empty the folder."""
+    """Return the schedules of the kernels compiled since the last call, by kernel name; empty the folder."""
     load_by_unit, schedules = {}, {}
     for file in folder.glob("*-final_hlo-static-per-bundle-utilization.txt"):
         load_by_unit[re.sub(r"-\d+-final_hlo.*$", "", file.name)] = parse_unit_loads(file.read_text())

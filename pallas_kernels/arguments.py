@@ -6,7 +6,7 @@ from jax.core import Tracer
 
 
 def check_static(kernel: str, **options: Any) -> None:
-    """Refuse traced options: options determine the program, so they must be Python values.
+    """Refuse traced options: the options of a kernel determine its program, so they must be Python values.
 
     Args:
         kernel: name of the kernel, for the error message.
@@ -21,7 +21,7 @@ def check_static(kernel: str, **options: Any) -> None:
     for name, option in options.items():
         if isinstance(option, Tracer):
             raise ValueError(
-                f"{kernel}: got a traced value as {name}, expected a Python number: mark it static, as by "
+                f"{kernel}: got a traced value as {name}, expected a Python number: mark it static, as in "
                 f"jax.jit(.., static_argnames={name!r})"
             )
 
@@ -31,7 +31,7 @@ def check_arrays(kernel: str, **arguments: Any) -> None:
 
     Args:
         kernel: name of the kernel, for the error message.
-        arguments: by name: arrays of JAX or NumPy, `jax.ShapeDtypeStruct`, or None.
+        arguments: the arguments by name; allowed are arrays of JAX or NumPy, `jax.ShapeDtypeStruct`, and None.
 
     Raises:
         ValueError: an argument is neither an array nor None.

@@ -1,4 +1,4 @@
-"""Differences between JAX versions that matter to kernels, and the mesh axes over which their results vary."""
+"""Differences between JAX versions that matter to kernels, and the mesh axes over which kernels' results vary."""
 
 import inspect
 import math
@@ -13,15 +13,15 @@ Interpret = bool | Literal["races"]
 
 
 def interpret_params(platform: str, interpret: Interpret) -> Any:
-    """Return the value of the parameter `interpret` of a Pallas call.
+    """Return the value to pass as `interpret` to a Pallas call.
 
-    Under `jax.shard_map` the TPU interpreter needs check_vma=False: on JAX 0.10 and 0.12 it mixes values that vary over
-    mesh axes with its own values, which do not.
+    Under `jax.shard_map` the TPU interpreter needs check_vma=False: in JAX 0.10 and 0.12 it mixes values that vary over
+    mesh axes with its own values, which do not vary.
 
     Args:
         platform: "tpu" or "gpu".
-        interpret: how to run the kernel. With "races", a race raises an error on TPU from JAX 0.12 on, and on GPU from
-            0.11 on; older versions print "RACE DETECTED".
+        interpret: how to run the kernel. With "races", a race raises an error: for TPU kernels from JAX 0.12 on, for
+            GPU kernels from JAX 0.11 on. Older versions print "RACE DETECTED" instead.
 
     Raises:
         NotImplementedError: JAX up to 0.10 has no interpreter for Mosaic GPU kernels.
@@ -58,7 +58,7 @@ def result_struct(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.Sha
 
 
 def align_varying(*operands: Any) -> tuple[Any, ...]:
-    """Make every operand vary over all manual mesh axes (`jax.shard_map`) that any of the operands varies over.
+    """Make every operand vary over all manual mesh axes (`jax.shard_map`) over which at least one of them varies.
 
     Args:
         operands: the operands of one kernel: arrays, or None.
@@ -81,8 +81,8 @@ def varying_like(value: Any, *operands: Any) -> Any:
     """Make the type of an array vary over every manual mesh axis that an operand varies over.
 
     Args:
-        value: an array, such as the result of a Mosaic GPU kernel, whose type has no axes.
-        operands: the arrays from which it was computed.
+        value: an array, such as the result of a Mosaic GPU kernel, whose type varies over no mesh axis.
+        operands: the arrays from which the array was computed.
     """
     operand_axes = frozenset[str]().union(*(_varying_axes(operand) for operand in operands))
     missing_axes = operand_axes - _varying_axes(value)
@@ -95,7 +95,7 @@ def full_varying_like(shape: tuple[int, ...], dtype: Any, value: float, *operand
     Args:
         shape, dtype: shape and dtype of the array.
         value: the value of every element.
-        operands: the arrays that the loop adds to the carry.
+        operands: arrays, such as those that the loop adds to the carry; the result varies over all their mesh axes.
     """
     return varying_like(jnp.full(shape, value, dtype), *operands)
 
@@ -125,7 +125,7 @@ def finite_inverse(x: Any) -> Any:
 
 
 def product_precision(operand: Any) -> Any:
-    """Precision of a matrix product in a TPU kernel, where Mosaic offers one pass or full precision only.
+    """Precision of a matrix product in a TPU kernel; Mosaic offers only one pass or full precision.
 
     A float32 product gets full precision if `jax.default_matmul_precision` requires three passes ("high"). A product of
     narrower operands takes one pass, which is exact.
@@ -145,7 +145,7 @@ def cost_estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcende
 
     Args:
         flop: number of FLOP; a multiply-add counts as 2.
-        ins, outs: operands and results: arrays, or `jax.ShapeDtypeStruct`.
+        ins, outs: the operands and the results; arrays or `jax.ShapeDtypeStruct`.
         transcendentals: number of exponentials, logarithms and roots.
     """
     from jax.experimental import pallas as pl
@@ -155,6 +155,6 @@ def cost_estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcende
 
 
 def supported_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return the options for which `function` has a parameter in this JAX version."""
+    """Return those of the options for which `function` has a parameter in this JAX version."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}

@@ -1,11 +1,11 @@
-"""Which implementation of a kernel runs: always one that works, never a guess.
+"""The choice of the implementation of a kernel: always one that works, never a guess.
 
 A kernel lists its implementations, best first; the last one runs anywhere. `choose` takes the first that can run a case
 on a target. If the target is not known during tracing (no mesh is in force), a choice has one implementation per
 platform, and `by_platform` leaves the decision to lowering (`jax.lax.platform_dependent`). No backend is guessed, so a
-program that is compiled for another machine has the kernels of that machine. A custom_vjp calls `by_platform` with the
-same `Choice` inside its forward and inside its backward pass: if `by_platform` surrounded the custom_vjp, JAX would
-keep the residuals of every branch.
+program that is compiled for another machine has the kernels for that machine. A custom_vjp calls `by_platform` with the
+same `Choice` in its forward pass and in its backward pass. If `by_platform` surrounded the custom_vjp instead, JAX
+would keep the residuals of every branch.
 
 An implementation that the caller names either runs or raises an error with the reason. Only a named implementation may
 be interpreted. The caller of a program can name implementations for all calls inside it (`naming`) and can record every
@@ -34,7 +34,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "rms_norm": ("tpu", "gpu", "reference"),
     "top_k": ("tpu", "gpu", "reference"),
 }
-"""Names of the implementations of each kernel, by the name of its public function; available before it is loaded."""
+"""Names of each kernel's implementations, by name of its public function; known before the kernel is loaded."""
 
 
 class CannotRun(NotImplementedError):
@@ -56,8 +56,8 @@ class Implementation:
         needs_name: whether it runs only if the caller names it.
         chips: for a TPU implementation, the chips for which it was compiled; it runs on no other TPU.
         why_unsupported: a function of (target, case) that returns the reason why this implementation cannot run the
-            case on the target ("it needs ..., not ..."), or None if it can. It is called for targets of the right
-            platform only, and looks at shapes, dtypes and options only.
+            case on the target ("it needs ..., not ..."), or None if it can. The function is called only for targets of
+            the right platform, and looks only at shapes, dtypes and options.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Implementation:
         """Return the reason why this implementation cannot run a case on a target, or None if it can.
 
         Args:
-            target: where the case would run; its platform is known, and in interpret mode is this implementation's.
+            target: where the case would run; a target of a known platform (with `interpret`, this implementation's).
             case: the shapes, dtypes and options that `why_unsupported` looks at.
             interpret: whether the implementation would run in Pallas' interpreter.
         """
@@ -84,8 +84,8 @@ class Implementation:
                     return "it needs compute capability 9.0 (H100, H200), and the chip is not known: pass platform="
                 return f"it needs compute capability 9.0 (H100, H200), and the target is {target.chip}"
             if self.platform == "tpu" and target.chip not in (None, *self.chips):
-                chips = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
-                return f"it was compiled for TPU {chips} alone, and the target is {target.chip}"
+                chips_text = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
+                return f"it was compiled for TPU {chips_text} alone, and the target is {target.chip}"
         return self.why_unsupported(target, case)
 
 
@@ -120,7 +120,7 @@ def choose(
         implementations: best first; the last one without `needs_name` runs anywhere.
         case: the shapes, dtypes and options that `why_unsupported` looks at.
         target: where the case will run.
-        implementation: None for the best one on each platform; a name to use only that one.
+        implementation: name of the only implementation to use; None for the best one on each platform.
         interpret: whether to run the named implementation in Pallas' interpreter, on any machine.
 
     Raises:
@@ -152,7 +152,7 @@ def _choose(
     implementation: str | None,
     interpret: bool = False,
 ) -> Choice:
-    """Do what `choose` does, without a note."""
+    """Do what `choose` does, without recording the choice."""
     names = [candidate.name for candidate in implementations]
     if implementation is None:
         if interpret:
@@ -194,15 +194,15 @@ def by_platform(choice: Choice, branches: Mapping[str, Callable[..., Any]], *arg
 
     Args:
         choice: the result of `choose`.
-        branches: by implementation name, functions of `args` that all return arrays of the same shapes and dtypes;
-            only those of the choice are traced.
+        branches: functions of `args`, by implementation name; all return arrays of the same shapes and dtypes. Only
+            the functions of the chosen implementations are traced.
         args: arrays, or trees of arrays.
 
     Returns:
         The result of the branch that runs.
 
     Raises:
-        CannotRun: this is called under `jax.vmap`, and JAX cannot map a chosen implementation.
+        CannotRun: the call is under `jax.vmap`, and JAX cannot map a chosen implementation.
     """
     name_by_platform = {"tpu": choice.tpu, "cuda": choice.gpu}
     branch_by_platform = {
@@ -235,7 +235,7 @@ def without_derivatives(
     Args:
         kernel: name of the kernel, for the error message.
         function: the pass, a function of arrays.
-        missing: the kind of derivatives that the kernel does not have, for the error message.
+        missing: the derivatives that the kernel does not have, for the error message.
 
     Raises:
         NotImplementedError: raised by the wrapped function when it is differentiated.
@@ -257,8 +257,8 @@ class Explanation:
         kernel: name of the kernel.
         target: where the case runs.
         chosen: name of the implementation that runs.
-        reasons: by name of every other implementation, the reason why it does not run.
-        why: why no kernel for the platform runs; None if one does, or if no kernel would be better than plain JAX.
+        reasons: the reason why each other implementation does not run, by name of the implementation.
+        why: why no kernel for the platform runs; None if a kernel runs, or if none would be better than plain JAX.
     """
 
     kernel: str
@@ -278,7 +278,7 @@ def explain(
     """Explain which implementation would run a case on a target of a known platform.
 
     If no implementation is named, the explanation is also added to the notes that are being taken (`noting`), because
-    code that asks during tracing acts on the answer.
+    code that asks for an explanation during tracing acts on the answer.
 
     Args:
         kernel: name of the kernel.
@@ -324,8 +324,8 @@ def _explanation(
             reason = candidate.why_not(candidate_target, case)
             if reason is None and candidate.needs_name:
                 reason = "it runs only where it is named"
-            order = f"{chosen_name} is named" if implementation else f"{chosen_name} comes before it"
-            reasons[candidate.name] = reason or order
+            order_text = f"{chosen_name} is named" if implementation else f"{chosen_name} comes before it"
+            reasons[candidate.name] = reason or order_text
     kernels = [candidate for candidate in implementations if candidate.platform is not None]
     if chosen_name in [candidate.name for candidate in kernels]:
         return Explanation(kernel, target, chosen_name, reasons)
@@ -372,11 +372,11 @@ def is_noting() -> bool:
 
 
 def note(explanation: Explanation, case: Any = None) -> None:
-    """Add an explanation to the notes that are being taken, if any; a caller that does not use `choose` calls this.
+    """Add an explanation to the notes that are being taken, if any; for callers that do not use `choose`.
 
     Args:
         explanation: which implementation runs.
-        case: the shapes, dtypes and options that it runs for.
+        case: the shapes, dtypes and options for which the implementation runs.
     """
     notes = _notes.get()
     if notes is not None and (explanation, case) not in notes:
@@ -388,7 +388,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
     """Name the implementation for all calls inside the context that name none themselves.
 
     Args:
-        names: name of the implementation, by name of the kernel; both as in `NAMES`.
+        names: name of the implementation for each kernel, by name of the kernel; both are names in `NAMES`.
 
     Raises:
         ValueError: a kernel or an implementation is unknown.

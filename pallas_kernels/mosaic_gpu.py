@@ -1,9 +1,9 @@
 """Functions that all Mosaic GPU kernels share: launching, tiles in shared memory, wgmma and a ring of TMA copies.
 
-They hide the differences between JAX 0.10, 0.11 and 0.12. The kernels are written for Lane semantics, in which the code
-of a warpgroup works on its own registers (the default became Warpgroup in 0.11). JAX's interpreter has neither wgmma on
-registers nor `run_state`: with `is_interpreted`, products are `jnp.dot` instead. Importing this module imports Mosaic
-GPU (and absl), so import it inside the functions that use it.
+The functions hide the differences between JAX 0.10, 0.11 and 0.12. The kernels are written for Lane semantics, in which
+the code of a warpgroup works on its own registers (since 0.11 the default is Warpgroup semantics). JAX's interpreter
+has neither wgmma on registers nor `run_state`; with `is_interpreted`, `jnp.dot` computes the products instead.
+Importing this module imports Mosaic GPU (and absl), so import the module inside the functions that use it.
 """
 
 import functools
@@ -58,11 +58,11 @@ def launch(
         body: the kernel, a function of the references of `args`, of the results and of `scratch`.
         args: the operands, arrays.
         out_type: shapes and dtypes of the results (`compat.result_struct`).
-        grid, grid_names: numbers of blocks along each axis of the grid, and the names of the axes for
-            `jax.lax.axis_index`.
+        grid: number of blocks along each axis of the grid.
+        grid_names: names of the axes of the grid, for `jax.lax.axis_index`.
         name: name of the kernel in profiles and in the compiled program.
         scratch: shared memory and barriers.
-        warpgroups: number of warpgroups per block, with the axis name "wg"; by default one without an axis.
+        warpgroups: number of warpgroups per block, along an axis named "wg"; by default one warpgroup, without an axis.
         approx_math: whether to use the fast versions of exp2, tanh, ...
         cost: FLOP and bytes, for JAX's and XLA's cost analysis.
         interpret: how to run the kernel, see `compat.interpret_params`.
@@ -108,7 +108,7 @@ def _kernel_with_cost(
     cost: Any,
     options: Any,
 ) -> Callable[..., Any]:
-    """Build a kernel that has a cost estimate, on JAX up to 0.11, where only `pl.kernel` takes one.
+    """Build a kernel that has a cost estimate, for JAX up to 0.11, where only `pl.kernel` takes an estimate.
 
     Args:
         body, name, scratch, cost: as in `launch`.
@@ -187,16 +187,16 @@ def tiled_smem(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
 
 
 def load(ref: Any, layout: Any = WGMMA) -> Any:
-    """Load the array of a reference into registers of a layout."""
+    """Load the array of a reference into registers with this layout."""
     return plgpu.layout_cast(ref[...], layout)
 
 
 def row_per_warp_layout(width: int, *, is_one_row: bool = False) -> Any:
-    """Layout that puts each row into one warp, over its lanes, so that reductions along rows need no shared memory.
+    """Layout that spreads each row over the lanes of one warp, so that reductions along rows need no shared memory.
 
     Args:
         width: elements of a row, a multiple of 32 (of 128 to let a lane read 4 elements at once).
-        is_one_row: whether the array has one dim, a row that every warp stores; if not, it has a multiple of 4 rows.
+        is_one_row: whether the array is one row, which every warp stores; otherwise its rows are a multiple of 4.
     """
     vector_width = next(n for n in (4, 2, 1) if width % (32 * n) == 0)
     tile = (32 * vector_width,) if is_one_row else (4, 32 * vector_width)
@@ -209,14 +209,14 @@ def row_per_warp_layout(width: int, *, is_one_row: bool = False) -> Any:
 
 
 def load_rows(ref: Any, layout: Any) -> Any:
-    """Load the array of a reference to global memory into registers of a layout (JAX 0.10 requires an index)."""
+    """Load the array of a reference to global memory into registers with this layout (JAX 0.10 requires an index)."""
     index = inspect.signature(plgpu.load).parameters.get("idx")
     index_option: dict[str, Any] = {"idx": None} if index is not None and index.default is index.empty else {}
     return plgpu.load(ref, **index_option, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: Any) -> None:
-    """Store registers to untiled shared memory, even with bank conflicts (which JAX 0.11 and newer must be told)."""
+    """Store registers to untiled shared memory, even with bank conflicts (JAX 0.11 and newer must be told to allow)."""
     plgpu_store: Any = getattr(plgpu, "store", None)
     if plgpu_store is None:
         ref[...] = value
@@ -235,12 +235,12 @@ def along_columns(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def full_registers(shape: tuple[int, ...], layout: Any = WGMMA, value: float = 0.0) -> Any:
-    """A float32 array of equal elements in registers of a layout."""
+    """A float32 array of equal elements in registers with this layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def sqrt(x: Any) -> Any:
-    """The square root of x, x >= 0; 0 at 0. Mosaic GPU of JAX 0.10 cannot lower `lax.sqrt`."""
+    """The square root of x >= 0, and 0 for 0. Mosaic GPU of JAX 0.10 cannot lower `lax.sqrt`."""
     return x * lax.rsqrt(jnp.maximum(x, 2.0**-126))
 
 
@@ -278,11 +278,11 @@ def matmul_add(c: Any, a: Any, b: Any, *, is_interpreted: bool) -> Any:
 
 
 CopyStream = tuple[Callable[[Any, Any], Sequence[tuple[Any, Any]]], Any, Any]
-"""One ring of buffers that `feed` fills, as a triple.
+"""A ring of buffers that `feed` fills, as a triple (copies, full barriers, free barriers).
 
-Its members are a function of (step, slot) that lists the copies, pairs of references (from, to), of a step into a slot;
-the barriers on which readers wait for a full slot; and the barriers on which `feed` waits for a free slot. There is one
-barrier of each kind per slot.
+The first member is a function of (step, slot) that lists the copies of a step into a slot, as pairs of references
+(from, to). Readers wait on the full barriers for a full slot, and `feed` waits on the free barriers for a free slot;
+there is one barrier of each kind per slot.
 """
 
 
@@ -290,7 +290,8 @@ def feed(first: Any, end: Any, stages: int, streams: Sequence[CopyStream]) -> No
     """Fill rings of buffers, step by step; this is the code of the copying warpgroup.
 
     Args:
-        first, end: the first step, and the end of the steps (exclusive).
+        first: index of the first step.
+        end: index of the last step, plus 1.
         stages: number of slots in a ring.
         streams: the rings; a barrier for a full slot expects one arrival per copy.
     """
@@ -321,7 +322,7 @@ def release(free: Any, *, was_loaded: bool) -> None:
 
     Args:
         free: the slot's barrier on which the copying warpgroup waits.
-        was_loaded: whether ordinary loads, and not only wgmma, have read the slot: TMA must wait until they finish.
+        was_loaded: whether ordinary loads, and not only wgmma, have read the slot: TMA must wait for such loads.
     """
     if was_loaded:
         plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""Which implementation of each kernel runs on a platform, for one case of typical size per kernel."""
+"""An overview of which implementation of each kernel runs on a platform, for one case of typical size per kernel."""
 
 import dataclasses
 import importlib
@@ -32,13 +32,13 @@ def overview(platform: str) -> tuple[Explanation, ...]:
 
     apis = {name: importlib.import_module(f"pallas_kernels.{name}.api") for name in KERNELS}
     cases_by_kernel = {name: importlib.import_module(f"pallas_kernels.{name}.cases").CASES for name in KERNELS}
-    q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (16, 4))
+    abstract_q, abstract_k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (16, 4))
     # of quantize and top_k take a case with blocks along rows, as the codecs of jaxscale use them
     typical_cases = {
         name: next(case for case in cases if getattr(case, "axis", -1) == -1 and "aot" in case.tags)
         for name, cases in cases_by_kernel.items()
     }
-    explanations = [explain_attention(q, k, k, platform=platform)]
+    explanations = [explain_attention(abstract_q, abstract_k, abstract_k, platform=platform)]
     explanations += [apis[name].explain(case, platform) for name, case in typical_cases.items()]
     # the folder "norm" has two kernels: add the layer norm to the RMS norm
     layer_norm_case = dataclasses.replace(typical_cases["norm"], center=True)

@@ -16,7 +16,7 @@ HOPPER = ("h100", "h200", "h800", "h20", "gh200")
 """Prefixes of the names of GPUs with compute capability 9.0."""
 
 COMPILED_TPUS = ("v5e", "v5p", "v6e", "7x")
-"""TPUs for which every kernel was compiled; a kernel that was compiled for other TPUs too lists them itself."""
+"""TPUs for which every kernel was compiled; a kernel that was compiled for more TPUs has its own list."""
 
 _TPU_CHIPS = {
     "tpu v2": "v2",
@@ -62,7 +62,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.platform is not None and self.platform not in PLATFORMS:
-            raise ValueError(f"platform {self.platform!r}: expected 'tpu', 'gpu' or 'cpu', and a chip after it if any")
+            raise ValueError(f"platform {self.platform!r}: expected 'tpu', 'gpu' or 'cpu', perhaps followed by a chip")
 
     @property
     def hopper(self) -> bool:
@@ -70,7 +70,7 @@ class Target:
         return self.platform == "gpu" and self.chip is not None and self.chip.startswith(HOPPER)
 
     def on(self, platform: str) -> "Target":
-        """The target if lowering decides for `platform`; it keeps the chip only if the platform has such chips."""
+        """Return the target if lowering decides for `platform`; the chip stays only if the platform has such chips."""
         if self.platform == platform:
             return self
         is_tpu = self.chip in _TPU_CHIPS.values() or (self.chip or "").startswith("tpu")
@@ -91,10 +91,10 @@ def target(platform: str | None = None, *arrays: Any) -> Target:
     assumed to be a Hopper.
 
     Args:
-        platform: "tpu v5e", "gpu h200", "gpu", "cpu". The chip may also be any `device_kind` of JAX, known here or not.
+        platform: "tpu v5e", "gpu h200", "gpu", "cpu". The chip may also be any `device_kind` of JAX, even unknown here.
             By default the target is that of the mesh in force (`jax.set_mesh`, or inside `jax.shard_map`), even if its
-            devices are only descriptions. Without a mesh it is that of the arrays' device. If there is no mesh and the
-            call is being traced, lowering decides on the platform, and the chip is that of this machine's first device.
+            devices are only descriptions. Without a mesh it is the arrays' device. If there is no mesh and the call is
+            being traced, lowering decides on the platform, and the chip is that of this machine's first device.
         arrays: the arguments of the kernel: arrays, or trees of arrays.
 
     Raises:

@@ -1,13 +1,13 @@
-"""Tiles of a kernel on a chip: tuned ones from `tiles/<chip>.json`, else those of the kernel's own rule.
+"""Tiles of a kernel on a chip: tuned tiles from `tiles/<chip>.json`, or else tiles by the kernel's own rule.
 
-A file is a list of entries. An entry has the kernel, the case, the tiles, and how they were measured:
+A file is a list of entries. An entry has the kernel, the case, the tiles, and how the tiles were measured:
 
     {"kernel": "attention.forward", "case": {"dtype": "bfloat16", "T": 4096, "H": 128, "mask": "causal"},
      "tiles": {"q": 512, "kv": 512}, "measured": "...", "date": "2026-11-22", "jax": "0.12.0.1", "command": "..."}
 
-An entry is used for cases with the same texts whose numbers are all within a factor of two of its own. If there are
-several, the nearest is used: the one with the smallest sum of |log2| ratios of the numbers. If there is none, the
-kernel's rule applies. Nothing is tuned while a program runs.
+An entry applies to a case if all texts in the two cases are equal, and all numbers are within a factor of two of each
+other. If several entries apply, the nearest is used: the entry with the smallest sum of |log2| ratios of the numbers.
+If none applies, the kernel's rule is used. Nothing is tuned while a program runs.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class Tiles:
     """The rectangle of an array that one step of the grid works on.
 
     Args:
-        rows: its number of rows.
-        cols: its number of columns.
+        rows: number of rows of the rectangle.
+        cols: number of columns of the rectangle.
 
     Raises:
         ValueError: a number is less than 1.
@@ -92,16 +92,16 @@ def tiles(
     rule: Callable[[], T],
     fits: Callable[[T], bool] = lambda tiles: True,
 ) -> T:
-    """Choose the tiles for a case: those of the nearest usable entry, else the rule's.
+    """Choose the tiles for a case: those of the nearest usable entry, or else those of `rule`.
 
     Args:
-        kernel: "attention.forward", ..
-        chip: "v5e", "h200", ..; None if the chip is unknown, so that the rule applies.
+        kernel: name of the kernel: "attention.forward", ..
+        chip: "v5e", "h200", ..; None if the chip is unknown: then `rule` applies.
         case: the facts on which tiles depend: positive numbers and texts, by the names that all entries of the kernel
             use.
         make: the kernel's frozen `Tiles` class, which checks its arguments.
         rule: a function that returns the kernel's own choice.
-        fits: whether tiles of an entry, which may be for another shape, can run this case.
+        fits: a function that returns whether tiles can run this case; the tiles of an entry may be for another shape.
 
     Example:
         >>> tiles("none", "v5e", {"T": 3}, dict, lambda: {"q": 8})

@@ -2,13 +2,13 @@
 
 Every case tagged "bench" or "aot" is compiled with every tiling that the kernel proposes. A tiling is dropped if the
 chip's compiler refuses it or (for adam8, quantize and top_k) needs temporary memory for it. Compiling needs no device.
-If this machine has the chip, the remaining tilings are timed on random data: everything is compiled and warm, and each
-tiling gets the median of ten rounds, in which the tilings take turns. Without the chip, no tiling is claimed to be
-fast, and the result is marked "static":
+If this machine has the chip, the remaining tilings are timed on random data, after compiling and a warm-up. The tilings
+take turns in ten rounds, and the median time of each tiling counts. Without the chip, no tiling is claimed to be fast,
+and the result is marked "static":
 
     attention on a TPU   for each pass, the tiles with the fewest cycles in the compiler's schedule, if they save at
                          least 3 % of the cycles of the kernel's rule; else the rule's tiles
-    attention on a GPU   the rule's tiles, unless ptxas spills less with others
+    attention on a GPU   the rule's tiles, unless ptxas spills less with other tiles
     other kernels        the first tiling, in the order of the kernel's rule, that compiles
 
 `--write` puts the result into `tiles/<chip>.json`, with the date, the JAX version and the command. If the rule's tiles
@@ -46,10 +46,10 @@ class KernelTuning:
     """What `tune` needs from a kernel.
 
     Args:
-        facts_of: returns the facts of a case by which `tiles.tiles` looks up its entry.
+        facts_of: returns the facts of a case by which `tiles.tiles` looks up the case's entry.
         shapes_of: returns the shapes of a case's arguments, one tree per argument.
-        function_of: returns the function of these arguments that runs a case with some tiles.
-        tilings_of: returns the tilings of a case to try on a chip, the first by the kernel's rule.
+        function_of: a function of (case, tiles); returns a function of these arguments that runs the case.
+        tilings_of: a function of (case, chip); returns the tilings to try, first the tiling of the kernel's rule.
         donated: indices of the arguments that are changed in place.
     """
 
@@ -61,7 +61,7 @@ class KernelTuning:
 
 
 def adam8() -> KernelTuning:
-    """How to tune 8-bit AdamW."""
+    """Return how to tune 8-bit AdamW."""
     import jax
     import jax.numpy as jnp
 
@@ -84,7 +84,7 @@ def adam8() -> KernelTuning:
 
 
 def quantize() -> KernelTuning:
-    """How to tune quantization."""
+    """Return how to tune quantization."""
     from pallas_kernels.quantize import api, tpu
 
     def function_of(case: Any, tiles: Any) -> Callable[..., Any]:
@@ -96,7 +96,7 @@ def quantize() -> KernelTuning:
 
 
 def top_k() -> KernelTuning:
-    """How to tune block top-k."""
+    """Return how to tune block top-k."""
     from pallas_kernels.top_k import api, tpu
 
     def function_of(case: Any, tiles: Any) -> Callable[..., Any]:
@@ -114,7 +114,7 @@ def _matrix_shapes(case: Any) -> tuple[Any, ...]:
 
 
 KERNELS: dict[str, Callable[[], KernelTuning]] = {"adam8": adam8, "quantize": quantize, "top_k": top_k}
-"""By the name of its folder, each kernel that has a single pass to tune."""
+"""How to tune each kernel with a single pass, by the name of the kernel's folder."""
 NAMES = ("attention", *KERNELS)
 """Names of all kernels that can be tuned."""
 CHIPS = (*ahead.TPUS, *ahead.GPUS)
@@ -123,7 +123,7 @@ CHIPS = (*ahead.TPUS, *ahead.GPUS)
 
 @dataclasses.dataclass(frozen=True)
 class TilingResult:
-    """What compiling, and perhaps timing, a case with one tiling gave.
+    """The result of compiling, and perhaps timing, a case with one tiling.
 
     Args:
         tiles: the tiling, a value of the kernel's `Tiles`.
@@ -137,7 +137,7 @@ class TilingResult:
 
 
 def fastest(results: Sequence[TilingResult]) -> TilingResult | None:
-    """Return the fastest tiling; the first that compiles if none was timed; `None` if none compiles.
+    """Return the fastest tiling. If none was timed, return the first one that compiles; `None` if none compiles.
 
     Example:
         >>> fastest([TilingResult("a", "too large"), TilingResult("b"), TilingResult("c")]).tiles
@@ -155,7 +155,7 @@ def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, c
 
     Args:
         kernel: name of the kernel.
-        facts: the facts by which `tiles.tiles` looks up the case.
+        facts: the facts by which `tiles.tiles` looks up the case's entry.
         tiles: the best tiles.
         measured: how the tiles were found to be the best.
         command: the command that found them.
@@ -176,7 +176,7 @@ def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, c
 def measurement_text(result: TilingResult, count: int) -> str:
     """Describe how a result was found to be the best of `count` tilings."""
     if result.seconds is None:
-        return f"static: the first of {count} tilings by rule that compiles; not timed"
+        return f"static: the first tiling that compiles, of {count} in the rule's order; not timed"
     return f"median of {ROUNDS}: {result.seconds * 1e6:.1f} us, the fastest of {count} tilings"
 
 
@@ -214,7 +214,7 @@ def merged_entries(
 def median_seconds(
     arg_shapes: tuple[Any, ...], programs: Sequence[Any], device: Any, donated: tuple[int, ...] = ()
 ) -> list[float]:
-    """Time compiled programs, which take turns on the same random arguments; return the median seconds of each."""
+    """Time compiled programs in turns on the same random arguments; return the median seconds of each program."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -245,7 +245,7 @@ def tune(kernel: str, chip: str, command: str, case_names: Sequence[str] = ()) -
     Args:
         kernel: a name of `NAMES`.
         chip: a name of `CHIPS`; a TPU unless the kernel is attention.
-        command: the command that called this, for the file.
+        command: the command line of the tuning, which each entry records.
         case_names: names of the cases to tune; by default all.
 
     Returns:
@@ -292,12 +292,12 @@ def _check_known(kind: str, name: str, names: Sequence[str]) -> None:
 def _tune_one_pass(
     kernel: str, case: Any, chip: str, device: Any, is_local: bool, command: str
 ) -> dict[str, Any] | None:
-    """Tune a case of a kernel of `KERNELS`; return its entry, or None if the kernel or the compiler refuses the case.
+    """Tune a case of a kernel of `KERNELS`; return its entry, or None if the kernel or its compiler refuses the case.
 
     Args:
         kernel, chip, command: as in `tune`.
         case: the case to tune.
-        device: the device, or the description of one, to compile for.
+        device: the device to compile for, or the description of a device.
         is_local: whether the device is on this machine, so that the tilings are timed.
     """
     tuning, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
@@ -336,12 +336,12 @@ def _tune_one_pass(
 def _tune_attention(
     case: Any, chip: str, device: Any, is_local: bool, folder: Any, command: str
 ) -> dict[str, Any] | None:
-    """Tune a case of attention, pass by pass; return its entry, or None if the kernel refuses the case.
+    """Tune a case of attention, pass by pass; return the case's entry, or None if the kernel refuses the case.
 
     Args:
         case: the case to tune.
         chip, command: as in `tune`.
-        device: the device, or the description of one, to compile for.
+        device: the device to compile for, or the description of a device.
         is_local: whether the device is on this machine, so that the tilings are timed.
         folder: where libtpu dumps its schedules; read for a TPU that is not on this machine.
     """
@@ -383,7 +383,7 @@ def _tune_attention(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; `arguments` are the words of its command line, by default those of this process."""
+    """Run the command; `arguments` are the words after its name, by default those of this process's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.tune",
         description=__doc__,
@@ -423,7 +423,7 @@ def write(chip: str, new_entries: Sequence[Mapping[str, Any]]) -> None:
     old_entries = files.entries(chip)
     entries = merged_entries(old_entries, new_entries)
     if entries == list(old_entries):
-        print(f"nothing to write: the rule's tiles are the best that was found on {chip}")
+        print(f"nothing to write: the rule's tiles are the best that were found on {chip}")
         return
     file = files.FOLDER / f"{chip}.json"
     file.parent.mkdir(exist_ok=True)

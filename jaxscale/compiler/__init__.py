@@ -1,1 +1,1 @@
-"""Compilation ahead of time for a machine that need not be attached, and what a compiled program holds and sends."""
+"""Ahead-of-time compilation for devices that need not be attached, and reports on a program's memory and transfers."""

@@ -1,16 +1,16 @@
 """The collectives of a compiled program, by kind, mesh axes and bytes.
 
-They are read from `compiled.as_text()`, the only description that CPU, GPU and TPU share. This text numbers devices by
+They are read from `compiled.as_text()`, the only format that CPU, GPU and TPU share. This text numbers devices by
 their position in the mesh (row-major), not by their id, and spells replica groups in three ways:
 
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
 XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion. So an all-reduce over n devices is listed as a
-reduce-scatter if every use takes 1/n of its result (apart from copies, converts and tuples). XLA:TPU prints a
-collective that overlaps with products in every fusion with which it overlaps, always with the same channel; it is
+reduce-scatter if every use takes 1/n of its result (apart from copies, converts and tuples). If a collective overlaps
+with matrix products, XLA:TPU prints it, always with the same channel, in every fusion with which it overlaps; it is
 listed only where it starts. A transfer between TPU slices goes through the hosts (`platforms/megascale.py`), and is
-listed with the bytes that leave a device. Left out: transfers inside a kernel (remote copies of Pallas), and other host
-transfers.
+listed with the bytes that leave a device. Left out: transfers inside a kernel (remote copies of Pallas), and all other
+transfers to and from hosts.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ class Collective:
 
     Args:
         kind: kind of the operation; a reduce-scatter may be printed as an all-reduce whose result is sliced.
-        axes: the mesh axes along which devices communicate, in mesh order; None if no set of axes matches its groups.
-        bytes: bytes of the whole array, per device and execution: an all-reduce's sum, an all-gather's result, a
-            reduce-scatter's operand, the data sent by an all-to-all or a permute.
+        axes: the mesh axes along which devices communicate, in mesh order; None if no set of axes matches the groups.
+        bytes: bytes of the whole array, per device and execution: the result of an all-reduce or an all-gather, the
+            operand of a reduce-scatter, the data sent by an all-to-all or a permute.
         count: number of executions in one run of the program, iterations of loops included.
         dtype: type of the elements, as XLA spells it ("f32", "bf16").
         computation: name of the computation that contains the operation.
@@ -65,8 +65,8 @@ class Collective:
 def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     """Return the collectives of a compiled program, in the order of its text.
 
-    A tuple all-reduce (several arrays in one op) counts once per kind and type. Groups of one device send nothing and
-    are left out.
+    A collective of a tuple (several arrays in one op) is listed once for each kind of collective and type of elements
+    in it. Collectives whose groups have one device send nothing and are left out.
 
     Args:
         program: `compiled.as_text()`, or the program read from it.
@@ -89,7 +89,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     device_count = math.prod(sizes.values())
     axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
-    records = []
+    found = []
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
@@ -110,8 +110,8 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
         if kind is not None and group_size > 1:
             bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
         for (array_kind, dtype), nbytes in bytes_by_kind:
-            records.append(Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known))
-    return records
+            found.append(Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known))
+    return found
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
@@ -156,7 +156,7 @@ def parse_groups(attributes: str, device_count: int) -> Groups:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Return the groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; `'a':(2)2` is a part of an axis."""
+    """Read groups such as `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; `'a':(2)2` is a part of an axis."""
     match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}", text)
     assert match is not None, f"replica groups in an unknown spelling: {text[:80]}"
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
@@ -172,7 +172,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _iota(text: str) -> list[int]:
-    """Return the device numbers of a text such as "[2,4]T(1,0)": 0, 1, ... in this shape, transposed, row by row."""
+    """Return the numbers of a text such as "[2,4]T(1,0)": 0, 1, ... as a (2, 4) array, transposed, row by row."""
     shape_text, is_transposed, permutation = text.partition("T")
     devices = _device_array(integers(shape_text))
     return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
@@ -185,13 +185,13 @@ def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 
 def _pairs(op: Op) -> list[tuple[int, int]]:
-    """Return the source and the target device of each transfer of a collective-permute."""
+    """Return a pair (source device, target device) for each transfer of a collective-permute."""
     pairs_text = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
     return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs_text)]
 
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the source and the target device of some pair differ."""
+    """Return the mesh axes along which the two devices of at least one pair (source, target) differ."""
     differing_axes = set()
     for source, target in pairs:
         # from the last axis on: the index along the axis, and the position in the mesh of the axes before it
@@ -203,7 +203,7 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
 
 
 def _continuations(program: HloProgram) -> set[tuple[str, str]]:
-    """Return the collectives printed in a fusion that does not start them, as pairs (computation, instruction)."""
+    """Return the names (computation, instruction) of the collectives printed in fusions that do not start them."""
     # by channel, the collectives in fusions that start them and in other fusions, as (computation, instruction)
     starts: dict[str, list[tuple[str, str]]] = {}
     repeats: dict[str, list[tuple[str, str]]] = {}
@@ -221,8 +221,8 @@ def _continuations(program: HloProgram) -> set[tuple[str, str]]:
 def _message_sizes(computation: Computation, send: Op) -> list[int]:
     """Return the bytes of each part of a message between slices.
 
-    The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to the tile
-    of 4096 that a TPU sends.
+    The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to a tile of
+    4096 bytes, the least that a TPU sends.
     """
     total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
@@ -241,7 +241,7 @@ def _bytes_by_kind(
 ) -> dict[tuple[Any, str], int]:
     """Return the bytes of a collective, by kind and type of the elements.
 
-    There is one entry, unless the collective is of a tuple that mixes types or of which only some arrays are sliced.
+    There is one entry, unless the collective is of a tuple with several types, or only some arrays of it are sliced.
     """
     arrays, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
@@ -271,7 +271,7 @@ def _is_scattered(program: HloProgram, computation: Computation, name: str, inde
         program: the program of the value.
         computation: the computation of the value.
         name: name of the instruction that computes the value.
-        index: for a tuple, index of the element that is meant; `None` for any other value.
+        index: if the instruction returns a tuple, index of the value in the tuple; otherwise `None`.
         group_size: number of devices of a group of the collective.
     """
     op = computation.instructions[name]

@@ -1,9 +1,9 @@
 """Compile a program with the platform's own compiler, also for devices that are not attached, and report on it.
 
 libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
-without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs. After
-a crash, a time-out or a lack of memory the caller gets a report of the failure. A program reaches the child as a
-*recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request costs only
+without the device. Every compilation runs in a child process, because libtpu is killed by a signal on some programs.
+After a crash, a time-out or a lack of memory the caller gets a report of the failure. A program reaches the child as a
+*recipe*, a function that both processes can import. Reports are cached on disk; compiling a program again costs only
 its tracing.
 
 If the platform's devices are attached, programs are compiled for them directly. If not, the compiler gets a
@@ -42,14 +42,15 @@ _START = (
 
 @dataclasses.dataclass(frozen=True)
 class ProgramRecipe:
-    """A program to compile, as a function's name and arguments, so that another process can build it.
+    """A program to compile, as a function's name and arguments, from which another process can build the program.
 
-    The function takes the platform's devices (as many as `Platform.devices`), then `args`, and returns the program to
-    compile: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over these devices.
+    The function takes a sequence of the platform's devices (`Platform.devices` is their number), then `args`. It
+    returns the program to compile: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over
+    these devices.
 
     Args:
         function: module and name of the function, as "module:name".
-        args: arguments of the function after the devices; they must pickle.
+        args: arguments of the function after the devices; it must be possible to pickle them.
     """
 
     function: str
@@ -106,11 +107,11 @@ def compile_report(
         timeout: seconds after which the child is stopped.
 
     Returns:
-        The report; it also describes a program that does not fit, a compiler that dies, or a time-out.
+        The report; if the program does not fit, the compiler dies or the time is up, the report says so.
 
     Raises:
         UserError: the platform's compiler is missing or untrusted, or its hardware is unknown. The recipe cannot be
-            pickled, or builds no program for these devices. Or the compiler has no such option.
+            pickled, or builds no program for these devices. Or the compiler rejects an option.
         RecipeFailed: the recipe raised another error.
 
     Example:
@@ -139,7 +140,7 @@ def compile_report(
 
 
 def _check_libtpu(child_target: Target, timeout: float) -> None:
-    """Check that libtpu reports the right bytes; an untested version is tested once, and its bytes are stored.
+    """Check that libtpu reports the right bytes; an untested version is tested once, and its result is stored.
 
     Raises:
         UserError: the bytes that libtpu reports for a known program are wrong or missing.
@@ -171,7 +172,7 @@ def _check_libtpu(child_target: Target, timeout: float) -> None:
 
 
 def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
-    """Run a child process on a request, and return its report; None if attached devices are not available."""
+    """Run a child process on a request for a report; return the report, or None if attached devices are unavailable."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         request_folder = pathlib.Path(folder)
         (request_folder / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
@@ -191,7 +192,7 @@ def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, t
 
 
 def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
-    """Run the child on the request in a folder; return its exit code, or None after a time-out."""
+    """Run a child process on the request that `folder` contains; return its exit code, or None after a time-out."""
     paths_json = json.dumps([path or os.getcwd() for path in sys.path])
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
@@ -229,7 +230,7 @@ def _pickle(recipe: Any) -> bytes:
     """Pickle a recipe, and return the bytes.
 
     Raises:
-        UserError: the recipe does not pickle.
+        UserError: the recipe cannot be pickled.
     """
     try:
         return pickle.dumps(recipe)
@@ -241,12 +242,12 @@ def _pickle(recipe: Any) -> bytes:
 
 
 def _main_file(recipe_bytes: bytes) -> str | None:
-    """Return the file of the running script if the recipe refers to it; the child runs the file again, as a module."""
+    """Return the file of the running script if the recipe refers to it; the child process imports this file."""
     if b"__main__" not in recipe_bytes:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
-        raise UserError("a recipe of a notebook or the prompt cannot be imported: define it in a module")
+        raise UserError("a recipe from a notebook or the prompt cannot be imported: define it in a module")
     return os.path.abspath(path)
 
 

@@ -29,7 +29,7 @@ from jaxscale.platforms.platform import Platform
 
 
 def main() -> None:
-    """Read the request from the folder that the command line names, and write the reply into it."""
+    """Read the request for a report from the folder that the command line names, and write the reply into it."""
     folder = pathlib.Path(sys.argv[2])
     request = pickle.loads((folder / "request").read_bytes())
     try:
@@ -74,20 +74,20 @@ def make_report(request: Mapping[str, Any]) -> CompileReport:
 
 
 def example(devices: Sequence[Any]) -> Any:
-    """Return the product of a (256, 128) array, with rows split over all devices, and a (128, 64) array: a recipe."""
+    """Lower the product of a (256, 128) array, with rows split over all devices, and a (128, 64) array; a recipe."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     row_sharding, replicated_sharding = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
-    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=row_sharding)
-    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated_sharding)
-    return jax.jit(jnp.dot).lower(x, w)
+    abstract_x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=row_sharding)
+    abstract_w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated_sharding)
+    return jax.jit(jnp.dot).lower(abstract_x, abstract_w)
 
 
 def _import_main(path: str) -> None:
-    """Run the parent's script as a module, in which `pickle` finds the script's functions."""
+    """Run the parent's script as a module, so that `pickle` finds the script's functions."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
     assert spec is not None, f"the parent has run {path}, so it can be imported"
     assert spec.loader is not None
@@ -189,9 +189,9 @@ def _failure_report(
 
     Args:
         message: the compiler's error message.
-        fields: fields of the report that are set already.
+        fields: fields of the report that are already known, by name.
         options: options of the compiler.
-        live_fields: fields of the report for its live buffers.
+        live_fields: fields of the report that describe its live buffers, by name.
 
     Raises:
         UserError: an option of the compiler is wrong, or ptxas is missing.
@@ -211,7 +211,7 @@ def _failure_report(
 
 
 def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
-    """Return the axis sizes of the largest mesh that shards a program's arguments and results; empty without a mesh.
+    """Return the axis sizes of the largest mesh that shards a program's arguments and results; {} without a mesh.
 
     Raises:
         UserError: the program is for other devices than those passed to the recipe.
@@ -223,9 +223,9 @@ def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
     recipe_devices = set(devices)
     program_devices = {device for sharding in shardings for device in sharding.device_set}
     if shardings and not program_devices <= recipe_devices:
-        kinds = ", ".join(sorted({device.device_kind for device in program_devices - recipe_devices}))
+        kinds_text = ", ".join(sorted({device.device_kind for device in program_devices - recipe_devices}))
         raise UserError(
-            f"the recipe made a program for other devices ({kinds}) than it received ({devices[0].device_kind}): "
+            f"the recipe made a program for other devices ({kinds_text}) than it received ({devices[0].device_kind}): "
             "shard its arguments over a mesh of the devices passed to the recipe"
         )
     named_meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]

@@ -1,8 +1,8 @@
-"""Programs for devices whose description lacks their memories: GPUs that the CUDA plugin only describes.
+"""Programs for GPUs that are not attached: the CUDA plugin describes them without their memories.
 
-JAX silently drops the memory kind of a sharding over such devices, and the program would keep values for the host on
-the device. The compiler supports both memories. So the program is traced and lowered over an abstract mesh, whose
-shardings keep their memory kinds, and the devices are specified when it is compiled.
+JAX silently drops the memory kind of a sharding over such devices; a program would then keep on the device the values
+that belong on the host. The compiler supports both memories. So a program is traced and lowered over an abstract mesh,
+whose shardings keep their memory kinds. The devices are specified when the program is compiled.
 """
 
 import dataclasses

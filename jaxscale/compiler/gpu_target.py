@@ -1,9 +1,9 @@
-"""XLA's target configuration of a GPU, as text, to compile for a GPU that is not attached.
+"""XLA's target configuration of a GPU, as text, for compiling for a GPU that is not attached.
 
 `TARGETS` has the values that the driver reports for each card, as recorded in XLA's own specifications (openxla/xla,
 xla/backends/gpu/target_config/specs). The memory bandwidth comes from the chip table (`platforms/gpu.py`). Left out:
-autotuning, which needs the card. XLA uses its defaults instead, so that a program takes the memory, but not the time,
-of a tuned one.
+autotuning, which needs the card. Without it XLA uses its defaults: the compiled program takes as much memory as a tuned
+one, but not the same time.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def target_config(chip: Chip) -> str:
 
 
 def topology_text(platform: Platform) -> str:
-    """Return the numbers of slices, of hosts and of GPUs per host as text: "1x2x8" for 16 GPUs in hosts of 8.
+    """Return a GPU platform's topology as text, SLICESxHOSTSxGPUS_PER_HOST: "1x2x8" for 16 GPUs in hosts of 8.
 
     Raises:
         UserError: the GPUs do not fill their hosts.

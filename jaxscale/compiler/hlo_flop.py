@@ -1,8 +1,9 @@
-"""FLOP of a compiled program, read from its text, with recomputation and loops.
+"""FLOP of a compiled program, read from its text; recomputation and all iterations of loops count.
 
-XLA's `cost_analysis()` counts the body of a loop once and is None on a GPU. Here a loop counts as often as it runs.
-FLOP are those of matrix products, convolutions (a TPU prints both as convolutions), their library calls on a GPU, and
-kernels that declare their cost (`pl.CostEstimate`): 2 per multiply and add. The program is one device's share.
+XLA's `cost_analysis()` counts the body of a loop once and is None on a GPU. Here the body counts once per iteration.
+Counted are matrix products and convolutions (both are convolutions in the text for a TPU, library calls in the text for
+a GPU), with 2 FLOP per multiply-add, and kernels that declare their FLOP (`pl.CostEstimate`). The program is one
+device's share.
 
 Left out: elementwise work, and kernels that declare no cost.
 """
@@ -22,7 +23,7 @@ class ProgramFlop:
 
     Args:
         total: FLOP of matrix products, convolutions and kernels with a known cost, iterations of loops included.
-        unknown_loops: number of loops around any of them whose trip count is unknown; their bodies count once.
+        unknown_loops: number of loops with such operations whose trip count is unknown; their bodies count once.
         silent_kernels: number of custom kernels that declare no cost; they add nothing to `total`.
     """
 
@@ -121,7 +122,7 @@ def _product_flop(computation: Computation, op: Op, contracting_dims: list[int])
 
 
 def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], output_shape: list[int]) -> int:
-    """Return the FLOP of a convolution of these three shapes, without padding and the holes of a dilated input."""
+    """Return the FLOP of a convolution of these three shapes, not counting products with padding or dilation zeros."""
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
     input_labels, kernel_labels, output_labels = match.groups()
@@ -144,7 +145,7 @@ def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], o
 
 
 def _window_numbers(window_text: str, field: str, default: int, spatial_count: int) -> list[int]:
-    """Return the numbers in a window's field, one for each of `spatial_count` dims; of a padding "1_2", the first."""
+    """Return the number for each of `spatial_count` dims in a window's field; of a padding "1_2", its first number."""
     match = re.search(rf"\b{field}=(\S+)", window_text)
     return [int(number.split("_")[0]) for number in match[1].split("x")] if match else [default] * spatial_count
 

@@ -1,6 +1,6 @@
 """A compiled program as data: its computations and instructions, read from the text that XLA prints.
 
-CPU, GPU and TPU share this text (`compiled.as_text()`). It is read line by line, but only for what other modules need:
+CPU, GPU and TPU share the format of this text (`compiled.as_text()`). Only what other modules need is read:
 names, types and operands of instructions, the computations that they call, and how often a computation runs. Left out:
 layouts and the values of constants.
 """
@@ -26,9 +26,9 @@ class Op:
         name: name of the instruction, without "%".
         type: type of its result, as XLA prints it.
         opcode: name of its operation, such as "dot".
-        operands: names of its operands; the value of a constant, or the number of a parameter.
+        operands: names of its operands. For a constant, its value instead; for a parameter, its number.
         attributes: the text after its operands.
-        is_root: whether its result is the computation's.
+        is_root: whether its result is also the result of the computation.
     """
 
     name: str
@@ -45,23 +45,23 @@ class Op:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the result; of its first array if it is a tuple."""
+        """Shape of the result; if the result is a tuple, shape of its first array."""
         return integers(self.arrays[0][1]) if self.arrays else []
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result; of its first array if it is a tuple."""
+        """Bytes of the result; if the result is a tuple, bytes of its first array."""
         return array_bytes(self.arrays[0]) if self.arrays else 0
 
     def attribute(self, pattern: str) -> str | None:
-        """Return the first group of a pattern in the attributes; `None` if it does not match."""
+        """Return the first group of a pattern in the attributes; `None` if the pattern does not match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
 
 @dataclasses.dataclass
 class Computation:
-    """A computation.
+    """A computation of a program: the entry, the body of a loop, or another function that instructions call.
 
     Args:
         name: name of the computation.
@@ -80,11 +80,11 @@ class Computation:
 
     @property
     def root(self) -> Op | None:
-        """The instruction whose result is the computation's; `None` if the text does not show it."""
+        """The instruction that computes the computation's result; `None` if the text does not mark it."""
         return next((op for op in self.instructions.values() if op.is_root), None)
 
     def skip_back(self, op: Op, opcodes: Collection[str]) -> Op:
-        """Follow first operands, from `op` on; return the first instruction whose opcode is not one of these."""
+        """Follow first operands, from `op` on, to the first instruction whose opcode is not in `opcodes`; return it."""
         while op.opcode in opcodes and op.operands[0] in self.instructions:
             op = self.instructions[op.operands[0]]
         return op
@@ -104,7 +104,7 @@ class HloProgram:
     Attributes:
         text: the text.
         computations: the computations, by name.
-        callers: by name of a computation, the instructions that call it, as pairs (their computation, instruction).
+        callers: for each computation's name, the calls of the computation, as pairs (calling computation, instruction).
     """
 
     def __init__(self, text: str) -> None:
@@ -134,10 +134,11 @@ class HloProgram:
             yield from ((computation, op) for op in computation.instructions.values())
 
     def executions(self, name: str) -> tuple[int, bool, bool]:
-        """Return facts about the executions of the computation with this name in one run of the program.
+        """Count the executions of the computation with this name in one run of the program.
 
         Returns:
-            The number of executions, whether they are in a loop, and whether all trip counts around them are known.
+            The number of executions; whether they are in a loop; whether the trip counts of all loops around them are
+            known.
         """
         if name not in self._executions:
             by_caller = [(1, False, True)] if self.computations[name].is_entry else []
@@ -156,7 +157,7 @@ class HloProgram:
         return self._executions[name]
 
     def trip_count(self, loop: Op) -> int | None:
-        """Return a while loop's trip count: the compiler's, or the only bound in the condition; None if unknown."""
+        """Return a while loop's trip count, from XLA's annotation or its condition's only bound; None if unknown."""
         if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(trip_count)
         condition_name = loop.attribute(r"condition=%?([\w.\-]+)")
@@ -188,7 +189,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _name_elements(computation: Computation) -> None:
-    """Add a get-tuple-element for each operand such as `tuple#2`, which XLA prints in place of such an instruction."""
+    """Add a get-tuple-element instruction for each operand such as `tuple#2`, for which XLA prints no instruction."""
     element_names = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
     for name in dict.fromkeys(element_names):
         tuple_name, *indices = name.split("#")

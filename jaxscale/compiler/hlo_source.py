@@ -2,8 +2,8 @@
 
 The head of a program's text lists files, functions, locations and frames; an instruction names its innermost frame. An
 operation inside modules (classes with a `__call__`) is described by the chain of the modules' names, from the outermost
-to the innermost; any other operation, by the names of its last two functions. Left out: functions inside functions, and
-names that begin with an underscore.
+to the innermost; any other operation, by the names of the two innermost functions. Left out: functions inside
+functions, and names that begin with an underscore.
 """
 
 import re
@@ -11,7 +11,7 @@ import re
 from jaxscale.compiler.hlo_program import Op
 
 SHOWN = 4
-"""Maximum number of modules of a chain that are shown, from the innermost."""
+"""Maximum number of modules of a chain that are shown; these are the innermost ones."""
 
 # frames of the caller of a program
 _OUTSIDE = re.compile(r"/(pluggy|_pytest|IPython|ipykernel|absl)/|/jaxscale/compiler/compile(_child)?\.py$|/runpy\.py$")
@@ -39,7 +39,7 @@ class Sources:
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an instruction's modules, outermost first; without modules, those of two functions."""
+        """Return the names of an instruction's modules, outermost first; without modules, of its last two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):
@@ -50,7 +50,7 @@ class Sources:
         return tuple(reversed(modules[:SHOWN] or functions[:2]))
 
     def file_and_line(self, op: Op) -> str | None:
-        """Return the file and line that call an instruction's innermost module, or without modules, its own."""
+        """Return the file and line where an instruction's innermost module is called; without modules, its own line."""
         stack = self._stack(op)
         module_index = next((i for i, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:

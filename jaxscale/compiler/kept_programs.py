@@ -1,13 +1,13 @@
 """A filter of JAX's persistent compile cache: on a CPU, programs with collectives in a loop or a branch are not cached.
 
 XLA:CPU starts an instruction as soon as its operands are available, and a collective blocks a thread until every device
-has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
-every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
-`platforms/cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's
-collectives are not ordered with those outside it. Two such collectives then block threads that the other one needs, and
-the program hangs. If both use one channel, as all collectives of `jax.shard_map` do, devices join different
-collectives, and the program crashes. If all collectives are in the entry computation, they share one sequence and stay
-in order.
+has reached it. Collectives must therefore run in one order on all devices. In a freshly compiled program, all
+collectives, and all loops that contain one, use one resource, which makes them start in that order (a loop need not
+have ended: `platforms/cpu_threads.py`). A program loaded from the cache has one resource for each sequence of
+instructions, so the collectives in a loop are not ordered with those outside it. Two such collectives can each block
+threads that the other one needs; the program then hangs. If both use one channel, as all collectives of
+`jax.shard_map` do, some devices join one and some the other, and the program crashes. If all collectives are in the
+entry computation, they share one sequence and stay in order.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` creates new resources
@@ -54,7 +54,7 @@ def is_ordered(text: str) -> bool:
 def keep_ordered_programs() -> None:
     """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
 
-    It applies to all later compilations of the process, in any cache folder; calls after the first have no effect.
+    The filter applies to all later compilations of the process, in any cache folder; a second call has no effect.
     Programs of one device, and those of TPUs and GPUs, are cached as usual.
     """
     filter_compile_cache(_may_be_kept)

@@ -34,7 +34,7 @@ class Live:
     """The buffers alive at the peak, and the live bytes along the schedule.
 
     Args:
-        tensors: the buffers alive at the peak, largest first, without those below a thousandth of it.
+        tensors: the buffers alive at the peak, largest first, without those smaller than a thousandth of the peak.
         timeline: live bytes by kind, along the schedule.
     """
 
@@ -53,7 +53,7 @@ class _Value:
         bytes: bytes of the value.
         shape: type and shape, as XLA prints them.
         start: position in the schedule of the first instruction at which the value is alive.
-        end: position of the last such instruction.
+        end: position in the schedule of the last instruction at which the value is alive.
         whole_run_kind: kind of a value that is alive for the whole run; None for a temporary.
     """
 
@@ -68,7 +68,7 @@ class _Value:
 
 
 def live_at_the_peak(folder: pathlib.Path, device_kind: str) -> Live | None:
-    """Return the buffers alive at a program's peak, from the dump of its compilation in a folder; None without a dump.
+    """Return a program's live buffers, from the dump of its compilation in a folder; None without a dump.
 
     Args:
         folder: folder of the dump, passed to `xla_dump_to`, with `xla_dump_hlo_as_text`.
@@ -127,7 +127,7 @@ def _values(
         assignment_text: text of the buffer assignment.
         ranges_text: text of the live ranges.
         device_spaces: memory spaces that are device memory.
-        arguments: instruction of each argument, by the argument's number.
+        arguments: name of each argument's instruction, by the argument's number as text.
     """
     schedule: list[str] = []
     lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
@@ -176,7 +176,7 @@ def _whole_run_kind(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """Return the last use of each value, by (buffer, start); adjacent values of one shape in a buffer count as one."""
+    """Return each value's last use, by (buffer, start); directly successive values of one shape count as one value."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
         values_by_buffer[value.buffer, value.shape].append(value)
@@ -199,7 +199,7 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
 def _peak_and_timeline(
     schedule: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
-    """Return the values alive at the peak, the largest of each buffer, and the timeline."""
+    """Return the largest value of each buffer that is alive at the peak, and the timeline."""
     values_by_start: dict[int, list[_Value]] = defaultdict(list)
     values_by_end: dict[int, list[_Value]] = defaultdict(list)
     for value in values:
@@ -235,12 +235,12 @@ def _peak_and_timeline(
 
 
 def _rank(value: _Value) -> tuple[int, int]:
-    """Return a sort key for the values in a buffer: the largest value describes it; of equally large ones, the last."""
+    """Return a sort key for values in a buffer: the largest describes the buffer; of equally large values, the last."""
     return value.bytes, value.start
 
 
 def _sample(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
-    """Return the moment with the most bytes of each of about `MOMENTS` intervals, so that every peak stays visible."""
+    """Split the moments into about `MOMENTS` intervals, and return the moment with the most bytes of each interval."""
     moments_per_interval = max(1, -(-len(moments) // MOMENTS))
     return tuple(
         max(moments[i : i + moments_per_interval], key=lambda moment: moment.total)

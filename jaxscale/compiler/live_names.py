@@ -1,8 +1,8 @@
 """Names for the values of a compiled program, in the user's terms.
 
-An argument is named by its path; a result, by its scopes (`jax.named_scope`), or without scopes by the modules that
-compute it. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
-outputs, and slices of them, after the value that was stacked.
+An argument is named by its path. A computed value is named by its scopes (`jax.named_scope`), or, without scopes, by
+the modules that compute it. A carry of a loop is named after the value that the loop's body returns for it. The stacked
+outputs of a scan, and their slices, are named after the value that was stacked.
 """
 
 import re
@@ -69,9 +69,9 @@ class ValueNames:
 
     Attributes:
         program: the program.
-        sources: its stack frames.
-        ops: by name of an instruction, the pair (its computation, the instruction).
-        arguments: by number of an argument (a text), the name of the instruction that stands for it.
+        sources: the program's stack frames.
+        ops: a pair (computation, instruction) for each name of an instruction.
+        arguments: for each argument's number (as text), the name of the instruction that stands for the argument.
     """
 
     def __init__(self, program: HloProgram, sources: Sources) -> None:
@@ -94,7 +94,7 @@ class ValueNames:
         return name in self.ops and self.program.executions(self.ops[name][0].name)[1]
 
     def writer_scopes(self, name: str, index: BufferIndex) -> str:
-        """Return the scopes of the operation that writes a value; if it has none, those of the value's instruction."""
+        """Return the scopes of the operation that writes a value; if it has none, those of the instruction `name`."""
         writer = self._origin(name, index, through_stacks=False)
         return self.op_name(writer) or self.op_name(name)
 
@@ -166,7 +166,7 @@ class ValueNames:
         return self._stacked_slice(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
     def _is_unchanged_element(self, name: str, index: int) -> bool:
-        """Return whether a value is element number `index` of its computation's one parameter, unchanged."""
+        """Return whether a value is, unchanged, element number `index` of its computation's only parameter."""
         if name not in self.ops:
             return False
         computation, op = self.ops[name]
@@ -176,20 +176,20 @@ class ValueNames:
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
     def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
-        """Return the caller's operand for a parameter `op`; for a loop, the result of the previous iteration."""
+        """Return the caller's operand for a parameter `op`; for a loop's parameter, the previous iteration's result."""
         caller_op = next((caller_op for _, caller_op in self.program.callers.get(computation.name, [])), None)
         if caller_op is None or caller_op.opcode not in ("while", "fusion", "call", "async-start"):
             return None
         return (caller_op.name if caller_op.opcode == "while" else caller_op.operands[int(op.operands[0])]), index
 
     def _last_named(self, fusion: Op) -> Element | None:
-        """Return the last instruction with scopes of a fusion that has no scopes itself; None if there is none."""
+        """Return the last instruction with scopes inside a fusion; None if no instruction of the fusion has scopes."""
         instructions = self.program.computations[callees(fusion.attributes)[0]].instructions
-        named_ops = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
-        return (named_ops[-1], ()) if named_ops else None
+        scoped_names = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
+        return (scoped_names[-1], ()) if scoped_names else None
 
     def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
-        """Return the source of the slice that an operation writes into a stack, or the stack that it slices."""
+        """Return the slice that an operation writes into a stack, or the stack from which the operation reads."""
         callee = self.program.computations[callees(op.attributes)[0]]
         root = callee.root
         if root is None:

@@ -48,8 +48,10 @@ class OutOfMemory:
     message: str
 
     def __str__(self) -> str:
-        memory = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
-        return f"out of {memory}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
+        memory_text = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
+        return (
+            f"out of {memory_text}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
+        )
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
@@ -84,9 +86,9 @@ class LiveTensor:
         kind: "argument"; "output", an output that reuses no donated argument; "kept", a tensor computed in the forward
             pass and read in the backward pass; "constant"; "transient", any other tensor.
         shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
-        phase: the pass that computes it: "forward", "backward", or "recompute" (of the forward pass, in the backward
-            pass); None for arguments, and in a program without gradients.
-        in_loop: whether it belongs to one iteration of a loop.
+        phase: the pass that computes the tensor: "forward", "backward", or "recompute" (of the forward pass, in the
+            backward pass); None for arguments, and in a program without gradients.
+        in_loop: whether the tensor belongs to one iteration of a loop.
         source: file and line where the innermost module is called, "layers/mlp.py:96".
     """
 
@@ -123,15 +125,15 @@ class LiveBytes:
 class CompileReport:
     """A compiler's report on one program. Bytes and FLOP are of one device.
 
-    `oom` is set if the program does not fit, `crashed` if the compiler died. In both cases the bytes are None, unless
-    the compiler reported them before it stopped.
+    If the program does not fit, `oom` is set; if the compiler failed otherwise, `crashed` is set. In both cases the
+    bytes are None, unless the compiler reported them before it stopped.
 
     Args:
         platform: text of the `Platform` that the program was compiled for.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: bytes of device memory of the arguments, of the outputs,
             of the outputs that reuse the buffers of donated arguments, and of temporaries.
-        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: bytes of host memory, likewise.
-            Always 0 on a CPU, whose device memory is the host's.
+        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: the same for bytes of host memory;
+            always 0 on a CPU, where host memory is device memory.
         flop: FLOP of matrix products, convolutions and kernels, iterations of loops included; None without a program.
         unknown_loops: number of loops whose trip count the program does not specify; `flop` counts their bodies once.
         silent_kernels: number of custom kernels that do not declare their cost; they are missing from `flop`.
@@ -144,7 +146,7 @@ class CompileReport:
         seconds: seconds that the compiler took.
         versions: versions of jax, jaxlib and the compiler, by package.
         attached: whether the program was compiled for an attached device, not for a described one.
-        key: hash of program, platform, versions and options, the key of the cache.
+        key: hash of the program, the platform, the versions and the options; the report's key in the cache.
         cached: whether the report comes from the cache.
     """
 
@@ -176,7 +178,7 @@ class CompileReport:
     def device_bytes(self) -> int | None:
         """Bytes of device memory that a run takes: temp + argument + output - alias.
 
-        For a program that does not fit, the bytes that the compiler reports as needed; None if unknown.
+        For a program that does not fit, it is the number of bytes that the compiler reports as needed. None if unknown.
         """
         total = _total(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
         if total is None and self.oom is not None and self.oom.memory == "device":
@@ -213,18 +215,18 @@ class CompileReport:
 
     @classmethod
     def from_json(cls, report_json: Any, source_name: str = "the JSON") -> "CompileReport":
-        """Read a report from JSON that `json` returned; `source_name` names it in error messages."""
+        """Read a report from JSON that `json` returned; error messages call the JSON `source_name`."""
         return from_json(cls, report_json, source_name)
 
     def __str__(self) -> str:
-        origin = "(from the cache)" if self.cached else f"in {self.seconds:.1f} s"
-        lines = [f"compiled for {self.platform} {origin}"]
+        origin_text = "(from the cache)" if self.cached else f"in {self.seconds:.1f} s"
+        lines = [f"compiled for {self.platform} {origin_text}"]
         if self.crashed is not None:
             lines = [f"not compiled for {self.platform}: {self.crashed}"]
         if self.oom is not None:
             lines = [f"does not fit {self.platform}: {self.oom}"]
         if self.temp_bytes is not None and self.device_bytes is not None:
-            rows = {
+            bytes_by_row = {
                 "device": self.device_bytes,
                 "  arguments": self.argument_bytes,
                 "  outputs": self.output_bytes,
@@ -232,7 +234,8 @@ class CompileReport:
                 "  temporaries": self.temp_bytes,
                 "host": self.host_bytes,
             }
-            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in rows.items() if nbytes is not None]
+            row_bytes = [(name, nbytes) for name, nbytes in bytes_by_row.items() if nbytes is not None]
+            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in row_bytes]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
         sums: collections.Counter[tuple[str, str]] = collections.Counter()  # bytes by kind and mesh axes

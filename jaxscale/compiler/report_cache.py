@@ -1,4 +1,4 @@
-"""Reports on disk, by a hash of everything that determines them: program, platform, versions and options.
+"""Reports on compiled programs, on disk, by a hash of what determines them: program, platform, versions and options.
 
 JAX's compilation cache writes programs for absent devices but cannot read them, so the reports are stored, not the
 programs. Several processes may use one folder: a report is written completely or not at all.
@@ -18,7 +18,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
 FORMAT = 5
-"""Increased when the meaning of reports changes."""
+"""Version of the format of reports; increased when the meaning of reports changes."""
 
 
 def report_key(
@@ -32,7 +32,7 @@ def report_key(
     """Return the key of a report: the SHA-256 hash of everything that determines it.
 
     Args:
-        lowered: the program, `jax.stages.Lowered`; with `explain`, its names and source lines determine the report too.
+        lowered: the program, a `jax.stages.Lowered`; with `explain`, the key depends on its source lines and names too.
         platform: platform that the program is compiled for.
         versions: versions of the compiler and of JAX, by package.
         options: options of the compiler.
@@ -54,7 +54,7 @@ def report_key(
 
 
 def read_report(folder: pathlib.Path, key: str) -> CompileReport | None:
-    """Read the report stored under a key; None if there is none, or it is unreadable."""
+    """Return the report stored under a key; None if there is none, or if it is unreadable."""
     try:
         report_json = json.loads((folder / f"{key}.json").read_bytes())
         report = CompileReport.from_json(report_json, str(folder))
@@ -64,7 +64,7 @@ def read_report(folder: pathlib.Path, key: str) -> CompileReport | None:
 
 
 def store_report(folder: pathlib.Path, report: CompileReport) -> None:
-    """Store a report under its key, unless the disk is full or not writable."""
+    """Store a report under its key; if the disk is full or not writable, do nothing."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
             unfinished_file = pathlib.Path(file.name)

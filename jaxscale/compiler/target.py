@@ -1,7 +1,7 @@
 """How another process gets a platform's devices: the backend, its arguments and the environment.
 
-An attached device is requested by its backend's name; any other is described to libtpu by the name of its topology, to
-the CUDA plugin by a configuration of the card.
+An attached device is requested by its backend's name. A TPU that is not attached is described to libtpu by the name of
+its topology; such a GPU, to the CUDA plugin by a configuration of the card.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Target:
         backend: name of JAX's backend.
         environment: whole environment of the child process; JAX reads it when it is first imported.
         attached: whether the devices are on this machine; if not, `arguments` describe them.
-        arguments: arguments of `jax.experimental.topologies.get_topology_desc`, after `platform`.
+        arguments: keyword arguments of `jax.experimental.topologies.get_topology_desc`, besides `platform`.
         compiler: versions of the compiler, by package.
     """
 
@@ -107,7 +107,7 @@ def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
     jaxlib_version = _installed_version("jaxlib")
     if plugin_version != jaxlib_version:
         raise UserError(
-            f"{platform}: the CUDA plugin has version {plugin_version}, jaxlib has {jaxlib_version}; install equal ones"
+            f"{platform}: the CUDA plugin has version {plugin_version}, jaxlib {jaxlib_version}; install equal versions"
         )
     return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 

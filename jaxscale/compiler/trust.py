@@ -2,8 +2,8 @@
 
 The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) report
 up to one and a half times the right number, so that a program that fits is rejected. The program of this module keeps
-the inputs of eight layers, 128 MiB each. With four more arrays of this size, for the pass itself, it takes 1696 MiB by
-0.0.51, and 2080 MiB by the other two versions.
+the inputs of eight layers, 128 MiB each. The passes need four more arrays of this size. Version 0.0.51 reports 1696 MiB
+for the program, and the other two versions report 2080 MiB.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
     """Identify the libtpu that a process in this environment loads; return None if there is none.
 
     Returns:
-        The version of the installed libtpu, or the path, size and time of the file that the user specifies.
+        The version of the installed libtpu; or path, size and time of the file that `TPU_LIBRARY_PATH` specifies.
 
     Raises:
-        UserError: the user specifies a missing file.
+        UserError: `TPU_LIBRARY_PATH` specifies a missing file.
     """
     spec = importlib.util.find_spec("libtpu")
     folder = pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
@@ -46,7 +46,7 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
 
 
 def program(devices: Sequence[Any]) -> Any:
-    """Lower the loss and the gradient of eight layers that keep only their inputs, on one device: a recipe."""
+    """Lower the loss and the gradient of eight layers that keep only their inputs, on one device; a recipe."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -60,8 +60,9 @@ def program(devices: Sequence[Any]) -> Any:
         return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0].sum()
 
     sharding = SingleDeviceSharding(devices[0])
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in [(65536, 1024), (8, 1024, 1024)])
-    return jax.jit(jax.value_and_grad(loss, 1)).lower(x, w)
+    shapes = [(65536, 1024), (8, 1024, 1024)]
+    abstract_args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    return jax.jit(jax.value_and_grad(loss, 1)).lower(*abstract_args)
 
 
 def is_right(device_bytes: int | None) -> bool:
@@ -75,7 +76,7 @@ def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
 
 
 def read_verdict(file: pathlib.Path) -> int | None:
-    """Read the bytes that a version of libtpu reported for `program` from its file; None if it was not tested."""
+    """Read from a verdict file the bytes that libtpu reported for `program`; None if that libtpu was not tested."""
     try:
         device_bytes = json.loads(file.read_bytes())["device_bytes"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -7,7 +7,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
 POOL_SHARE = 0.75
-"""Share of a GPU's memory that JAX allocates for arrays (JAX documentation, GPU memory allocation)."""
+"""Share of a GPU's memory that JAX allocates for arrays by default (JAX documentation, "GPU memory allocation")."""
 
 
 def usable_bytes(platform: Platform) -> int | None:
@@ -15,7 +15,7 @@ def usable_bytes(platform: Platform) -> int | None:
 
     On a TPU this is the "available HBM" that libtpu reports; on a GPU, JAX's pool, by default 75 % of the memory
     (`XLA_PYTHON_CLIENT_MEM_FRACTION`); on a CPU, an equal share of main memory. For attached devices
-    (`platforms/detect.py`) it is the limit of their allocator.
+    (`platforms/detect.py`) it is their allocator's limit.
 
     Raises:
         UserError: `XLA_PYTHON_CLIENT_MEM_FRACTION` is not a number above 0.

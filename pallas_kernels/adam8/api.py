@@ -21,11 +21,11 @@ from pallas_kernels.target import COMPILED_TPUS, Target, target
 GPU_COLS = 32
 """Columns that one block of threads updates, see `gpu.COLS`."""
 GPU_BLOCKS = (64, 128, 256)
-"""Blocks (in rows) that fit a warpgroup's registers; 256 rows with the dynamic map spill a few."""
+"""Lengths of blocks, in rows, that fit a warpgroup's registers; with the dynamic map, 256 rows spill a few."""
 
 
 def _why_unsupported_on_gpu(_: Target, case: Case) -> str | None:
-    """The reason why the GPU kernel cannot run a case, or None if it can; here, so that no GPU module is imported."""
+    """The reason why the GPU kernel cannot run a case, or None; defined here so that no GPU module is imported."""
     if case.block not in GPU_BLOCKS:
         return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))} rows, not {case.block}"
     if case.cols % GPU_COLS:
@@ -93,8 +93,8 @@ def adam8(
 
     The step runs on one device: under a mesh, call it inside `jax.shard_map`; blocks must divide the shards. On Hopper
     with JAX 0.11 or newer, pass `check_vma=False` to `jax.shard_map`; otherwise the reference runs. An element whose
-    gradient is NaN or infinite is not updated. The kernels have no derivatives. Stacked matrices may be leading dims of
-    the arrays, or a dim that `jax.vmap` maps (on Hopper from JAX 0.12 on).
+    gradient is NaN or infinite is not updated. The kernels have no derivatives. Matrices may be stacked along leading
+    dims of the arrays, or along a dim that `jax.vmap` maps (on Hopper from JAX 0.12 on).
 
     Args:
         p: parameters (..., R, C), float32.
@@ -162,7 +162,7 @@ def adam8(
 
 
 def explain(case: Case, platform: str) -> Explanation:
-    """Explain which implementation runs a case on a platform, and why not the others.
+    """Explain which implementation runs a case on a platform, and why the others do not.
 
     Args:
         case: shapes and options.
@@ -203,7 +203,7 @@ def tile_facts(case: Case) -> dict[str, int | str]:
 
 
 def tiles_for(case: Case, target: Target) -> tpu.Tiles:
-    """The TPU kernel's tiles for a case on a target: tuned ones if there are any, else those of the rule."""
+    """The TPU kernel's tiles for a case on a target: tuned tiles if there are any, else those of the rule."""
     allowed = tpu.candidates(case, target.chip)
     return files.tiles(
         "adam8", target.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda tiles: tiles in allowed

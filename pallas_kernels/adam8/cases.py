@@ -18,7 +18,7 @@ class Case:
         gradient: dtype of the gradient.
         weight_decay: factor of the decoupled weight decay.
         varying: whether the arrays' types vary over mesh axes, as they do by default in `jax.shard_map`.
-        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+        tags: "small" runs in the interpreter (only in the slow tests if "slow" is a tag, too), "aot" is compiled
             for absent chips, "bench" is timed on a device.
     """
 

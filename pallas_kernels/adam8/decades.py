@@ -4,8 +4,8 @@ Within a decade, values are a linear function of codes, and codes of values. `ma
 comparison with every decade. Here they are looked up among 8 sublanes, with an instruction or two of the vector unit.
 The decade of a code is the exponent of its distance from the code of zero. The decade of a value is the rounded
 logarithm, which need not be exact: values just above and just below the bound between two decades both get the last
-code of the lower decade. Values agree with `maps.py` to a relative 1e-6. Codes agree, too, except for numbers within
-1e-4 of a step of the midpoint between two values, which may get either code.
+code of the lower decade. Values agree with `maps.py` to a relative error of 1e-6. Codes agree, too, except for numbers
+whose distance from the midpoint between two values is below 1e-4 of a step; these numbers may get either code.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ SUBLANES = 8
 LANES = 128
 """Lanes of a vector register."""
 DECODE_ROWS = 2
-"""The first rows of a map's table, for decoding: slope and intercept (for the signed map, both negated)."""
+"""Number of the first rows of a map's table; for decoding: slope and intercept (both negated for the signed map)."""
 ROWS = 6
-"""All rows of a map's table: those for decoding, then slope, intercept, lower bound and rank below it for encoding."""
+"""Number of all rows of a map's table; the rest, for encoding: slope, intercept, lower bound and the rank below it."""
 MAGIC = 3 * 2.0**22
-"""The last bits of a float32 are an integer after this number is added."""
+"""The last bits of the sum of this number and a float32 are that float32, rounded to an integer."""
 TINY = 2e-7
-"""Magnitudes below this count as this: it is in the lowest decade, below the bound of its first value."""
+"""Smaller magnitudes are replaced by this one: it is in the lowest decade, below the bound of the first value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,16 @@ class Decades:
     def unit(self) -> float:
         """The factor of magnitudes before they are encoded.
 
-        With it, the rounded logarithm is the decade; from the midpoint below 1, the highest value, on, it is the next.
+        After multiplication, the rounded logarithm of a magnitude is its decade. For magnitudes above the midpoint of
+        the two highest values, it is one decade more; the highest value is 1.
         """
         return 10**-0.5 / (float(self.values[-2] + self.values[-1]) / 2)
 
     def table(self) -> np.ndarray:
         """The table of the map, float32 (ROWS, 8).
 
-        A column is selected by the last three bits of an integer: of the exponent of a rank plus a half in the rows for
-        decoding, of the rounded logarithm of a magnitude in those for encoding.
+        The last three bits of an integer select the column. In the rows for decoding, this integer is the exponent of
+        a rank plus a half. In the rows for encoding, it is the rounded logarithm of a magnitude.
         """
         first_exponent, decades = int(not self.signed), np.arange(DECADES)
         n, power_of_ten = 2.0 ** (decades + first_exponent), 10.0 ** (decades - DECADES + 1)
@@ -94,7 +95,7 @@ M, V = Decades(True), Decades(False)
 
 @functools.cache
 def tables() -> np.ndarray:
-    """Return the tables of both maps, that of first moments first, with their entries along sublanes.
+    """Return the tables of both maps, first the one for first moments, with their entries along sublanes.
 
     Returns:
         float32 (2 * ROWS * 8, 128), the same for every lane.
@@ -136,7 +137,7 @@ def _sign(x: Array) -> Array:
 
 
 def _decode(shifted_rank: Array, table: Sequence[Array]) -> Array:
-    """The values of ranks plus a half, float32 (for the unsigned map, plus one more); negated for the signed map."""
+    """The values of the ranks `shifted_rank - 1/2` (unsigned map: `- 3/2`), float32; negated for the signed map."""
     slope, intercept = (look_up(row, (_bits(shifted_rank) >> 23) & (SUBLANES - 1)) for row in table[:DECODE_ROWS])
     return shifted_rank * slope + intercept
 
@@ -170,7 +171,7 @@ def decode_v(shifted_codes: Array, table: Sequence[Array]) -> Array:
 
 
 def _encode(magnitude: Array, table: Sequence[Array], unit: float) -> Array:
-    """The ranks, before rounding, of magnitudes that are multiplied by `unit`."""
+    """The ranks, before rounding, of magnitudes that have been multiplied by `unit`."""
     rounded_log = lax.log(jnp.maximum(magnitude, TINY * unit)) * (1 / math.log(10)) + MAGIC
     slope, intercept, lower_bound, rank_below = (
         look_up(row, _bits(rounded_log) & (SUBLANES - 1)) for row in table[DECODE_ROWS:]

@@ -2,8 +2,8 @@ r"""Maps between moments and 8-bit codes, in arithmetic that TPU and GPU kernels
 
 * `soft8`: m = code / (254 - |code|), signed; v = ((code + 1) / 256)^2, which is never zero (FlashOptim, Gonzalez Ortiz
   et al. 2026, arXiv 2602.23349).
-* `dynamic8`: seven decades, each with twice the levels of the one below (Dettmers et al. 2021, arXiv 2110.02861). The
-  values are those of `bitsandbytes.functional.create_dynamic_map`, up to float32 arithmetic.
+* `dynamic8`: seven decades, each with twice as many values as the decade below (Dettmers et al. 2021, arXiv
+  2110.02861). They are the values of `bitsandbytes.functional.create_dynamic_map`, up to float32 arithmetic.
 
 `jaxscale.lowbit.codebooks` has the same maps as tables (its int8 is `soft8` for m, and its `sqrt8` is `soft8` for v).
 """
@@ -29,7 +29,7 @@ class CodeMap:
         decode_m: converts codes to first moments, float32 in [-1, 1].
         encode_m: converts first moments in [-1, 1] to codes, int32.
         decode_v: converts codes to second moments, float32 in [0, 1].
-        encode_v: converts second moments in [0, 1] to codes, int32; its second argument is the square root to use.
+        encode_v: converts second moments in [0, 1] to codes, int32; the second argument is a square root function.
     """
 
     m_dtype: np.dtype
@@ -64,8 +64,8 @@ def _soft_encode_v(v: Array, sqrt: Callable[[Array], Array]) -> Array:
 def dynamic_values(signed: bool) -> np.ndarray:
     """Return the positive values of the 8-bit dynamic map, ascending, float32; the last is 1.
 
-    Decade i = 0 .. 6 has n = 2^i values in the signed map, and n = 2^(i + 1) in the unsigned one: the midpoints of n
-    equal parts of [0.1, 1], times 10^(i - 6).
+    Decade i = 0 .. 6 has n = 2^i values in the signed map, and n = 2^(i + 1) in the unsigned map. The values are the
+    midpoints of n equal parts of [0.1, 1], times 10^(i - 6).
 
     Args:
         signed: whether half of the codes are for negative numbers.
@@ -85,9 +85,10 @@ def dynamic_values(signed: bool) -> np.ndarray:
 
 
 def _dynamic(signed: bool) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-    """The functions `decode` and `encode` between magnitudes and ranks, the numbers of steps of their codes from zero.
+    """The functions `decode` (ranks to magnitudes) and `encode` (magnitudes to ranks).
 
-    If a decade has n values, value k of it has the rank n + k in the signed map, and one less in the unsigned map.
+    A rank is the number of steps between a code and the code of zero. Value k of a decade with n values has the rank
+    n + k in the signed map, and n + k - 1 in the unsigned map.
     """
     first_exponent, values = int(not signed), dynamic_values(signed)
     midpoints = (values[:-1] + values[1:]) / np.float32(2)

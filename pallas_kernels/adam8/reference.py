@@ -1,8 +1,8 @@
 r"""8-bit AdamW, one step: the definition, in plain jax.numpy.
 
-A block is `block` consecutive elements of a column. Codes therefore have the shape of the parameters, and scales have
-their second-minor dim divided by the block; on TPU that is a view, while blocks along the last dim would need a new
-layout. For the update number :math:`t`, counted from 1, and a gradient g,
+A block is `block` consecutive elements of a column. Codes have the shape of the parameters, and so have scales, except
+that their second-minor dim is divided by the block. On TPU, splitting the second-minor dim into blocks is a view;
+splitting the last dim would need a new layout. For the update number :math:`t`, counted from 1, and a gradient g,
 
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,
     p = p - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p),

@@ -34,10 +34,10 @@ SUBLANES = 32
 MAX_ELEMENTS = 17 * 2**14
 """The largest number of elements, plus scales, of a step of the grid.
 
-With both buffers each takes 32 bytes, so that they take half of the 16 MiB that Mosaic allows by default.
+With both buffers, each element takes 32 bytes, so all of them take half of the 16 MiB that Mosaic allows by default.
 """
 LARGE_VMEM = {"v5e": 2, "v5p": 2, "v6e": 2}
-"""On chips with 64 MiB of VMEM or more, the factor of MAX_ELEMENTS: larger steps have less overhead."""
+"""Factor of MAX_ELEMENTS on each chip with 64 MiB of VMEM or more: larger steps have less overhead."""
 LARGE_VMEM_BYTES = 32 << 20
 """Bytes of VMEM that a step of more than MAX_ELEMENTS may take."""
 
@@ -72,16 +72,16 @@ def why_unsupported(target: Any, case: Case) -> str | None:
     block_count, limit = case.rows // case.block, MAX_ELEMENTS // LANES
     if case.block + block_count > limit:
         return (
-            f"it needs at most {limit} rows of a block and blocks of a column together, not {case.block} and "
-            f"{block_count}"
+            f"it needs the rows of a block plus the blocks of a column to be at most {limit}, not "
+            f"{case.block} + {block_count}"
         )
     if target.chip == "v4" and case.map == "dynamic8" and case.cols >= LANES:
-        return f"of {LANES} columns or more it looks up the map dynamic8 along sublanes, which a v4 cannot: take soft8"
+        return f"for {LANES} columns or more it looks up the map dynamic8 along sublanes, which a v4 cannot: take soft8"
     return None
 
 
 def candidates(case: Case, chip: str | None = None) -> list[Tiles]:
-    """List the tiles worth trying; the first is the rule's: as many elements as fit, in few columns.
+    """List the tiles worth trying; the first are those of the rule: as many elements as fit, in few columns.
 
     Args:
         case: shapes and options.
@@ -154,7 +154,7 @@ def _encode_m(m: Array, magnitude: Array, scale: Array, map: str, tables: Any) -
 
 
 def _encode_v(v: Array, root: Array, scale: Array, map: str, tables: Any) -> Array:
-    """Codes of second moments; `root` is their square root, `scale` the largest in the block."""
+    """Codes of second moments; `root` is the square root of the moments, `scale` the largest moment in the block."""
     if tables:
         return decades.encode_v(v * (decades.V.unit / scale), tables[1])
     if map != "soft8":
@@ -217,8 +217,8 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
 def cost(case: Case) -> pl.CostEstimate:
     """Estimate the cost of a step.
 
-    Per parameter it reads the gradient, and reads and writes 4 bytes of weight, 2 bytes of codes and 8 / block bytes of
-    scales.
+    For each parameter, a step reads the gradient, and reads and writes 4 bytes of weight, 2 bytes of codes and
+    8 / block bytes of scales.
     """
     elements = case.layers * case.rows * case.cols
     bytes_per_element = 8 + jnp.dtype(case.gradient).itemsize + 2 * (2 + 8 / case.block)

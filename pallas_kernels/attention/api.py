@@ -33,10 +33,10 @@ SHORT = 512 * 512
 """The largest number of scores per head for which the reference is preferred to chunks, if no kernel runs."""
 
 LENGTH = 128
-"""Kernels get numbers of queries and keys that are padded to multiples of this.
+"""For the kernels, the numbers of queries and of keys are padded to multiples of this number.
 
 On TPU, a length that needs padding is padded to a multiple of two or four times this number if larger tiles then save
-work. Padding is hidden from queries and keys of the caller.
+work. The caller's queries do not see the padding keys.
 """
 
 _PADDING_QUERY_ID, _PADDING_KEY_ID = -(2**31) + 1, -(2**31)
@@ -105,15 +105,15 @@ def attention(
         k, v: keys and values (B,S,K,H) of the same dtype; N must be a multiple of K.
         causal: whether a query sees no key at a later position. Positions of queries and of keys count from 0.
         window: number of positions that a query sees, ending with its own; None for no limit. Only with `causal`.
-        segment_ids: a query sees only keys that have its own id. Integers (B,T) for both if T equals S; or a pair of
-            ids (B,T) for queries and (B,S) for keys.
+        segment_ids: a query sees only keys that have the query's id. One array of integers (B,T) for queries and keys
+            if T equals S; or a pair of arrays, the ids (B,T) of the queries and the ids (B,S) of the keys.
         query_offset: position of the first query if `q` is a part of a sequence: an integer >= 0, or an int32 scalar
             such as `jax.lax.axis_index(..) * T`. The positions of queries may exceed those of all keys.
         logit_soft_cap: the number c that bounds the scores; None for no cap.
         scale: factor of the scores; by default 1 / sqrt(H).
         implementation: "tpu", "gpu", "cudnn", "chunked" or "reference"; None for the best one that can run.
         platform: "tpu v5e", "gpu h200", "cpu"; by default that of the mesh in force, or of the arrays.
-        tiles: `Tiles` of the named kernel, instead of the tuned ones.
+        tiles: `Tiles` of the named kernel, to use instead of tuned tiles.
         interpret: whether to run the named kernel in Pallas' interpreter; "races" also looks for races.
 
     Returns:
@@ -182,7 +182,7 @@ def explain(
     implementation: str | None = None,
     platform: str,
 ) -> Explanation:
-    """Explain which implementation `attention` would run on a platform, and why not the others.
+    """Explain which implementation `attention` would run on a platform, and why the others do not.
 
     Args:
         q, k, v, causal, window, segment_ids, query_offset, logit_soft_cap, scale, implementation: as in `attention`;
@@ -198,7 +198,7 @@ attention.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _id_pair(segment_ids: Any) -> tuple[Any, Any] | None:
-    """The segment ids of queries and of keys, or None if there are none; refuses what are not one or two arrays."""
+    """The segment ids of queries and of keys, or None if there are none; raises a ValueError unless they are arrays."""
     if segment_ids is None:
         return None
     if isinstance(segment_ids, tuple | list):
@@ -223,15 +223,15 @@ def _checked_offset(query_offset: Any, q: Any) -> Any:
     Raises:
         ValueError: the offset is not an integer, is negative, or leads to positions that are too large for int32.
     """
-    expectation = "expected an integer, or an int32 scalar, of at least 0"
+    expected_text = "expected an integer, or an int32 scalar, of at least 0"
     if hasattr(query_offset, "dtype"):
         if query_offset.shape != () or not jnp.issubdtype(query_offset.dtype, jnp.integer):
             shape_text = f"shape {query_offset.shape} and dtype {query_offset.dtype}"
-            raise ValueError(f"attention: got query_offset of {shape_text}, {expectation}")
+            raise ValueError(f"attention: got query_offset of {shape_text}, {expected_text}")
         if isinstance(query_offset, Tracer | jax.ShapeDtypeStruct):
             return query_offset
     if isinstance(query_offset, bool) or not hasattr(query_offset, "__index__") or int(query_offset) < 0:
-        raise ValueError(f"attention: got query_offset={query_offset!r}, {expectation}")
+        raise ValueError(f"attention: got query_offset={query_offset!r}, {expected_text}")
     if int(query_offset) + q.shape[1] > 2**30:
         raise ValueError(
             f"attention: got query_offset={query_offset!r} and {q.shape[1]} queries, expected positions below 2**30"
@@ -288,8 +288,8 @@ class _Call:
     Args:
         choice: which implementations run.
         options: what to compute.
-        tpu_chip, gpu_chip: the chip if the call runs on a TPU, or on a GPU; None if it is unknown.
-        tiles: the caller's tiles, or None for tuned ones.
+        tpu_chip, gpu_chip: the chip if the call is lowered for a TPU, and if for a GPU; None if the chip is unknown.
+        tiles: the caller's tiles, or None for tuned tiles.
         interpret: how to run a kernel.
     """
 
@@ -329,7 +329,7 @@ def _module(name: str) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, *operands: Any) -> Any:
-    """The output; `operands` are q, k, v, the segment ids of queries and of keys, and the offset, each perhaps None."""
+    """The output; `operands` are q, k, v and, each perhaps None, the ids of queries, the ids of keys and the offset."""
     return _forward(call, *operands)[0]
 
 
@@ -388,7 +388,7 @@ def _kernel_backward(
 
 
 def padded_problem(problem: Problem, module: Any) -> Problem:
-    """Return the problem that a kernel runs after padding; on TPU, the padding that leads to the least work.
+    """Return the problem that a kernel runs after padding; on TPU, lengths are padded so that the work is least.
 
     Args:
         problem: the problem before padding.
@@ -418,7 +418,7 @@ class _KernelArrays:
     Attributes:
         problem: the problem after padding.
         has_heads_first: whether the kernel takes heads before positions.
-        ids: the padded segment ids of queries and of keys; both are None if the kernel takes none.
+        ids: the padded segment ids of queries and of keys; both are None if the kernel takes no ids.
     """
 
     def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], offset: Any, options: Options) -> None:
@@ -440,7 +440,7 @@ class _KernelArrays:
             )
 
     def to_queries(self, x: Any) -> Any:
-        """Convert queries, or an array like them, (B,T,N,H), for the kernel."""
+        """Convert queries, or an array of the same shape (B,T,N,H), for the kernel."""
         return self._to_kernel(x, self.problem.T)
 
     def to_keys(self, x: Any) -> Any:

@@ -23,7 +23,7 @@ class Case:
         segments: number of documents of equal length in a row, followed by one whose queries see no key; 0 for no
             segment ids.
         tile: queries and keys per tile when the TPU kernel is interpreted.
-        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+        tags: "small" runs in the interpreter (only in the slow tests if "slow" is a tag, too), "aot" is compiled
             for absent chips, "bench" is timed on a device.
     """
 

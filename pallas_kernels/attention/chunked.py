@@ -19,7 +19,7 @@ from pallas_kernels.attention.visibility import Visibility
 from pallas_kernels.compat import full_varying_like
 
 CHUNK = 256
-"""Numbers of queries and of keys in a chunk."""
+"""The number of queries in a chunk of queries, and of keys in a chunk of keys."""
 
 F32 = jnp.float32
 
@@ -28,7 +28,7 @@ class Chunking(NamedTuple):
     """The static parameters of a call.
 
     Args:
-        queries, keys: numbers of queries and of keys in a chunk.
+        queries, keys: number of queries in a chunk of queries, and of keys in a chunk of keys.
         scale, soft_cap: as in `Options`.
         has_strict_softmax: whether a query whose visible scores are all -inf (or below `UNSEEN`) gives NaN, and not 0
             like a query that sees no key.
@@ -58,7 +58,7 @@ def _joined(chunks: Any, length: int) -> Any:
 def _mask(chunking: Chunking, visibility: Visibility, first_query: Any, j: Any, keys: int) -> Any:
     """The mask (B or 1, 1, 1, queries, keys) of the chunk of queries that starts at `first_query` and chunk j of keys.
 
-    It hides the padding after `keys`, the number of keys in all chunks.
+    The mask hides the padding after `keys` keys, the number of keys in all chunks.
     """
     q_index = first_query + jnp.arange(chunking.queries)
     kv_index = j * chunking.keys + jnp.arange(chunking.keys)
@@ -82,15 +82,15 @@ def _if_reachable(
 
 
 def _first_queries(chunking: Chunking, start: Any, queries: int) -> Any:
-    """Index of the first query of every chunk, int32 (chunks,), if the first of all `queries` has the index `start`."""
+    """Index of the first query of every chunk, int32 (chunks,), for `queries` queries from the index `start` on."""
     return start + jnp.arange(-(-queries // chunking.queries)) * chunking.queries
 
 
 def _tie_to_queries(start: Any, q: Any) -> Any:
     """Return both arguments behind a barrier, which makes the masks, computed from `start`, depend on the queries.
 
-    Without it, JAX would hoist the masks of all chunks out of a scan over layers, because they are the same in every
-    layer. For each row and head they would be as large as the scores, which chunks are meant to avoid.
+    Without the barrier, JAX would hoist the masks of all chunks out of a scan over layers, because they are the same in
+    every layer. The hoisted masks would be as large as the scores of a head, which chunks are meant to avoid.
     """
     return lax.optimization_barrier((start, q))
 
@@ -161,7 +161,7 @@ def attend(chunking: Chunking, start: Any, q: Any, k: Any, v: Any, visibility: V
 def gradients(
     chunking: Chunking, start: Any, q: Any, d_out: Any, out: Any, lse: Any, k: Any, v: Any, visibility: Visibility
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of attention with respect to some queries, and what these add to those of all keys.
+    """Compute the gradient of some queries, and these queries' terms in the gradients of all keys and values.
 
     Args:
         chunking, start, q, k, v, visibility: the arguments of `attend`.
@@ -169,7 +169,7 @@ def gradients(
         out, lse: the results of `attend`.
 
     Returns:
-        The gradient of `q`, in its dtype; and these queries' terms in the gradients of `k` and of `v`, float32.
+        The gradient of `q`, in the dtype of `q`; and these queries' terms in the gradients of `k` and of `v`, float32.
     """
     keys = k.shape[1]
     start, q = _tie_to_queries(start, q)

@@ -14,7 +14,7 @@ def why_unsupported(target: Target, problem: Problem) -> str | None:
     if problem.has_segments:
         return "cuDNN does not support segment ids"
     if problem.has_offset:
-        return "cuDNN does not support query_offset: the positions of its queries count from 0"
+        return "cuDNN does not support query_offset: its queries start at position 0"
     if problem.options.soft_cap is not None:
         return "cuDNN does not support a soft cap"
     if problem.dtype not in ("bfloat16", "float16"):
@@ -25,7 +25,7 @@ def why_unsupported(target: Target, problem: Problem) -> str | None:
 
 
 def attention(q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Compute the attention that `reference.forward` defines, without its log-sum-exp; JAX can differentiate this.
+    """Compute the attention that `reference.forward` defines, but not the log-sum-exp; JAX can differentiate it.
 
     Args:
         q: queries (B,T,N,H).

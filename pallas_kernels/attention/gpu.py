@@ -1,7 +1,7 @@
-"""Flash attention on Hopper (Mosaic GPU): a forward pass, and deterministic backward passes (for dq; for dk and dv).
+"""Flash attention on Hopper (Mosaic GPU): a forward pass, and a deterministic backward pass each for dq and (dk, dv).
 
 A block has three warpgroups: one copies tiles by TMA into a ring of buffers, two multiply (wgmma), 64 rows each. The
-loop over tiles of keys has three parts, of which only the first and the last compare positions. Scores are for exp2.
+loop over tiles of keys has three parts; only the first and the last compare positions. Scores are scaled for exp2.
 After FlashAttention-2 (arXiv 2307.08691) and 3 (2407.08608). Left out: warpgroups that take turns (ping-pong), softmax
 that overlaps with the next tile's product, fp8, dropout.
 
@@ -66,7 +66,7 @@ def _scores(
         is_transposed: whether `qk` has keys as rows.
 
     Returns:
-        The scores in the shape of `qk`, for exp2, NEG where hidden; and the derivative of the cap, or None.
+        The scores in the shape of `qk`, scaled for exp2, NEG where hidden; and the derivative of the cap, or None.
     """
     options, slope = sizes.options, None
     if options.soft_cap is None:
@@ -90,7 +90,7 @@ def _scores(
 def _launch(
     body: Any, sizes: Sizes, name: str, args: Sequence[Any], out_types: Any, scratch: Any, interpret: Interpret
 ) -> Any:
-    """Run the pass of a name on `args`; return its results, a list of arrays of `out_types`."""
+    """Run the pass called `name` on `args`; return the pass's results, a list of arrays of `out_types`."""
     has_query_blocks = name in ("attention_forward", "attention_dq")
     heads, length = (sizes.N, sizes.T) if has_query_blocks else (sizes.K, sizes.S)
     matmuls = {"attention_forward": 2, "attention_dq": 3, "attention_dkdv": 4, "attention_dk": 3, "attention_dv": 2}
@@ -116,8 +116,8 @@ def _split_optional_refs(refs: Sequence[Any], sizes: Sizes) -> tuple[Any, Any, A
     """Split references into what `_optional_args` passes and the references after it.
 
     Returns:
-        The references of the queries' and of the keys' segment ids, or None; the position of the first query, read, or
-        None; and the other references.
+        The references of the queries' and of the keys' segment ids, or None; the position of the first query (its
+        value, not a reference), or None; and the other references.
     """
     start, refs_after_start = (refs[0][0], refs[1:]) if sizes.has_offset else (None, refs)
     if not sizes.has_segments:
@@ -133,9 +133,9 @@ def _copies(
 
     Args:
         sources: keys, their segment ids (`None` without segments) and values in global memory.
-        slots: the rings of buffers for these in shared memory.
+        slots: the rings of buffers for the sources, in shared memory.
         b, h: row of the batch and key head.
-        bk: keys in a tile.
+        bk: number of keys in a tile.
     """
     (k_g, ids_g, v_g), (k_s, ids_s, v_s) = sources, slots
 
@@ -271,7 +271,7 @@ def _probabilities(s: Any, lse: Any, along_keys: Any) -> Any:
     """The softmax exp2(s - lse) of scores; 0 for queries that see no key.
 
     Args:
-        s: scores of a tile, for exp2.
+        s: scores of a tile, scaled for exp2.
         lse: log-sum-exp (base e) of each query's scores.
         along_keys: `mg.along_rows` if queries are the rows of `s`, `mg.along_columns` if they are its columns.
     """
@@ -360,7 +360,7 @@ def _key_value_gradients(args: tuple[Any, ...], sizes: Sizes, outputs: str, inte
         interpret: how to run the kernel.
 
     Returns:
-        The gradients that `outputs` names, that of the keys first.
+        The gradients that `outputs` names, the gradient of the keys first.
     """
     q, k, v, d_out = args[:4]
     bq, stages, has_segments, H = sizes.tiles.q_dkv, sizes.tiles.stages_backward, sizes.has_segments, sizes.H
@@ -477,10 +477,10 @@ def backward(
     tiles: Tiles,
     interpret: Interpret = False,
 ) -> tuple[Any, Any, Any]:
-    """Compute what `reference.backward` computes, without atomics, so that the result is the same bits each time.
+    """Compute what `reference.backward` computes, without atomics, so that every run gives the same bits.
 
-    This takes seven matrix products per tile, where a single pass would take five. Heads of 256 take eight, because the
-    sums for dk and dv together would exceed the registers.
+    This takes seven matrix products per tile; a single pass would take five. For heads of 256 it takes eight, because
+    the sums for dk and dv together would exceed the registers.
 
     Args:
         q, k, v, q_ids, kv_ids, offset, options, tiles, interpret: the arguments of `forward`.

@@ -83,7 +83,7 @@ def padded_width(H: int) -> int:
 
 
 def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
-    """Choose the tiles for a problem: tuned ones if there are any, else tiles that fit the shared memory."""
+    """Choose the tiles for a problem: tuned tiles if there are any, else tiles that fit the shared memory."""
 
     def rule() -> Tiles:
         return Tiles(kv=64, stages_backward=1) if problem.H > 128 else Tiles()
@@ -113,7 +113,7 @@ def check_tiles(tiles: Any, problem: Problem) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The static facts of a kernel's call; the offset itself, the position of the first query, is an argument `start`.
+    """The static facts of a kernel's call. The position of the first query is passed separately, as `start`.
 
     Args:
         B, T, S, N, K, H: numbers of rows, queries, keys, query heads and key heads, and the width of a head.
@@ -138,7 +138,7 @@ class Sizes:
 
     @property
     def is_never_blind(self) -> bool:
-        """Whether every query sees a key, so that the scores of a query without a finite score are all -inf."""
+        """Whether every query sees a key; if so, a query without a finite score has only scores of -inf."""
         return not self.has_segments and self.options.is_never_blind(self.T, self.S, any_offset=self.has_offset)
 
     @property
@@ -159,8 +159,8 @@ class Sizes:
             tile: number of keys in a tile.
 
         Returns:
-            Four indices of tiles: the first that the queries see, the first without a hidden pair, the end of those
-            without a hidden pair, the end of those that the queries see; ends are exclusive.
+            Four indices of tiles: the first visible tile, the first tile without a hidden pair, the end of the tiles
+            without a hidden pair, and the end of the visible tiles; ends are exclusive.
         """
         first, end = jnp.int32(0), jnp.int32(self.S // tile)
         clear_first, clear_end = first, end
@@ -184,7 +184,7 @@ class Sizes:
             start: position of the first query of the call; None for 0.
 
         Returns:
-            The index of the first such tile, and the end (exclusive).
+            The index of the first tile that sees one of the keys, and the end of these tiles (exclusive).
         """
         first, end = jnp.int32(0), jnp.int32(self.T // tile)
 

@@ -41,5 +41,5 @@ class Problem:
 
     @property
     def case(self) -> dict[str, int | str]:
-        """The facts on which tiles depend. H is a text, because tiles that compile at one width may fail at another."""
+        """The facts on which tiles depend. H is a text, to match exactly: tiles may not compile at other widths."""
         return {"dtype": self.dtype, "mask": self.mask, "H": str(self.H), "T": self.T, "S": self.S}

@@ -1,7 +1,7 @@
 """Softmax attention with grouped heads: the definition, in plain jax.numpy. It materializes all T x S scores.
 
 A query sees a key if both have the same segment id, if the key is not at a later position (causal), and if it is less
-than `window` positions back. Positions of keys count from 0, also if S is not T; positions of queries count from 0 or
+than `window` positions back. Positions of keys count from 0, even if S is not T; positions of queries count from 0 or
 from an offset. The output for a query that sees no key is 0, and its log-sum-exp is -inf. The output is NaN for a query
 that has an element that is not finite, for one whose visible scores are all -inf, and for one that has a visible score
 of +inf or NaN.
@@ -9,8 +9,8 @@ of +inf or NaN.
 There are two exceptions. First, the kernels cannot distinguish scores that are all -inf (or below -5e29) from the
 absence of scores, in two cases: segment ids or a window may leave a query without a key; or segment ids hide the keys
 that pad S to a multiple of 128 (causal is False, or T > S). In these cases the kernels return 0. Second, an element of
-`v` that is not finite makes the output NaN even for queries that do not see it: here for all queries, in kernels and
-chunks for the queries of the same tiles.
+`v` that is not finite makes the output NaN even for queries that do not see it: in this module for all queries, in
+kernels and in chunks for the queries of the same tiles.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class Options:
 
         Args:
             T, S: numbers of queries and keys.
-            any_offset: whether the first query may be at any position, and not at 0.
+            any_offset: whether the first query may be at any position, instead of at 0.
 
         Example:
             >>> Options().is_never_blind(9, 3), [Options(window=2).is_never_blind(T, 3) for T in (4, 5)]
@@ -123,7 +123,7 @@ def scores(q: Any, k: Any, scale: float, soft_cap: float | None) -> Any:
 
 
 def cap_slope(capped: Any, soft_cap: float) -> Any:
-    """Derivative of the cap, `1 - (capped / soft_cap)**2`, at scores that are given in capped form."""
+    """Derivative of the cap, `1 - (capped / soft_cap)**2`, from the capped scores."""
     return 1 - jnp.square(capped / soft_cap)
 
 

@@ -1,9 +1,9 @@
 """Flash attention on TPU (Mosaic): a forward pass, and two backward passes (one for dq, one for dk and dv).
 
-Scores are stored transposed, (keys, queries), and for exp2. Maxima, sums, log-sum-exps and segment ids of queries
-therefore lie along the lanes, reductions over keys run over sublanes, and a number per query is not padded to 128
-lanes. The last axis of the grid has as many steps as the longest range of tiles that a tile visits. Index maps stop at
-the end of each range, so a step that has nothing to do copies nothing. After FlashAttention-2 (arXiv 2307.08691).
+Scores are stored transposed, (keys, queries), and scaled for exp2. Maxima, sums, log-sum-exps and segment ids of
+queries therefore lie along the lanes, reductions over keys run over sublanes, and a number per query is not padded to
+128 lanes. The last axis of the grid has as many steps as the longest range of tiles that a tile visits. Index maps stop
+at the end of each range, so a step that has nothing to do copies nothing. After FlashAttention-2 (arXiv 2307.08691).
 
 In a kernel, the names of arguments and results are references to tiles in VMEM, i and j are the indices of a tile of
 queries and of a tile of keys, q0 and k0 the positions of their first query and key, g is a query head of the key head's
@@ -94,12 +94,12 @@ def _run_if_visited(sizes: Sizes, is_visited: Any, q0: Any, k0: Any, run: Callab
 
 
 def _split_start(sizes: Sizes, refs: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Split a kernel's references into the position of the first query, read, or None; and the other references."""
+    """Read the position of the first query (or None) from a kernel's references; return it and the other references."""
     return (refs[0][0], refs[1:]) if sizes.has_offset else (None, refs)
 
 
 def _split_ids(sizes: Sizes, refs: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Split references into those of the segment ids of queries and keys, or None; and those that follow."""
+    """Split references into those of the segment ids of queries and keys (or None), and the references after these."""
     return (refs[:2], refs[2:]) if sizes.has_segments else (None, refs)
 
 
@@ -218,7 +218,7 @@ def _dkv_kernel(*refs: Any, sizes: Sizes) -> None:
 
 
 def cost(sizes: Sizes, matmuls: int, bytes_accessed: int) -> pl.CostEstimate:
-    """Estimate the cost of a pass; FLOP count visible pairs only (their mean over a sequence's parts, with an offset).
+    """Estimate the cost of a pass; FLOP are those of visible pairs (with an offset, the mean over a sequence's parts).
 
     Args:
         sizes: the static facts of the call.
@@ -386,7 +386,7 @@ def backward(
 ) -> tuple[Any, Any, Any]:
     """Compute what `reference.backward` computes, from arrays that have heads before positions.
 
-    This takes seven matrix products per tile, where a single pass would take five, but no atomics.
+    The two passes take seven matrix products per tile. A single pass would take five, but would need atomics.
 
     Args:
         q, k, v, q_ids, kv_ids, offset, options, tiles, interpret: the arguments of `forward`.

@@ -21,7 +21,7 @@ WIDEST = 256
 """The largest width of heads for which the kernels were compiled."""
 LOG2E = math.log2(math.e)
 _LENGTHS = (2048, 1024, 512, 256, 128)
-"""The numbers of queries or of keys that a tile may have."""
+"""The numbers of queries that a tile may have; the same numbers for keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tiles:
                 raise ValueError(f"attention on TPU: tile {name}={value}, expected a multiple of {LANES}")
 
     def can_divide(self, T: int, S: int) -> bool:
-        """Whether whole tiles make up T queries and S keys; a tile longer than the sequence is shortened to it."""
+        """Whether whole tiles make up T queries and S keys; a tile longer than T or S is shortened first."""
         query_sizes, key_sizes = (self.q, self.q_dq, self.q_dkv), (self.kv, self.kv_dq, self.kv_dkv)
         return all(T % min(q, T) == 0 for q in query_sizes) and all(S % min(kv, S) == 0 for kv in key_sizes)
 
@@ -70,7 +70,7 @@ def padded_width(H: int) -> int:
 
 
 def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
-    """Choose the tiles for a problem: tuned ones if there are any, else those with the least work in each pass."""
+    """Choose the tiles for a problem: tuned tiles if there are any, else those with the least work in each pass."""
 
     def rule() -> Tiles:
         forward, backward = (_cheapest_tile(problem, *largest) for largest in largest_tiles(problem))
@@ -80,7 +80,7 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
 
 
 def fits(problem: Problem, tiles: Tiles) -> bool:
-    """Whether tiles make up the problem's lengths, and are not larger than tiles that were compiled."""
+    """Whether whole tiles make up the problem's lengths, and are not larger than tiles that were compiled."""
     max_forward, max_backward = (q * kv for q, kv in largest_tiles(problem))
     is_small_enough = (
         tiles.q * tiles.kv <= max_forward
@@ -93,7 +93,7 @@ def fits(problem: Problem, tiles: Tiles) -> bool:
 def largest_tiles(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
     """The largest tile, (queries, keys), in the forward pass and in a backward pass.
 
-    Larger tiles were not compiled. These were, by libtpu 0.0.51 for v5e, v5p and v6e:
+    Larger tiles were not compiled. The following were compiled, by libtpu 0.0.51 for v5e, v5p and v6e:
 
     - bfloat16, heads of 128, causal: 1024 x 1024 in every pass;
     - the same with a soft cap and segments: 1024 x 1024 in the forward and 512 x 512 in the backward passes;
@@ -115,17 +115,17 @@ def _cheapest_tile(problem: Problem, max_queries: int, max_keys: int) -> tuple[i
 
 
 def work(problem: Problem) -> float:
-    """Work of the forward pass plus a backward pass with the rule's tiles, in a unit for comparing padded lengths."""
+    """Work of the forward pass plus a backward pass with their cheapest tiles, for the comparison of padded lengths."""
     return sum(_tile_work(problem, _cheapest_tile(problem, *largest)) for largest in largest_tiles(problem))
 
 
 def tilings(problem: Problem, max_area: int, max_excess: float) -> list[tuple[int, int]]:
-    """Tiles (queries, keys) worth trying in a pass: those whose work is little more than the least.
+    """Tiles (queries, keys) worth trying in a pass: those whose work is at most a little more than the least work.
 
     Args:
         problem: the problem; the tiles divide its lengths.
         max_area: the largest product of queries and keys.
-        max_excess: how much more than the least the work may be, as a share of the least.
+        max_excess: how much the work may exceed the least work, as a share of the least work.
     """
     length_choices = [_tile_lengths(length, _LENGTHS[0]) for length in (problem.T, problem.S)]
     tiles = [(q, kv) for q, kv in itertools.product(*length_choices) if q * kv <= max_area]
@@ -165,7 +165,7 @@ def check_tiles(tiles: Any, problem: Problem) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The static facts of a kernel's call; the offset itself, the position of the first query, is an argument `start`.
+    """The static facts of a kernel's call. The position of the first query is passed separately, as `start`.
 
     Args:
         B, T, S, N, K, H: numbers of rows, queries, keys, query heads and key heads, and the width of a head.
@@ -189,7 +189,7 @@ class Sizes:
 
     @property
     def is_never_blind(self) -> bool:
-        """Whether every query sees a key, so that the scores of a query without a finite score are all -inf."""
+        """Whether every query sees a key; if so, a query without a finite score has only scores of -inf."""
         return not self.has_segments and self.options.is_never_blind(self.T, self.S, any_offset=self.has_offset)
 
     @property
@@ -200,10 +200,10 @@ class Sizes:
 
     @property
     def unit(self) -> float:
-        """The unit of the scores that a kernel stores: it multiplies by `factor` after it has subtracted the maximum.
+        """The unit of the stored scores: a kernel multiplies by `factor` only after it has subtracted the maximum.
 
-        The unit is 1, so that the scores are multiplied at once, if `factor` is negative (a maximum would become a
-        minimum) or so small or large that NEG would no longer hide a score.
+        If `factor` is negative (a maximum would become a minimum), or so small or large that NEG would no longer hide
+        a score, the kernel multiplies the scores at once, and the unit is 1.
         """
         return self.factor if 1e-6 < self.factor < 1e6 else 1.0
 
@@ -235,14 +235,14 @@ class Sizes:
         return first, end
 
     def hides_pairs(self, q_position: Any, k_position: Any) -> Any:
-        """Whether positions hide a pair of a tile, by the positions of its first query and key; only if causal."""
+        """Whether a causal mask hides a pair of a tile, given the positions of the tile's first query and first key."""
         hides = q_position < k_position + self.bk - 1
         if self.options.window is not None:
             hides = hides | (q_position + self.bq - 1 - k_position >= self.options.window)
         return hides
 
     def max_visits(self, by_key: bool) -> int:
-        """The largest number of tiles that one tile visits, over all offsets if the call has one.
+        """The largest number of tiles that one tile visits; if the call has an offset, the largest over all offsets.
 
         A tile of keys visits tiles of queries if `by_key`; else a tile of queries visits tiles of keys.
         """

@@ -24,13 +24,13 @@ from pallas_kernels.attention.reference import Options
 from pallas_kernels.target import Target
 
 MIN_GAIN = 0.03
-"""Tiles replace those of the rule for a pass only if they save at least this share of its cost."""
+"""Tiles replace the rule's tiles for a pass only if they save at least this share of the pass's cost."""
 MAX_EXCESS = 0.25
-"""A tiling is tried only if its estimated work exceeds the least by at most this share."""
+"""A tiling is tried only if its estimated work exceeds the least work by at most this share."""
 _TPU: Mapping[str, tuple[str, ...]] = {"forward": ("q", "kv"), "dq": ("q_dq", "kv_dq"), "dkv": ("q_dkv", "kv_dkv")}
 _GPU: Mapping[str, tuple[str, ...]] = {"forward": ("kv", "stages"), "backward": ("kv_dq", "q_dkv", "stages_backward")}
 FIELDS = {"tpu": _TPU, "gpu": _GPU}
-"""By platform and by name of a pass, the fields of `Tiles` on which the pass depends."""
+"""The fields of `Tiles` on which each pass depends, by platform and by name of the pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Candidate:
     """Tiles to try for some passes.
 
     Args:
-        tiles: the kernel's `Tiles`; for all other passes they are the rule's.
-        passes: by name of each pass to try, its sizes in `tiles`.
+        tiles: the kernel's `Tiles`; the sizes for all other passes are the rule's.
+        passes: the sizes in `tiles` for each of the passes to try, by name of the pass.
     """
 
     tiles: Any
@@ -61,7 +61,7 @@ def why_unsupported(case: Case, platform: str) -> str | None:
 
 
 def candidates_for(problem: Problem, platform: str) -> list[Candidate]:
-    """List the tilings worth trying, the rule's first; no pass gets the same sizes twice.
+    """List the tilings worth trying; the first is the rule's, and no pass gets the same sizes twice.
 
     Example:
         >>> case = Case("x", 512, 512, 1, 1, 256)
@@ -78,7 +78,7 @@ def candidates_for(problem: Problem, platform: str) -> list[Candidate]:
 
 
 def _sizes_by_pass(tiles: Any, fields_by_pass: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    """By name of a pass, its sizes in `tiles`."""
+    """The sizes in `tiles` for each pass, by name of the pass."""
     return {name: tuple(getattr(tiles, field) for field in fields) for name, fields in fields_by_pass.items()}
 
 
@@ -112,12 +112,12 @@ def _gpu_candidates(problem: Problem) -> Iterator[Candidate]:
 def arg_shapes(case: Case) -> tuple[Any, ...]:
     """Return the shapes of q, k and v, and of the segment ids of queries and of keys if the case has them."""
     lengths_and_heads = ((case.T, case.N), (case.S, case.K), (case.S, case.K))
-    arrays = [
+    array_shapes = [
         jax.ShapeDtypeStruct((case.B, length, heads, case.H), jnp.dtype(case.dtype))
         for length, heads in lengths_and_heads
     ]
-    ids = [jax.ShapeDtypeStruct((case.B, length), jnp.int32) for length in (case.T, case.S)]
-    return *arrays, *(ids if case.segments else [])
+    id_shapes = [jax.ShapeDtypeStruct((case.B, length), jnp.int32) for length in (case.T, case.S)]
+    return *array_shapes, *(id_shapes if case.segments else [])
 
 
 def attention_function(case: Case, tiles: Any, platform: str, has_gradient: bool) -> Callable[..., Any]:
@@ -178,7 +178,7 @@ def static_costs(
         folder: where libtpu dumps its schedules.
 
     Returns:
-        By name of a pass, cycles on TPU or spilled bytes on GPU; or the compiler's refusal.
+        The cost of each pass, by name of the pass: cycles on TPU, spilled bytes on GPU. Or the compiler's refusal.
     """
     problem = problem_of(case, platform)
     compiled = ahead.compile_for(device, attention_function(case, candidate.tiles, platform, True), arg_shapes(case))
@@ -200,17 +200,17 @@ def time_passes(
     platform: str,
     time_programs: Callable[[tuple[Any, ...], list[Any], Any], list[float]],
 ) -> list[dict[str, float] | str]:
-    """Measure the seconds of every candidate's passes; a backward pass is timed as a gradient with the rule's forward.
+    """Measure the seconds of every candidate's passes; for a backward pass, of a gradient with the rule's forward pass.
 
     Args:
         case: the case to run.
-        candidates: the candidates, the rule's first.
+        candidates: the candidates; the first has the rule's tiles.
         device: the device to run on.
         platform: "tpu" or "gpu".
         time_programs: a function of shapes, compiled programs and a device that returns the seconds of each program.
 
     Returns:
-        For each candidate, its seconds by name of a pass; or the compiler's refusal.
+        For each candidate, the seconds of its passes by name of the pass; or the compiler's refusal.
     """
     forward_fields = FIELDS[platform]["forward"]
     rule_forward = {field: getattr(candidates[0].tiles, field) for field in forward_fields}
@@ -243,13 +243,13 @@ def best_tiles(
     """Choose the cheapest tiles of each pass.
 
     Args:
-        candidates: the candidates, the rule's first.
-        costs: for each candidate, its costs by name of a pass, or the compiler's refusal.
+        candidates: the candidates; the first has the rule's tiles.
+        costs: for each candidate, the costs of its passes by name of the pass, or the compiler's refusal.
         platform: "tpu" or "gpu".
-        min_gain: the share of the cost that tiles must save to replace the rule's.
+        min_gain: the share of the cost that tiles must save to replace the rule's tiles.
 
     Returns:
-        The tiles; and by name of a pass, the cost of these and of the rule's tiles.
+        The tiles; and for each pass, by name, a pair: its cost with these tiles, and its cost with the rule's tiles.
 
     Raises:
         ValueError: the compiler refused all candidates.
@@ -262,7 +262,7 @@ def best_tiles(
             if not isinstance(cost, str) and name in cost
         ]
         if not costs_and_sizes:
-            raise ValueError(f"attention: nothing that was tried compiles: {costs[0]}")
+            raise ValueError(f"attention: none of the tilings that were tried compiles: {costs[0]}")
         rule_costs = costs[0]
         rule_cost = math.inf if isinstance(rule_costs, str) else rule_costs[name]
         least_cost, sizes = min(costs_and_sizes, key=lambda pair: pair[0])

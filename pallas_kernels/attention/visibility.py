@@ -10,14 +10,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """Conditions under which a query sees a key; it does if all of the specified conditions hold.
+    """Conditions under which a query sees a key: all conditions that are specified must hold.
 
     Args:
         q_positions, kv_positions: positions of queries and keys, int (B, T) and (B, S); by default indices in the row.
         q_segments, kv_segments: segment ids of queries and keys, int (B, T) and (B, S): a query sees keys of its own
             segment only.
-        window: a query sees keys less than this many positions back, its own included: an integer, or a traced scalar.
-            Only with `causal`.
+        window: number of positions that a query sees, ending with its own: an integer, or a traced scalar. Only with
+            `causal`.
         causal: whether a query sees no key at a later position than its own.
         q_offset: position of the first query, an int32 scalar, if positions are indices; by default 0.
         padding: the segment id of padding, which sees no key and is seen by no query; `None` if there is no padding.
@@ -43,12 +43,12 @@ class Visibility:
         return self.q_positions is None and self.kv_positions is None
 
     def may_be_blind(self, queries: int, keys: int) -> bool:
-        """Whether one of so many queries may see none of so many keys."""
+        """Whether one of `queries` queries may see none of `keys` keys."""
         only_positions_count = self.is_ordered_by_index and self.q_offset is None and self.q_segments is None
         return not self.is_trivial and not (only_positions_count and (queries <= keys or self.window is None))
 
     def mask(self, q_index: jax.Array, kv_index: jax.Array) -> jax.Array:
-        """Compute which of some keys each of some queries sees.
+        """Compute which keys each query sees, for some queries and keys.
 
         Args:
             q_index: indices of the queries in the row, int (T,).
@@ -74,7 +74,7 @@ class Visibility:
         return visible
 
     def is_reachable(self, first_query: Any, queries: int, first_key: Any, keys: int) -> Any:
-        """Whether any of some queries may see any of some keys, as far as their positions decide.
+        """Whether one of some queries may see one of some keys, judged by positions alone.
 
         Args:
             first_query: index of the first of the queries in the row.

@@ -1,9 +1,9 @@
 """Softmax cross-entropy of a linear layer, as a weighted sum over rows, differentiable on every platform.
 
-By default it runs in chunks, whose gradients are computed in the forward pass, so that each logit is computed once. The
-TPU kernel never stores logits in HBM, but computes them three times; it runs only if named, and is meant for programs
-that are short of memory. With `axis`, the rows of the head are sharded over a mesh axis (inside `jax.shard_map`);
-devices then exchange only a number per row, and the gradient of x.
+By default the loss is computed in chunks of rows. The forward pass also computes the gradients of each chunk, so each
+logit is computed only once. The TPU kernel never stores logits in HBM, but computes them three times; it runs only if
+named, and is meant for programs that are short of memory. With `axis`, the rows of the head are sharded over a mesh
+axis (inside `jax.shard_map`); devices then exchange only numbers per row, and the gradient of x.
 """
 
 import functools
@@ -63,8 +63,8 @@ def cross_entropy(
         x: the inputs of the linear layer (M, D). Products have its dtype, sums are float32.
         head: the weights of the linear layer (V, D), one row per word, in the dtype of x; with `axis`, this device's
             rows.
-        labels: (M,) integers. A row with a negative label is ignored, whatever it contains; a label that is not a word
-            makes the result NaN.
+        labels: (M,) integers. A row with a negative label is ignored, whatever the row contains. A label that is
+            neither negative nor the index of a word makes the result NaN.
         weights: weights of the rows (M,), floating point; None for ones.
         vocab: number of words; later rows of the head are padding. By default every row is a word.
         soft_cap: the logits z become `c tanh(z / c)`, where c is this number; None for no cap.
@@ -127,7 +127,7 @@ def explain_call(
     implementation: str | None = None,
     platform: str,
 ) -> dispatch.Explanation:
-    """Explain which implementation `cross_entropy` would run on a platform, and why not the others.
+    """Explain which implementation `cross_entropy` would run on a platform, and why the others do not.
 
     Args:
         x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk, implementation: as in `cross_entropy`; arrays
@@ -147,7 +147,7 @@ cross_entropy.explain = explain_call  # pyright: ignore[reportFunctionMemberAcce
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
-    """Explain which implementation would run a case on a platform, and why not the others.
+    """Explain which implementation would run a case on a platform, and why the others do not.
 
     Example:
         >>> print(explain(Case("small", 128, 128, 512), "tpu v5e"))

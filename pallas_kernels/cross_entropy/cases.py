@@ -13,11 +13,11 @@ class Case:
         rows: number M of rows of x.
         width: number D of elements of a row.
         head: number of rows of the head on a device.
-        vocab: number of words; None for as many as the head has rows.
+        vocab: number of words; None if every row of the head is a word.
         dtype: dtype of x and the head.
         soft_cap, z_loss: as in `cross_entropy`.
         ignored: if n > 0, every n-th row has the label -1.
-        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+        tags: "small" runs in the interpreter (only in the slow tests if "slow" is a tag, too), "aot" is compiled
             for absent chips, "bench" is timed on a device.
     """
 

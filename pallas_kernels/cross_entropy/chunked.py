@@ -1,8 +1,8 @@
 """Cross-entropy over chunks of rows, on any platform (after Liger Kernel, Hsu et al., arXiv 2410.10989).
 
-The forward pass computes the gradients of a chunk while its logits exist, so that no product is computed twice: it
-takes 3 products of M*D*V, while a kernel that recomputes the logits takes 4 or 5. Only the logits (chunk, V) of one
-chunk exist at a time. The weight of each row must be known in the forward pass, so the result is a weighted sum.
+The forward pass computes the gradients of a chunk while its logits exist, so that no product is computed twice: in
+total this takes 3 products of M*D*V. A kernel that recomputes the logits takes 4 or 5. Only the logits (chunk, V) of
+one chunk exist at a time. The weight of each row must be known in the forward pass, so the result is a weighted sum.
 
 Rows are (B, T). A caller whose compiler shards B and T specifies the numbers of shards. Every shard then sums its own
 gradient of the head, and the sums are added up once, at the end.
@@ -21,7 +21,7 @@ from pallas_kernels.cross_entropy.reference import F32, Terms, head_products, ro
 
 
 def _unchanged(x: Any) -> Any:
-    """Return the array as it is, without a placement."""
+    """Return the array without constraining its sharding."""
     return x
 
 
@@ -75,7 +75,7 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunking: C
         chunking: how rows are split into chunks.
 
     Returns:
-        This device's shares of the sum and of the penalty in it.
+        This device's share of the sum, penalty included; and its share of the penalty alone.
     """
 
     def add_chunk(sums: Any, chunk: Any) -> tuple[Any, None]:
@@ -91,11 +91,11 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunking: C
 
 
 def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunking: Chunking) -> tuple[Any, Any]:
-    """Compute the sums of `loss`, and gradients.
+    """Compute the sums of `loss`, and the gradients of the first sum.
 
     Returns:
-        The shares of the sum and of the penalty; and the gradients of the sum with respect to x, in the dtype of the
-        chunking, to the head, float32, and to the weights, float32.
+        The results of `loss`; and the gradients of the sum with respect to x (in the dtype of `chunking`), the head and
+        the weights (both float32).
     """
 
     def add_chunk(carry: Any, chunk: Any) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ class Terms:
         return 1 if self.axis is None else lax.axis_size(self.axis)
 
     def first_word(self, rows: int) -> Any:
-        """The word that belongs to the first row of this device's shard of the head, which has so many rows."""
+        """The word that belongs to the first row of this device's shard of the head; the shard has `rows` rows."""
         return 0 if self.axis is None else lax.axis_index(self.axis) * rows
 
     def lse_over_shards(self, lse: Any) -> Any:
@@ -47,7 +47,7 @@ class Terms:
         return max_lse + jnp.log(lax.psum(jnp.exp(lse - max_lse), self.axis))
 
     def loss_share(self, lse: Any, label_logit: Any) -> tuple[Any, Any]:
-        """This device's share of each row's loss, without the penalty, and of its penalty.
+        """This device's shares of each row's loss (without the penalty) and of each row's penalty.
 
         Args:
             lse: the log-sum-exp over all words.
@@ -85,7 +85,7 @@ def without_ignored(x: Any, labels: Any) -> Any:
 
 
 def row_losses(products: Any, labels: Any, terms: Terms, *, gather: bool = False) -> tuple[Any, Any]:
-    """Compute this device's share of each row's loss, without the penalty, and of its penalty; neither is weighted.
+    """Compute this device's shares of each row's loss (without the penalty) and of each row's penalty, both unweighted.
 
     Args:
         products: products (..., V) of x with this device's rows of the head.
@@ -116,7 +116,7 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[An
         terms: the options of the loss.
 
     Returns:
-        This device's shares of the sum and of its last term, the penalty; the latter has no gradient.
+        This device's share of the sum; and its share of the sum of the last terms, the penalty, which has no gradient.
 
     Example:
         >>> total, _ = loss(jnp.zeros((1, 2)), jnp.ones((4, 2)), jnp.array([3]), jnp.ones(1), Terms(4))

@@ -2,10 +2,10 @@
 
 Logits exist only as tiles (words, rows) in VMEM; they are transposed, so that a number per row of x lies along lanes.
 The backward pass computes them again, once for dx and once for the gradient of the head. A tile is processed in a loop
-over parts of its words, because the length of the code, and the time to compile it, grow with a part.
+over parts of its words, because the length of the code, and the time to compile it, grow with the size of a part.
 
-In units of 2*M*D*V, the forward pass takes 1 FLOP and the backward pass 4, while chunks take 3 in all. The kernel saves
-memory, not time, and runs only if named.
+In units of 2*M*D*V FLOP, the forward pass takes 1 and the backward pass 4; in chunks, both together take 3. The kernel
+saves memory, not time, and runs only if named.
 
 In the kernels, names of arrays are references to tiles: numbers per row, such as `lse`, are (1, rows). `words` is the
 number of words in this device's shard of the head, i and j are indices of tiles of rows and of words.
@@ -34,10 +34,10 @@ IGNORED = -(2**31)
 LANES = 128
 """Lanes of a vector register."""
 PART_WORDS = {"row": 512, "x": 512, "head": 256}
-"""Words of a tile that are processed at once, by the kind of results (see `_call`).
+"""Number of words of a tile that are processed at once, by the kind of results (see `_call`).
 
-By libtpu's schedule, a loop over such parts takes at most 1.02 of the cycles of the whole tile at once, and fewer than
-it for dx and the gradient of the head. With smaller parts, the forward pass and dx would take 1.08.
+In libtpu's schedule, a loop over such parts takes at most 1.02 times the cycles of the whole tile at once; for dx and
+the gradient of the head, it takes fewer. With smaller parts, the forward pass and dx would take 1.08 times the cycles.
 """
 MAX_VMEM_BYTES = 96 << 20
 """Bytes of VMEM that a kernel may take; a core of v5e, v5p or v6e has 128 MiB."""
@@ -97,7 +97,7 @@ def why_unsupported(target: Target, case: Case) -> str | None:
 
 
 def cost(matmuls: int, ins: Any, outs: Any) -> pl.CostEstimate:
-    """Estimate the cost of a kernel: so many products of M*D*V, one exponential per logit, each array moved once."""
+    """Estimate the cost of a kernel: `matmuls` products of M*D*V, one exponential per logit, each array moved once."""
     (rows, width), words = ins[0].shape, ins[1].shape[0]
     return cost_estimate(matmuls * 2 * rows * width * words, ins, outs, rows * words)
 
@@ -115,13 +115,13 @@ def _logits(x: Any, head: Any, first_word: Any, words: Any, soft_cap: float | No
     Args:
         x: rows of x.
         head: rows of the head.
-        first_word: index of the first of these rows of the head.
+        first_word: index in the shard of the first of these rows of the head.
         words: number of words in the shard of the head; None if all rows are words.
         soft_cap: as in `forward`.
 
     Returns:
-        The logits (words, rows), NEG for rows of the head that are not words; the index of the word of each; and the
-        derivative of the soft cap, or None.
+        The logits (words, rows), NEG for rows of the head that are not words; for each logit, the index of its word;
+        and the derivative of the soft cap, or None.
     """
     z, slope = _matmul(head, x, ((1,), (1,))), None
     if soft_cap is not None:
@@ -132,7 +132,7 @@ def _logits(x: Any, head: Any, first_word: Any, words: Any, soft_cap: float | No
 
 
 def _for_each_part(rows: int, max_part_rows: int, body: Callable[[Any], None]) -> None:
-    """Call `body` with the slice of each part of so many rows; a part has the largest number that divides both."""
+    """Call `body` with the slice of each part of `rows` rows; a part has `gcd(rows, max_part_rows)` rows."""
     part_rows = math.gcd(rows, max_part_rows)
 
     def run_part(i: Any, _: None) -> None:

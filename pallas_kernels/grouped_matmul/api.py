@@ -1,8 +1,8 @@
 """Grouped matmul: each row, sorted by group, times the matrix of its group, with both gradients on every platform.
 
-On TPU `jax.lax.ragged_dot` runs, which is a kernel already. On GPU it is dense and does E times the work, so on Hopper
-our kernel runs instead. Traced sizes of groups cannot be checked, so the result is defined for all of them: a negative
-size counts as 0, and rows that the sizes count beyond M do not exist.
+On TPU `jax.lax.ragged_dot` runs, which already is a kernel there. On GPU `ragged_dot` is dense and does E times the
+work, so on Hopper our kernel runs instead. Traced sizes of groups cannot be checked, so the result is defined for all
+sizes: a negative size counts as 0, and if the sizes add up to more than M, the excess is ignored.
 """
 
 import functools
@@ -86,7 +86,7 @@ def grouped_matmul(
 def explain_call(
     x: Any, w: Any, sizes: Any, *, implementation: str | None = None, platform: str
 ) -> dispatch.Explanation:
-    """Explain which implementation `grouped_matmul` would run on a platform, and why not the others.
+    """Explain which implementation `grouped_matmul` would run on a platform, and why the others do not.
 
     Args:
         x, w, sizes, implementation: as in `grouped_matmul`; arrays may be `jax.ShapeDtypeStruct`.
@@ -104,7 +104,7 @@ grouped_matmul.explain = explain_call  # pyright: ignore[reportFunctionMemberAcc
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
-    """Explain which implementation would run a case on a platform, and why not the others.
+    """Explain which implementation would run a case on a platform, and why the others do not.
 
     Example:
         >>> print(explain(Case("narrow", 512, 128, 96, (256, 256)), "gpu h200"))
@@ -151,7 +151,7 @@ def _check_arguments(x: Any, w: Any, sizes: Any) -> None:
         known_sizes = np.asarray(sizes).tolist()
         if min(known_sizes) < 0 or sum(known_sizes) > x.shape[0]:
             raise ValueError(
-                f"grouped_matmul: got sizes {known_sizes}, expected none negative, and at most {x.shape[0]} rows in sum"
+                f"grouped_matmul: got sizes {known_sizes}, expected none negative, and at most {x.shape[0]} in total"
             )
 
 
@@ -162,7 +162,7 @@ def _pad_rows(x: Any) -> Any:
 
 
 def _branches(function_name: str, interpret: Interpret, **options: Any) -> Any:
-    """By implementation name, the functions "forward" or "gradient_of_weights"."""
+    """The functions called `function_name` ("forward" or "gradient_of_weights"), by implementation name."""
 
     def run_on_gpu(*args: Any) -> Any:
         from pallas_kernels.grouped_matmul import gpu

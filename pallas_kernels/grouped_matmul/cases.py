@@ -15,7 +15,7 @@ class Case:
         outer: number F of columns of the result.
         sizes: number of rows of each group.
         dtype: dtype of x and the matrices.
-        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+        tags: "small" runs in the interpreter (only in the slow tests if "slow" is a tag, too), "aot" is compiled
             for absent chips, "bench" is timed on a device.
     """
 

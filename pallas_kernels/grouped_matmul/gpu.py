@@ -32,7 +32,7 @@ ROWS = 64
 TILE_ROWS = ROWS * WARPGROUPS
 """Rows of a tile."""
 CHUNK = 64
-"""Length of the sum in one step of the loop: 128 bytes of bfloat16, the widest swizzle."""
+"""Number of terms that one step of the loop adds up: 128 bytes of bfloat16, the widest swizzle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Tiles:
         stages: number of buffers in the ring.
 
     Raises:
-        ValueError: the columns are not 64, 128 or 256, the ring has less than 2 buffers, or both together take more
-            than the shared memory of a block.
+        ValueError: the columns are not 64, 128 or 256, the ring has fewer than 2 buffers, or the ring and the tile of
+            the result take more than the shared memory of a block.
     """
 
     columns: int = 128
@@ -96,8 +96,8 @@ def tile_table(sizes: Any, rows: int) -> Any:
         rows: number of all rows.
 
     Returns:
-        int32 (3, tiles): for each tile its group, its first row, and the end of its rows (exclusive). Rows of no group
-        have the group E. There are as many tiles as the groups may need at worst; unused tiles have no rows.
+        int32 (3, tiles): for each tile its group, its first row, and the end of its rows (exclusive). For rows of no
+        group, the group is E. The number of tiles is the largest that groups may need; unused tiles have no rows.
     """
     group_count = sizes.shape[0]
     all_sizes = jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]).astype(jnp.int32)
@@ -143,7 +143,7 @@ def _multiply(steps: Any, stages: int, shape: tuple[int, int], ready: Any, opera
 def forward(
     x: Any, w: Any, sizes: Any, *, transposed: bool = False, tiles: Tiles | None = None, interpret: Interpret = False
 ) -> Any:
-    """Compute what `reference.forward` computes, zeros for rows of no group included.
+    """Compute what `reference.forward` computes, including zeros for rows of no group.
 
     Args:
         x, w, sizes, transposed: as in `reference.forward`.

@@ -19,7 +19,7 @@ def forward(x: Any, w: Any, sizes: Any, *, transposed: bool = False) -> Any:
     Args:
         x: rows sorted by group (M, D).
         w: one matrix per group (E, D, F); (E, F, D) if transposed.
-        sizes: number of rows of each group, (E,) int32, at most M in sum.
+        sizes: number of rows of each group, (E,) int32; their sum is at most M.
         transposed: whether to multiply by the transposed matrices.
 
     Returns:

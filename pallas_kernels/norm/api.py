@@ -128,7 +128,7 @@ def layer_norm(
 def explain_rms(
     x: Any, weight: Any, residual: Any = None, *, eps: float = 1e-6, implementation: str | None = None, platform: str
 ) -> dispatch.Explanation:
-    """Explain which implementation `rms_norm` would run on a platform, and why not the others.
+    """Explain which implementation `rms_norm` would run on a platform, and why the others do not.
 
     Args:
         x, weight, residual, eps, implementation: as in `rms_norm`; arrays may be `jax.ShapeDtypeStruct`.
@@ -151,7 +151,7 @@ def explain_layer(
     implementation: str | None = None,
     platform: str,
 ) -> dispatch.Explanation:
-    """Explain which implementation `layer_norm` would run on a platform, and why not the others.
+    """Explain which implementation `layer_norm` would run on a platform, and why the others do not.
 
     Args:
         x, weight, bias, residual, eps, implementation: as in `layer_norm`; arrays may be `jax.ShapeDtypeStruct`.
@@ -169,7 +169,7 @@ layer_norm.explain = explain_layer  # pyright: ignore[reportFunctionMemberAccess
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
-    """Explain which implementation would run a case on a platform, and why not the others.
+    """Explain which implementation would run a case on a platform, and why the others do not.
 
     Example:
         >>> print(explain(Case("wide", 8, 384), "gpu h200"))
@@ -192,7 +192,7 @@ def _norm(
     platform: str | None,
     interpret: Interpret,
 ) -> Any:
-    """The norm, or with a residual the norm and h, of either kernel; `name` and `center` are that kernel's."""
+    """Run the kernel `name`, which has this `center`; return the norm or, with a residual, the norm and h."""
     case = _case(name, x, weight, bias, residual, eps, center)
     x_rows = x.reshape(-1, x.shape[-1])
     residual_rows = None if residual is None else residual.reshape(-1, x.shape[-1])
@@ -224,7 +224,7 @@ def _case(name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: Any, ce
 def _check_arguments(name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> None:
     """Refuse arguments that do not fit together."""
     if x.ndim < 1 or 0 in x.shape:
-        raise ValueError(f"{name}: got x of shape {x.shape}, expected (..., D) with nothing empty")
+        raise ValueError(f"{name}: got x of shape {x.shape}, expected (..., D) without a dim of size 0")
     vectors = {"weight": weight} | ({} if bias is None else {"bias": bias})
     for argument, vector in vectors.items():
         if vector.shape != x.shape[-1:]:
@@ -238,14 +238,14 @@ def _check_arguments(name: str, x: Any, weight: Any, bias: Any, residual: Any, e
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         residual_text = f"{residual.dtype} {residual.shape}"
         raise ValueError(
-            f"{name}: got a residual of {residual_text}, expected {x.dtype} {x.shape}, as x: cast one of them"
+            f"{name}: got a residual of {residual_text}, expected {x.dtype} {x.shape}, like x: cast one of them"
         )
     if not (eps >= 0 and math.isfinite(eps)):
         raise ValueError(f"{name}: got eps {eps}, expected at least 0, and finite")
 
 
 def _branches(pass_name: str, interpret: Interpret, **options: Any) -> Any:
-    """By implementation name, the functions that run a pass, "forward" or "backward"."""
+    """The functions that run a pass, "forward" or "backward", by implementation name."""
 
     def run_on_tpu(*args: Any) -> Any:
         from pallas_kernels.norm import tpu
@@ -277,14 +277,14 @@ def _kernel(
 def _forward(
     choice: Choice, eps: float, center: bool, interpret: Interpret, x: Any, weight: Any, bias: Any, residual: Any
 ) -> Any:
-    """The results of `_kernel`, and the residuals: h, weight, bias, and () if there is a residual to add, else None."""
+    """The results of `_kernel`, and the residuals: h, weight, bias and a mark, () if a residual is added, else None."""
     y, unnamed_h = _kernel(choice, eps, center, interpret, x, weight, bias, residual)
     h = x if residual is None else checkpoint_name(unnamed_h, NAMES[0])
     return (y, h), (h, weight, bias, None if residual is None else ())
 
 
 def _backward(choice: Choice, eps: float, center: bool, interpret: Interpret, residuals: Any, gradients: Any) -> Any:
-    """The gradients of x, weight, bias and the residual; None for those that are None."""
+    """The gradients of x, weight, bias and the residual; None for a bias or a residual that is None."""
     h, weight, bias, residual_mark = residuals
     dy, dh = gradients
     branches = _branches("backward", interpret, eps=eps, center=center)

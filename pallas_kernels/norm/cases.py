@@ -16,7 +16,7 @@ class Case:
         center: True for layer norm, False for RMS norm.
         bias: whether there is a bias.
         residual: whether there is a residual.
-        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+        tags: "small" runs in the interpreter (only in the slow tests if "slow" is a tag, too), "aot" is compiled
             for absent chips, "bench" is timed on a device.
     """
 

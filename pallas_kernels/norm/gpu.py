@@ -33,9 +33,9 @@ MAX_WIDTH = 8192
 MAX_CENTERED_WIDTH = 5120
 """The largest width of a layer norm: with two sums per column, wider rows would spill as many bytes as they read."""
 MAX_LOADED_WIDTH = 4096
-"""The largest width at which the backward pass keeps the weight in registers; else it loads it for each row."""
+"""The largest width at which the backward pass keeps the weight in registers; at others it loads it for each row."""
 MAX_BACKWARD_BLOCKS = 1056
-"""The largest number of blocks of the backward pass, 8 for each of 132 multiprocessors: each stores partial sums."""
+"""Maximum number of blocks of the backward pass, 8 for each of 132 multiprocessors: every block stores partial sums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _block_rows(rows: int, tile: int) -> tuple[Any, Any]:
 
 
 def _statistics(row: Any, width: int, eps: float, center: bool) -> tuple[Any, Any]:
-    """The row f, minus its mean if `center`, and the factor 1 / sqrt(mean(f^2) + eps)."""
+    """The row f (the given row, minus its mean if `center`), and the factor 1 / sqrt(mean(f^2) + eps)."""
     f = row - jnp.sum(row) * (1 / width) if center else row
     return f, lax.rsqrt(jnp.sum(f * f) * (1 / width) + eps)
 

@@ -20,12 +20,12 @@ def forward(
         x: the input (R, D).
         weight: (D,).
         bias: (D,), or None.
-        residual: (R, D), or None, so that `h` is `x` itself.
+        residual: (R, D); if it is None, `h` is `x` itself.
         eps: number that is added to the mean square.
         center: whether to subtract the mean: True for layer norm, False for RMS norm.
 
     Returns:
-        The norm y and h, both (R, D) in the dtype of x. The norm is computed from h after it is rounded to that dtype.
+        The norm y, and h, both (R, D) in the dtype of x. The norm is computed from h after h is rounded to that dtype.
 
     Example:
         >>> y, _ = forward(jnp.array([[1.0, 3.0]]), jnp.ones(2), eps=0.0, center=True)
@@ -62,7 +62,7 @@ def backward(
         eps, center: as in `forward`.
 
     Returns:
-        dx in the dtype of h, dweight in the dtype of weight, and dbias in that of bias (None without a bias).
+        dx in the dtype of h, dweight in the dtype of weight, and dbias in the dtype of bias (None without a bias).
 
     Example:
         >>> ones = jnp.ones((1, 2))

@@ -85,7 +85,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_d
     """Compute a tile of dx, and add to the gradients of weight and bias.
 
     `refs` are h, weight, dy, dh if there is one, dx, the gradients of weight and (if any) bias, and a scratch for each
-    of these two. `rows` is the number of all rows, `tile` that of a step.
+    of these two. `rows` is the number of all rows, `tile` the number of rows of a step.
     """
     h, weight, dy, *dh_refs = refs[: 3 + has_dh]
     dx, *vector_refs = refs[3 + has_dh :]
@@ -128,7 +128,7 @@ def _call(
 ) -> list[Any]:
     """Run a kernel over tiles of rows; return its results.
 
-    Vectors, such as the weight, are whole in every step, as one row. The kernel has `scratch_count` scratch rows.
+    Every step gets whole vectors, such as the weight, as one row. The kernel has `scratch_count` scratch rows.
     """
     rows, width = ins[0].shape
     row_spec, vector_spec = pl.BlockSpec((tile, width), lambda i: (i, 0)), pl.BlockSpec((1, width), lambda i: (0, 0))

@@ -24,7 +24,7 @@ GPU_BLOCKS = (64, 128, 256)
 
 
 def _why_unsupported_on_gpu(_: Target, case: Case) -> str | None:
-    """The reason why the GPU kernel cannot run a case, or None if it can; here, so that no GPU module is imported."""
+    """The reason why the GPU kernel cannot run a case, or None; defined here so that no GPU module is imported."""
     blocks = GPU_BLOCKS if case.bits == 8 else GPU_BLOCKS[1:]
     if case.block not in blocks:
         return f"it needs blocks of {', '.join(map(str, blocks))}, not {case.block}"
@@ -70,8 +70,9 @@ def quantize(
         interpret: whether to run the named implementation in Pallas' interpreter; "races" also looks for races.
 
     Returns:
-        The codes, int8, in the shape of `x`. For 4 bits the dim `axis` is halved, because a byte has two codes: the low
-        nibbles have the first half of each block. And the scales, float32, with the dim `axis` divided by the block.
+        The codes, int8, and the scales, float32. Codes of 8 bits have the shape of `x`. For 4 bits the dim `axis` is
+        halved, because a byte has two codes: the low nibbles have the first half of each block. The scales have the
+        shape of `x` with the dim `axis` divided by the block.
 
     Raises:
         ValueError: the shape, the dtype, the bits, the block or a name is not supported.
@@ -108,7 +109,7 @@ def quantize(
 
 
 def dequantize(codes: Array, scale: Array, *, bits: int = 8, block: int = 128, axis: int = -2) -> Array:
-    """Compute the numbers for which codes stand; there is no kernel, because XLA fuses this with its consumer.
+    """Compute the numbers for which codes stand; there is no kernel, because XLA fuses this into later operations.
 
     Args:
         codes, scale: the results of `quantize`.
@@ -133,7 +134,7 @@ def dequantize(codes: Array, scale: Array, *, bits: int = 8, block: int = 128, a
 
 
 def explain(case: Case, platform: str) -> Explanation:
-    """Explain which implementation runs a case on a platform, and why not the others.
+    """Explain which implementation runs a case on a platform, and why the others do not.
 
     Args:
         case: shapes and options.
@@ -159,7 +160,7 @@ def tile_facts(case: Case) -> dict[str, int | str]:
 
 
 def _tiles(case: Case, target: Target) -> tpu.Tiles:
-    """The TPU kernel's tiles for a case on a target: tuned ones if there are any, else those of the rule."""
+    """The TPU kernel's tiles for a case on a target: tuned tiles if there are any, else those of the rule."""
     allowed = tpu.candidates(case)
     return files.tiles(
         "quantize", target.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda tiles: tiles in allowed

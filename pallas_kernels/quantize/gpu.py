@@ -57,7 +57,7 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
 
     Args:
         x: the matrix (R, C), float32 or bfloat16.
-        case: its shape and the options.
+        case: the shape of the matrix, and the options.
         interpret: how to run the kernel, see `compat.interpret_params`.
 
     Returns:

@@ -1,10 +1,10 @@
 r"""Quantization of floats to integers with one scale per block: the definition.
 
 With :math:`L = 2^{bits - 1} - 1` and the scale :math:`s = \max |x|` of a block, the code of an element is
-:math:`\mathrm{round}(x L / s)`. It stands for :math:`code \cdot s / L`, so the error is at most :math:`s / 2L`. All
+:math:`\mathrm{round}(x L / s)`. A code stands for :math:`code \cdot s / L`, so the error is at most :math:`s / 2L`. All
 codes of a block with s <= 2^-100 are zero, because the inverse of s might be flushed to zero. The caller must keep out
 NaN and infinities: on some platforms a maximum ignores NaN.
-Two codes of 4 bits share a byte: the first half of each block is in the low nibbles, the second half in the high ones.
+Two codes of 4 bits share a byte: the low nibbles have the first half of each block, the high nibbles the second half.
 Left out: stochastic rounding, scales in fewer bits.
 """
 
@@ -14,7 +14,7 @@ from jax import Array
 FLOP = 8
 """FLOP per element."""
 MIN_SCALE = 2.0**-100
-"""If the scale of a block is not above this, all its codes are zero."""
+"""If the scale of a block is not above this number, all codes of the block are zero."""
 
 
 def max_code(bits: int) -> int:
@@ -57,8 +57,8 @@ def quantize(x: Array, *, bits: int, block: int, axis: int) -> tuple[Array, Arra
         axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
 
     Returns:
-        The codes, int8, in the shape of `x`, with the dim `axis` halved for 4 bits; and the scales, float32, with the
-        dim `axis` divided by the block.
+        The codes, int8, and the scales, float32. Both have the shape of `x`, except that the dim `axis` is halved for
+        codes of 4 bits, and divided by the block for scales.
     """
     block_shape = list(x.shape)
     block_shape[axis : axis + 1 or None] = [x.shape[axis] // block, block]

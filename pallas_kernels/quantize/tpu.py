@@ -25,7 +25,7 @@ SUBLANES = 32
 MAX_ELEMENTS = 17 * 2**14
 """The largest number of elements, plus scales, of a step of the grid; each takes at most 9 bytes in each buffer."""
 MAX_ROW_LENGTH = 512
-"""The largest number of elements of a row: 128 rows of them are twice as many as fit the registers."""
+"""The largest number of elements of a row; 128 rows of this length take twice the registers that there are."""
 
 
 def why_unsupported(target: Any, case: Case) -> str | None:
@@ -37,8 +37,8 @@ def why_unsupported(target: Any, case: Case) -> str | None:
         block_count, limit = case.rows // case.block, MAX_ELEMENTS // LANES
         if case.block + block_count > limit:
             return (
-                f"it needs at most {limit} rows of a block and blocks of a column together, not {case.block} and "
-                f"{block_count}"
+                f"it needs the rows of a block plus the blocks of a column to be at most {limit}, not "
+                f"{case.block} + {block_count}"
             )
         return None
     if case.cols != case.block:
@@ -50,7 +50,7 @@ def why_unsupported(target: Any, case: Case) -> str | None:
 
 
 def candidates(case: Case) -> list[Tiles]:
-    """List the tiles worth trying; the first are the rule's.
+    """List the tiles worth trying; the first are those of the rule.
 
     Example:
         >>> candidates(Case("x", 8192, 4096))[0], candidates(Case("x", 8192, 256, block=256, axis=-1))
@@ -119,7 +119,7 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
 
     Args:
         x: the matrix (R, C), float32 or bfloat16.
-        case: its shape and the options.
+        case: the shape of the matrix, and the options.
         tiles: the rows and columns that one step of the grid works on.
         interpret: how to run the kernel, see `compat.interpret_params`.
 

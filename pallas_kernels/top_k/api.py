@@ -17,7 +17,7 @@ from pallas_kernels.top_k.cases import Case
 GPU_COLS = 64
 """Columns of a tile of the GPU kernel, see `gpu.COLS`."""
 GPU_BLOCKS = (64, 128, 256)
-"""Blocks (in rows of 64 columns) that fit the registers of a warpgroup."""
+"""Lengths of blocks down 64 columns that fit the registers of a warpgroup."""
 GPU_LANES = 32
 """Lanes of a warp, over which a block along the rows is spread."""
 GPU_MAX_ROW_LENGTH = 2048
@@ -27,7 +27,7 @@ GPU_MAX_K = 128
 
 
 def _why_unsupported_on_gpu(_: Target, case: Case) -> str | None:
-    """The reason why the GPU kernel cannot run a case, or None if it can; here, so that no GPU module is imported."""
+    """The reason why the GPU kernel cannot run a case, or None; defined here so that no GPU module is imported."""
     if case.k > GPU_MAX_K:
         return f"it needs k of at most {GPU_MAX_K}, not {case.k}"
     if case.axis == -1:
@@ -60,7 +60,7 @@ def top_k(
 ) -> tuple[Array, Array]:
     r"""Select the k elements of largest magnitude from each block of a matrix.
 
-    Of equal magnitudes, the first in the block is the larger one; NaN is as large as infinity. This runs on one device:
+    Of equal magnitudes, the first in the block is taken first; NaN is as large as infinity. This runs on one device:
     under a mesh, call it inside `jax.shard_map`. The kernels have no derivatives.
 
     Args:
@@ -74,8 +74,8 @@ def top_k(
         interpret: whether to run the named implementation in Pallas' interpreter; "races" also looks for races.
 
     Returns:
-        The values in the dtype of `x`, and their indices in the block, int32. In both arrays k elements, the largest
-        first, replace those of each block along the dim `axis`.
+        The values in the dtype of `x`, and their indices in the block, int32. Both have the shape of `x`, except that
+        along the dim `axis` each block is replaced by k elements, the largest first.
 
     Raises:
         ValueError: the shape, the dtype, k, the block or a name is not supported.
@@ -115,7 +115,7 @@ def top_k(
 
 
 def explain(case: Case, platform: str) -> Explanation:
-    """Explain which implementation runs a case on a platform, and why not the others.
+    """Explain which implementation runs a case on a platform, and why the others do not.
 
     Args:
         case: shapes and options.
@@ -139,7 +139,7 @@ def tile_facts(case: Case) -> dict[str, int | str]:
 
 
 def _tiles(case: Case, target: Target) -> tpu.Tiles:
-    """The TPU kernel's tiles for a case on a target: tuned ones if there are any, else those of the rule."""
+    """The TPU kernel's tiles for a case on a target: tuned tiles if there are any, else those of the rule."""
     allowed = tpu.candidates(case)
     return files.tiles(
         "top_k", target.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda tiles: tiles in allowed

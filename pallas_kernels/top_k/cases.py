@@ -16,7 +16,7 @@ class Case:
         block: number of elements of a block; a divisor of the dim `axis`.
         axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
         dtype: dtype of the matrix.
-        tags: "small" runs in the interpreter (only in the slow tests if the tags have "slow", too), "aot" is compiled
+        tags: "small" runs in the interpreter (only in the slow tests if "slow" is a tag, too), "aot" is compiled
             for absent chips, "bench" is timed on a device.
     """
 

@@ -1,8 +1,8 @@
 """Block top-k on Hopper (Mosaic GPU), in registers: k rounds, each of which finds the maximum and removes it.
 
 For blocks down the columns, a warpgroup selects from one block of 64 columns; TMA copies the block in and the results
-out. For blocks along the rows, a warp has whole blocks, spread over its lanes, so that no round waits for another warp;
-it reads them from HBM, and writes the results of each round there.
+out. For blocks along the rows, a warp has whole blocks, spread over its lanes, so that no round waits for another warp.
+The warp reads the blocks from HBM, and writes the results of each round to HBM.
 
 In the kernels, x, values and indices are references to global memory; names with `_s` are references to shared memory.
 """
@@ -32,7 +32,7 @@ from pallas_kernels.top_k.reference import FLOP, magnitude
 COLS = 64
 """Columns of a tile if blocks lie down the columns."""
 LANE_ELEMENTS = 32
-"""Elements per lane of a tile if blocks lie along the rows; a lane has more if a single block has more."""
+"""Elements per lane of a tile if blocks lie along the rows; a lane has more only if a single block needs more."""
 
 
 def _down_columns(
@@ -102,7 +102,7 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
 
     Args:
         x: the matrix (R, C), float32 or bfloat16.
-        case: its shape and the options.
+        case: the shape of the matrix, and the options.
         interpret: how to run the kernel, see `compat.interpret_params`.
 
     Returns:

@@ -1,7 +1,7 @@
 """The k largest elements of each block, and their indices in the block: the definition.
 
 Elements are compared by magnitude; NaN is as large as infinity. Of equal magnitudes, even of zeros, the first in the
-block is the larger one. Left out: values in fewer bits, thresholds instead of a fixed k.
+block is taken first. Left out: values in fewer bits, thresholds instead of a fixed k.
 """
 
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ def top_k(x: Array, k: int, *, block: int, axis: int) -> tuple[Array, Array]:
         axis: the dim along which blocks lie: -2 (down the columns) or -1 (along the rows).
 
     Returns:
-        The values in the dtype of `x`, and their indices in the block, int32. In both arrays k elements, the largest
-        first, replace those of each block along the dim `axis`.
+        The values in the dtype of `x`, and their indices in the block, int32. Both have the shape of `x`, except that
+        along the dim `axis` each block is replaced by k elements, the largest first.
     """
     block_shape, result_shape = list(x.shape), list(x.shape)
     block_shape[axis : axis + 1 or None] = [x.shape[axis] // block, block]

@@ -37,8 +37,8 @@ def why_unsupported(target: Any, case: Case) -> str | None:
         if case.block % SUBLANES or case.block * LANES > MAX_ELEMENTS:
             return f"it needs blocks that are a multiple of {SUBLANES} up to {MAX_ELEMENTS // LANES}, not {case.block}"
         if not candidates(case):
-            results = f"{case.k} of {case.rows // case.block}"
-            return f"it needs some blocks of a column whose results fill tiles of {SUBLANES}, not {results}"
+            given_text = f"{case.rows // case.block} blocks of {case.k}"
+            return f"it needs columns that split into tiles of a multiple of {SUBLANES} results, not {given_text}"
         return None
     if case.cols != case.block:
         return f"it needs rows of one block, not {case.cols} columns in blocks of {case.block}"
@@ -48,9 +48,9 @@ def why_unsupported(target: Any, case: Case) -> str | None:
 
 
 def candidates(case: Case) -> list[Tiles]:
-    """List the tiles worth trying; the first is the rule's: as many elements as fit.
+    """List the tiles worth trying; the first are those of the rule: as many elements as fit.
 
-    If blocks lie down the columns, a tile has so many blocks that its results fill tiles of 16 rows, or all blocks.
+    If blocks lie down the columns, a tile has all blocks, or a number of blocks whose results fill tiles of 16 rows.
 
     Example:
         >>> candidates(Case("x", 8192, 4096, 4))[0], candidates(Case("x", 8192, 1024, 4, block=1024, axis=-1))[0]
@@ -91,7 +91,7 @@ def _take_largest(elements: Any, magnitudes: Any, positions: Any, axis: int) -> 
 def _down_columns(x: Any, values: Any, indices: Any, *scratch: Any, block: int, k: int) -> None:
     """Select from blocks of rows.
 
-    Values that are not float32 are collected in a float32 scratch, because Mosaic stores single rows only of 32 bits.
+    Values that are not float32 are collected in a float32 scratch: Mosaic stores single rows of 32-bit elements only.
     """
     positions = lax.broadcasted_iota(jnp.int32, (block, x.shape[1]), 0)
     value_rows = scratch[0] if scratch else values
@@ -147,7 +147,7 @@ def top_k(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -
 
     Args:
         x: the matrix (R, C), float32 or bfloat16.
-        case: its shape and the options.
+        case: the shape of the matrix, and the options.
         tiles: the rows and columns that one step of the grid works on.
         interpret: how to run the kernel, see `compat.interpret_params`.
 

@@ -94,7 +94,7 @@ BAD = [
     ({"sizes": jnp.array([3, 4, 1])}, r"shape \(3,\), expected integers of shape \(2,\)"),
     ({"sizes": jnp.array([3.0, 5.0])}, "sizes of type float32"),
     ({"sizes": jnp.array([-1, 5])}, r"sizes \[-1, 5\], expected none negative"),
-    ({"sizes": jnp.array([4, 5])}, "at most 8 rows in sum"),
+    ({"sizes": jnp.array([4, 5])}, "at most 8 in total"),
     ({"implementation": "rag"}, "unknown implementation 'rag'"),
     ({"interpret": True}, "interpret needs a named"),
 ]
