@@ -31,7 +31,8 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates them."""
+"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates the values.
+"""
 
 
 Score = Callable[[Callable[..., Any], Batch], Any]
@@ -47,8 +48,8 @@ class CrossEntropy:
 
     Args:
         inputs: name of the batch's array that the module is called with.
-        labels: name of the batch's array of classes, integers of the shape of the logits without their last dim.
-        smoothing: share of the target spread over all classes (label smoothing).
+        labels: name of the batch's array of classes: integers, with the dims of the logits except the last one.
+        smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
     """
 
     inputs: str
@@ -61,7 +62,7 @@ class CrossEntropy:
         return cross_entropy(logits, labels, self.smoothing)
 
     def is_counted(self, batch: Batch) -> Array:
-        """Whether each label counts; negative ones, such as -100, are ignored."""
+        """Return whether each label counts; negative labels, such as -100, are ignored."""
         return jnp.asarray(batch[self.labels]) >= 0
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
@@ -101,17 +102,17 @@ def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEnt
 class ForeignModel:
     """An unmodified NNX module as a model value.
 
-    Training switches the module as `module.train()` does, and passes True for a `train` argument of its `__call__` (see
-    `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices,
-    and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not on the
-    mesh.
+    In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
+    `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. Batch statistics are those of the
+    microbatch, over all devices, and dropout follows from seed, step and microbatch. So both depend on the number of
+    microbatches, but not on the mesh.
 
     Args:
         make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
         score: `score(module, batch)` returns one loss per row or per target, such as `classification()` and
             `language_model()`.
-        blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default those that repeat. With
-            `()`, or if none repeats, the whole forward pass is one block.
+        blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default the submodules that
+            repeat. With `()`, or if no submodule repeats, the whole forward pass is one block.
 
     Example:
         >>> import jax
@@ -130,12 +131,12 @@ class ForeignModel:
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
-        """Build the user's module, without padding of the vocabulary: dims that a mesh axis can't divide stay whole."""
+        """Build the user's module without padding: a dim that a mesh axis cannot divide stays whole."""
         module = self.make(rngs)
         if not isinstance(module, nnx.Module):
             raise UserError(
                 f"make returned {type(module).__name__}, expected an nnx.Module; "
-                "wrap a Linen module by linen_model(...)"
+                "wrap a Linen module with linen_model(...)"
             )
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise UserError(
@@ -147,7 +148,7 @@ class ForeignModel:
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Return the sum of the weighted losses and the sum of the weights.
 
-        In training, the call also updates the module's other variables, such as batch statistics.
+        In training, the call also updates the module's variables other than parameters, such as batch statistics.
         """
         losses = self._run(self.score, module, batch, context)
         row_count = len(jax.tree.leaves(dict(batch))[0])
@@ -161,7 +162,7 @@ class ForeignModel:
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
-        """`accuracy(module, batch, context)` returns (correct targets, all targets); `None` without `score.correct`."""
+        """Function that returns the weight sums of (correct targets, all targets); `None` without `score.correct`."""
         correct_fn = getattr(self.score, "correct", None)
         return None if correct_fn is None else functools.partial(self._accuracy, correct_fn)
 
@@ -177,7 +178,7 @@ class ForeignModel:
         return sums.total, sums.weight
 
     def _is_counted(self, batch: Batch) -> Bool[Array, "..."] | None:
-        """Whether each loss counts, of a score that reports it; `None` if all count."""
+        """Return whether each loss counts, if the score reports this; `None` if all losses count."""
         is_counted = getattr(self.score, "is_counted", None)
         return None if is_counted is None else is_counted(batch)
 
@@ -227,7 +228,7 @@ class FromLinen:
 
 
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
-    """Return a Flax Linen module as a model value. It is one block, because the bridge exposes no submodules.
+    """Return a Flax Linen module as a model value. The whole model is one block: the bridge exposes no submodules.
 
     Training updates the collections that the module has after initialization ("batch_stats", ...).
 
@@ -288,7 +289,7 @@ def _reseed(module: nnx.Module, context: Context) -> None:
 
 
 def _set_dtype(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Set `dtype` in the module's layers that have none, cast its parameters, and return the batch cast to it."""
+    """Set `dtype` in the module's layers that have none, and cast the module's parameters; return the cast batch."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute

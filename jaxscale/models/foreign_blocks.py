@@ -130,7 +130,7 @@ def _is_untreated() -> bool:
 
 @contextlib.contextmanager
 def _patch_calls(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
-    """Return a context that runs calls of these instances of `cls` as blocks, and adds their ids to `called_ids`."""
+    """Return a context in which calls of the instances `block_ids` of `cls` run as blocks; they join `called_ids`."""
     original_call: Any = cls.__call__
     has_own_call = "__call__" in vars(cls)
 
