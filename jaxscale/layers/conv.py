@@ -57,7 +57,7 @@ def _convolve_mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
 
 
 def _convolve_mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
-    """Return the gradients of `x` and `w`; `residuals` holds these two, and `dy` is the gradient of the output."""
+    """Return the gradients of `x` and `w`; `residuals` is the pair (x, w), and `dy` is the gradient of the output."""
     x, w = residuals
     (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
     # low padding is as in the forward pass; high padding gives the output the size of the kernel, and is negative if

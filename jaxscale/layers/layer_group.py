@@ -1,4 +1,4 @@
-"""LayerGroup: neighboring layers of a `Stack` that one wrapper treats, run in a scan or one by one."""
+"""LayerGroup: neighboring layers of a `Stack` with the same wrapper, which run in a scan or one by one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class LayerGroup:
     segment: int | None
 
     def calls(self, inputs: PyTree, layer_count: int) -> list[Call]:
-        """Return one `Call` per layer, for a run of the layers one by one."""
+        """Return one `Call` per layer, to run the layers one by one."""
         wrapped_blocks = [self.wrapper(block, False) for block in self.cycle]
         return [
             Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, per_layer))
@@ -68,7 +68,7 @@ class LayerGroup:
         ]
 
     def scan_layers(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
-        """Scan whole cycles of layers, run the remaining layers one by one; return the last `x` and all results."""
+        """Scan whole cycles of layers and run the other layers one by one; return the last `x` and all results."""
         full_count = layer_count - layer_count % len(self.cycle)
         part_results = []
         if full_count:

@@ -1,5 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics
-and gain are in float32; the result has the type of the input.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and gain are in
+float32; the result has the type of the input.
 """
 
 import jax
@@ -15,7 +15,7 @@ def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as in Gemma.
+    """`x / sqrt(mean(x^2) + eps) * w`, or with `plus_one` `x / sqrt(mean(x^2) + eps) * (1 + w)` as in Gemma.
 
     Args:
         size: size of the last dim, which is normalized.

@@ -23,7 +23,7 @@ from jaxscale.typing import PyTree
 
 
 def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
-    """Return the structure, the parameters and the other state of a module, the last two as nested dicts of arrays."""
+    """Return (structure, parameters, other state) of a module; the last two are nested dicts of arrays."""
     graphdef, params, other_state = nnx.split(module, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(other_state)
 
@@ -140,7 +140,7 @@ class Stack(nnx.Module):
                     "only x to the next stage; put them into x, or train without a pipeline"
                 )
             block_makers = [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
-            return view.run_stage(self._stage(view, block_makers), x)
+            return view.run_stage(self._stage_runner(view, block_makers), x)
 
         wrapped_ranges = treatment.wrapped_ranges(self.count)
         for span in self._spans():
@@ -182,7 +182,9 @@ class Stack(nnx.Module):
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, stacked_outputs) if outputs else x
 
-    def _stage(self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
+    def _stage_runner(
+        self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]
+    ) -> Callable[[Any], Any]:
         """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of this stage only.
 
         Args:
@@ -212,7 +214,7 @@ class Stack(nnx.Module):
             for start, stop, wrapper in treatment.wrapped_ranges(stage_layer_count):
                 group = LayerGroup(
                     [_with_gathering(make_block(graphdef), view) for make_block in block_makers],
-                    _skip_padding(wrapper) if view.has_padding else wrapper,
+                    _with_padding_skipped(wrapper) if view.has_padding else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
@@ -234,8 +236,8 @@ def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
     return lambda params, *inputs: block(gather(params), *inputs)
 
 
-def _skip_padding(wrapper: Wrapper) -> Wrapper:
-    """Return a wrapper like `wrapper`, but a block with a negative layer index returns `x` unchanged."""
+def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
+    """Return a wrapper like `wrapper`, except that a block with a negative layer index returns `x` unchanged."""
 
     def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
         wrapped_block = wrapper(block, rolled)

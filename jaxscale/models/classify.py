@@ -1,5 +1,5 @@
-"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the
-weight of the rows that are classified correctly.
+"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the weight of the rows
+that are classified correctly.
 
 Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target distribution gives a / V to each
 of V classes, and an additional 1 - a to the label.
