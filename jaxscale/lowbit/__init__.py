@@ -1,4 +1,4 @@
-"""Numbers in few bits: codes and scales, quantized optimizer state, split weights, and products of layers."""
+"""Numbers in a few bits: codes and scales, quantized optimizer state, split weights, and products of layers."""
 
 from typing import TYPE_CHECKING
 
