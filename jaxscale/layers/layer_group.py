@@ -43,15 +43,15 @@ def concatenate_layers(trees: Sequence[PyTree]) -> PyTree:
 class LayerGroup:
     """Neighboring layers with the same wrapper.
 
-    The methods take `inputs`, a tuple of (parameters, other state, layer indices, per-layer arguments) with leaves
-    (n, ...), and the number n of layers. A block's result is the pair (new state, output).
+    The methods take `inputs`, the tuple (parameters, other state, layer indices, per-layer arguments) with leaves of
+    shape (n, ...), and the number n of layers. A block's result is the pair (new state, output).
 
     Args:
         cycle: block functions of the first layers; the later layers repeat them in order.
         wrapper: function that wraps each block function (for remat, offload).
         unroll: number of layers in one iteration of the scan.
-        segment: number of layers in a segment, which the backward pass recomputes from the input of its first layer;
-            `None` for a scan without segments.
+        segment: number of layers in a segment, which the backward pass recomputes from the segment's input; `None` for
+            a scan without segments.
     """
 
     cycle: Sequence[BlockFunction]

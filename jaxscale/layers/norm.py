@@ -15,7 +15,7 @@ def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * w`, or with `plus_one` `x / sqrt(mean(x^2) + eps) * (1 + w)` as in Gemma.
+    """`x / sqrt(mean(x^2) + eps) * w`; with `plus_one`, as in Gemma, the factor `w` is replaced by `1 + w`.
 
     Args:
         size: size of the last dim, which is normalized.

@@ -19,7 +19,7 @@ class Rotary:
 
     Args:
         head_dim: width of a head, even.
-        base: longest wavelength (in the limit of wide heads) divided by the shortest, which is 2 pi positions.
+        base: longest wavelength (in the limit of wide heads) divided by the shortest wavelength, 2 pi positions.
         scaling: function from frequencies, float64 (head_dim / 2,) in radians per position, to scaled frequencies;
             `None` leaves them unchanged.
 

@@ -83,7 +83,7 @@ def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoot
 def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return two sums of row weights: of the rows whose label has the largest logit, and of all rows with a label."""
+    """Return (summed weights of the rows whose label has the largest logit, summed weights of all labeled rows)."""
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
     sums = weighted_sum(correct_targets(logits, labels), batch, is_class(labels, logits.shape[-1]))
     return sums.total, sums.weight

@@ -162,7 +162,7 @@ class ForeignModel:
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
-        """Function that returns the weight sums of (correct targets, all targets); `None` without `score.correct`."""
+        """Function that returns summed weights of (correct targets, all targets); `None` without `score.correct`."""
         correct_fn = getattr(self.score, "correct", None)
         return None if correct_fn is None else functools.partial(self._accuracy, correct_fn)
 
@@ -173,7 +173,7 @@ class ForeignModel:
     def _accuracy(
         self, correct_fn: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Return two sums of weights: of the correct targets, and of all targets."""
+        """Return (summed weights of the correct targets, summed weights of all targets)."""
         sums = weighted_sum(self._run(correct_fn, module, batch, context), batch, self._is_counted(batch))
         return sums.total, sums.weight
 

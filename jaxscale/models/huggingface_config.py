@@ -270,7 +270,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindows:
-    """The layers with a sliding window, which `layer_types` lists; older files without this key imply the layers.
+    """The layers with a sliding window, as `layer_types` lists them or as older files imply them.
 
     Args:
         is_alternating: whether older files imply a window in every other layer, starting with the first (Gemma-2).

@@ -26,7 +26,7 @@ Stem = Literal["small", "imagenet"]
 class ResNet:
     """A residual network that classifies images: ResNet-18 by default.
 
-    With `bottleneck` and stages (3, 4, 6, 3) it is ResNet-50.
+    With `bottleneck` and the stages (3, 4, 6, 3), the network is ResNet-50.
 
     Args:
         classes: number of classes.
@@ -98,7 +98,7 @@ class ResNet:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Return two sums of row weights: of the correctly classified rows, and of all rows."""
+        """Return (summed weights of the correctly classified rows, summed weights of all rows)."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -150,7 +150,7 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         )
     if stop_byte > body.size:
         raise UserError(
-            f"{path}: tensor {name} ends at byte {stop_byte:,} of the data, which has {body.size:,}: "
+            f"{path}: tensor {name} ends at byte {stop_byte:,} of the data, which has {body.size:,} bytes: "
             "the file is cut short; copy it again"
         )
     return body[start_byte:stop_byte].view(DTYPES[dtype_name]).reshape(shape)

@@ -116,7 +116,7 @@ class ViT:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Return two sums of row weights: of the correctly classified rows, and of all rows."""
+        """Return (summed weights of the correctly classified rows, summed weights of all rows)."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)
