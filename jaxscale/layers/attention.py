@@ -48,6 +48,7 @@ class Attention(nnx.Module):
         dropout: rate of the dropout of the output.
         init: initializer of `q`, `k` and `v`.
         out_init: initializer of `out`.
+        rngs: random streams; the weights are drawn from `params`.
 
     Example:
         >>> from flax import nnx

@@ -67,7 +67,7 @@ class KVCache:
         """
 
         def write(slots: Any, entries: Any) -> Any:
-            """Write entries (B or 1, T, ...) to the first free slots of (B, S, ...)."""
+            """Write entries (B or 1, T, ...) to the first free slots of an array (B, S, ...)."""
             row_entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
             return lax.dynamic_update_slice_in_dim(slots, row_entries, self.length, 1)
 

@@ -76,6 +76,7 @@ class Embedding(nnx.Module):
         vocab_multiple: the table is padded to a multiple of this number of rows, so that a mesh axis may shard them.
             The padding does not affect the initial rows of tokens.
         init: initializer of the rows of tokens; normal with standard deviation 0.02 by default.
+        rngs: random streams; the rows are drawn from `params`.
 
     Example:
         >>> from flax import nnx
@@ -107,6 +108,7 @@ class PositionTable(nnx.Module):
         length: number of positions.
         size: width of a row.
         init: initializer; normal with standard deviation 0.02 by default.
+        rngs: random streams; the rows are drawn from `params`.
 
     Example:
         >>> from flax import nnx

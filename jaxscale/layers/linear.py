@@ -116,7 +116,7 @@ class Linear(nnx.Module):
     Args:
         in_size: width of the input.
         out_size: width of the output.
-        axes: logical axes of the dims of `W`; the bias has the second of them.
+        axes: logical axes of the dims of `W`; the bias has the second axis.
         bias: whether the layer has a `b`, initially zeros.
         init: initializer of `W`; by default normal with variance 1 / in_size.
         rngs: random streams; `W` is drawn from `params`.

@@ -68,6 +68,7 @@ class MLP(nnx.Module):
         dropout: rate of the dropout of the output.
         init: initializer of `gate` and `up`.
         out_init: initializer of `down`.
+        rngs: random streams; the weights are drawn from `params`.
 
     Example:
         >>> import jax.numpy as jnp

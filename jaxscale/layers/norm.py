@@ -21,6 +21,7 @@ class RMSNorm(nnx.Module):
         size: size of the last dim, which is normalized.
         eps: constant added to the mean square.
         plus_one: whether to multiply by `1 + w`, with `w` initially zeros, rather than by `w`, initially ones.
+        rngs: random streams, which are not used.
 
     Example:
         >>> from flax import nnx
@@ -49,6 +50,7 @@ class LayerNorm(nnx.Module):
         size: size of the last dim, which is normalized.
         eps: constant added to the variance.
         bias: whether the layer has a `b`.
+        rngs: random streams, which are not used.
 
     Example:
         >>> from flax import nnx

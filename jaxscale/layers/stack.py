@@ -41,7 +41,7 @@ class Stack(nnx.Module):
 
     The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
     and returns a new `x` of the same shape and type. Parameters are stored under the attribute `layers`: the leaf
-    `layers/w` of shape (L, ...) stacks the leaves `layers/i/w` of a `Chain` (`unstack`). Built under
+    `layers/w` of shape (L, ...) stacks the leaves `layers/i/w` of a `Chain` (see `unstack`). Built under
     `blocks.grouping((25, 7))`, a stack of 32 blocks stores the last seven of them under `layers_from_25`.
 
     Args:
@@ -140,7 +140,7 @@ class Stack(nnx.Module):
                     "only x to the next stage; put them into x, or train without a pipeline"
                 )
             block_makers = [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
-            return view.run_stage(self._stage_runner(view, block_makers), x)
+            return view.run_stage(self._stage(view, block_makers), x)
 
         wrapped_ranges = treatment.wrapped_ranges(self.count)
         for span in self._spans():
@@ -182,9 +182,7 @@ class Stack(nnx.Module):
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, stacked_outputs) if outputs else x
 
-    def _stage_runner(
-        self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]
-    ) -> Callable[[Any], Any]:
+    def _stage(self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
         """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of this stage only.
 
         Args:

@@ -235,7 +235,7 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
     Args:
         module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
         inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays. Do not pass JAX
-            arrays: in an experiment file they would start the backend before the plan sets the number of devices.
+            arrays: JAX arrays in an experiment file start the backend before the plan sets the number of devices.
         score: function of module and batch that returns the losses, as in `ForeignModel`.
 
     Example:

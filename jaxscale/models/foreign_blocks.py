@@ -7,8 +7,8 @@ every input; the function also returns updated batch statistics and dropout coun
 the trace ends.
 
 Left out: blocks inside the user's `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by a
-method other than `__call__`, and one block called several times under several names (tied layers): name them with
-`ForeignModel(blocks=...)`, or the whole forward pass is one block.
+method other than `__call__`, and one block called several times under several names (tied layers). For a model with
+such blocks, name the blocks with `ForeignModel(blocks=...)`; otherwise the whole forward pass is one block.
 """
 
 import contextlib
