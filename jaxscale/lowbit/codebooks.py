@@ -3,8 +3,8 @@ r"""Maps between codes of a few bits and numbers of magnitude at most 1, for qua
 * `soft8` for first moments and `sqrt8` for second moments compress the range of numbers by arithmetic (FlashOptim,
   Gonzalez Ortiz et al. 2026, arXiv 2602.23349). In contrast to that paper, no value of `sqrt8` is zero, as Li et al.
   recommend: a root that is rounded to zero makes an update many times too large.
-* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice as many values as the one
-  below it (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
+* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice as many values as the
+  decade below (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
 * `linear4_unsigned` has the values :math:`(k + 1) / 16`, in four bits and without zero (Li et al. 2023, arXiv
   2309.01507).
 * `e4m3` and `sqrt_e4m3` are eight-bit floating point, for a first moment and for the root of a second moment.

@@ -7,7 +7,7 @@ the update runs.
 
 The table gives the memory of a step of AdamW over 192 MiB of weights, gradients included, compiled for one chip (JAX
 0.12.0.1, 2026-11-22), as MiB on the device + MiB on the host. The wrapped step is compiled by
-`tests/offload/test_updates.py -m slow`; the plain one is the same step without the wrapper.
+`tests/offload/test_updates.py -m slow`; the plain step is the same without the wrapper.
 
     state         float32                  int8
                   plain       wrapped      plain       wrapped
@@ -221,7 +221,7 @@ def _is_divided_alike(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """Return for each leaf of a state whether it goes to the host: an array whose path the pattern matches does."""
+    """Return for each leaf of a state whether it goes to the host: true for an array whose path matches the pattern."""
 
     def flags_of(path: tuple[Any, ...], node: Any) -> Any:
         """Return the flag of an array; for a quantized array, return this flag for both its codes and its scales."""

@@ -189,7 +189,7 @@ def lamb(
 
 
 def _scale_by_trust(trust: float, leaves: Any) -> UpdateRule:
-    """Return a rule that scales layers' updates to the norm `trust * |weights|`, and multiplies vectors' by `trust`."""
+    """Return a rule that scales a layer's update to the norm `trust * |weights|`, and a vector's update by `trust`."""
     ratio_rule = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
     rules = {"scaled": ratio_rule, "plain": optax.scale(trust)}
     return by_kind(rules, lambda param_info: "plain" if param_info.kind == "vector" else "scaled", leaves)

@@ -1,6 +1,6 @@
 """ParamInfo: facts about a parameter that update rules need, derived from its logical axes.
 
-The layers of a stack lie in one array, along its first dim. A rule that treats each number separately can ignore this.
+The layers of a stack lie in one array, along its first dim. A rule that treats each number separately ignores stacks.
 A rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
 SOAP take matrices. The names of logical axes also distinguish matrices from tables, gains and biases. A parameter
 without named axes, as in a foreign module, is classified by its shape and its path.

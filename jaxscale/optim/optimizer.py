@@ -73,7 +73,7 @@ class Optimizer:
         trust: norm of an update divided by the norm of the weights, at learning rate 1 (lars).
         scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
             "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
-        precision: dtype of the orthogonalization and its messages between devices: bfloat16 or float32 (muon).
+        precision: dtype of the orthogonalization and of its messages between devices, bfloat16 or float32 (muon).
         rank: rank of the projection (galore).
         every: number of updates between new bases (soap, galore).
         max_dim: largest dim that is rotated (soap).

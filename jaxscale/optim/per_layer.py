@@ -1,7 +1,7 @@
 """per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
 For an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` uses Adam, and
-`optax.contrib.galore` makes no projection. A wrapped rule gets every layer as a separate array. Its state remains one
+`optax.contrib.galore` makes no projection. A wrapped rule gets every layer as a separate array. The state stays one
 array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
 quantization and checkpoints treat this state like Adam's. `by_kind` applies a different rule to each kind of parameter.
 

@@ -1,7 +1,7 @@
 """The update rules that `Optimizer` names, as data: options with their defaults, and a function that builds the rule.
 
-A new rule is a function in this module and a row of `RULES`. Each function imports optax itself, so that options are
-checked before JAX is imported.
+A new rule is a function in this module and a row of `RULES`. Each function imports optax in its body, so that options
+are checked before JAX is imported.
 """
 
 import dataclasses

@@ -10,8 +10,8 @@ so suits AdamW's learning rates (Liu et al. 2025, arXiv 2502.16982).
 For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead, an all-to-all moves whole
 layers to each device, which orthogonalizes them, and a second all-to-all returns them. So each device sends its shard
 only twice, in bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is
-padded; several stacks like this of the same shape are concatenated first. Left out: the distribution of layers over
-axes that replicate them (data), which would save products and cost a gather.
+padded; to need less padding, uneven stacks of equal shape are first concatenated. Left out: the distribution of layers
+over axes that replicate them (data), which would save products and cost a gather.
 
 Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
 `optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
@@ -63,7 +63,7 @@ def muon(
         momentum: decay of the average of gradients.
         scale: name of the rule in `scale_factor` that scales an orthogonal update.
         precision: dtype of the orthogonalization and of its messages between devices. For Gaussian matrices,
-            updates in bfloat16 differ from those in float32 by 4 %.
+            updates in bfloat16 differ from updates in float32 by 4 %.
         b1, b2, eps: AdamW's constants.
         weight_decay: factor of the decoupled weight decay.
         leaves: tree of `ParamInfo` like the parameters, including shardings; `None` derives the tree from shapes and
