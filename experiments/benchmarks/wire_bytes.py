@@ -236,13 +236,13 @@ def program(devices: Sequence[Any], case: Case) -> Any:
     if case.fault:
         function = step.parts.step_function
         assert isinstance(function, SynchronousStep)
-        apart = function.gradients
+        apart = function.gradient_fn
 
         def reduced(state: TrainState, batch: Batch) -> LossAndGradients:
             loss, gradients, rest = apart(state, batch)
             return loss, jax.tree.map(lambda g: jnp.broadcast_to(g.mean(0), g.shape), gradients), rest
 
-        function = dataclasses.replace(function, gradients=reduced)
+        function = dataclasses.replace(function, gradient_fn=reduced)
         step = TrainStep(dataclasses.replace(step.parts, function=function))
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(case.experiment)))
     return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)

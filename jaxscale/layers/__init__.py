@@ -47,7 +47,7 @@ _MODULE_BY_NAME = {
     "matmul": "jaxscale.layers.linear",
     "max_pool": "jaxscale.layers.conv",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""For each public name, the module from which the name loads on first use."""
 
 if TYPE_CHECKING:
     from jaxscale.layers.attend_on_mesh import attend

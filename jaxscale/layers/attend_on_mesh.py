@@ -2,11 +2,11 @@
 
 | implementation | file | stores | for |
 |---|---|---|---|
-| plain | attend | T x S scores per head | short sequences, decoding; the definition |
+| plain | attend_on_mesh | T x S scores per head | short sequences, decoding; defines the results |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
 | tpu, gpu | attention_kernel | no scores | TPU; GPUs of compute capability 9.0 |
 | splash | attention_splash | no scores | TPU, for calls that our kernel does not support |
-| cudnn | attention_kernel | no scores | NVIDIA GPUs, by name alone |
+| cudnn | attention_kernel | no scores | NVIDIA GPUs; selected only by name |
 """
 
 import math
@@ -28,8 +28,8 @@ from pallas_kernels.attention.visibility import Visibility
 AttentionImplementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
 MAX_PLAIN_SCORES = 512 * 512
-"""Largest number of scores per head for which "auto" selects plain. On a CPU, chunks of 256 are as fast at this number
-and faster above it."""
+"""Largest number of scores per head for which "auto" selects plain. On a CPU, chunks of 256 are as fast as plain at
+this number of scores, and faster above it."""
 
 
 def attend(
@@ -53,7 +53,7 @@ def attend(
     Query head n reads key head n // (N / K). A query that sees no key gives zeros, and zero gradients.
 
     Args:
-        q, k, v: queries, keys, values. Scores and softmax are float32 for all types.
+        q, k, v: queries, keys, values, of any float type. Scores and softmax are computed in float32.
         causal: whether a query sees no key of a later position.
         q_positions, kv_positions: positions of queries and of keys; the index in the row by default.
         q_segments, kv_segments: segments of queries and of keys; a query sees keys of its segment only. Segment 0 is
@@ -61,9 +61,9 @@ def attend(
         window: number of positions that a query sees: keys with 0 <= q_position - kv_position < window.
         soft_cap: cap c of the scores; `None` for no cap.
         scale: factor of the scores; 1 / sqrt(H) by default.
-        implementation: "plain" or "chunked"; "tpu", "gpu", "cudnn" or "splash" on a device that has it; or "auto", the
-            first of these that supports the call: our kernel of the platform, splash on a TPU, plain up to 512 * 512
-            scores per head, chunked.
+        implementation: "plain" or "chunked"; "tpu", "gpu", "cudnn" or "splash" on a device that has this kernel; or
+            "auto", which selects the first of the following that supports the call: our kernel for the platform,
+            splash on a TPU, plain up to 512 * 512 scores per head, chunked.
         chunk: number of queries and of keys in a chunk of "chunked".
 
     Returns:
@@ -113,14 +113,14 @@ def attend(
 
 
 def _scale_queries(q: Any, scale: float) -> tuple[Any, float]:
-    """Return queries and the factor of their scores: scaled `q` and 1, or `q` and `scale` if scaling rounds `q`."""
+    """Return (queries, factor of their scores): scaled `q` and 1, or `q` and `scale` if scaling would round `q`."""
     if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
         return q * jnp.asarray(scale, q.dtype), 1.0
     return q, scale
 
 
 def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, soft_cap: float | None) -> Any:
-    """Compute attention with all scores at once; its gradient keeps the probabilities in the type of `v`."""
+    """Compute attention with all scores at once; the backward pass keeps the probabilities in the type of `v`."""
     batch_size, query_count, head_count, head_dim = q.shape
     key_count, kv_head_count = k.shape[1:3]
     is_grouped = head_count != kv_head_count
@@ -142,7 +142,7 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
 def _choose_implementation(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
-    """Return the name of the selected implementation, and the reason why it is not the platform's kernel."""
+    """Return (selected implementation, reason), where the reason says why the platform's kernel is not selected."""
     if implementation not in get_args(AttentionImplementation):
         raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":

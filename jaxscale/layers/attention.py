@@ -48,6 +48,7 @@ class Attention(nnx.Module):
         dropout: rate of the dropout of the output.
         init: initializer of `q`, `k` and `v`.
         out_init: initializer of `out`.
+        rngs: random streams; the weights are drawn from `params`.
 
     Example:
         >>> from flax import nnx
@@ -110,9 +111,9 @@ class Attention(nnx.Module):
             segments: segment of each token, which sees only tokens of its segment; 0 is padding.
             context: context of the forward pass; its `attention` selects the implementation.
             causal: whether a token sees no later tokens.
-            cache: keys and values of earlier tokens, to which those of the tokens of `x` are appended. Segments then
-                only mark padding (0), and the default positions continue those of the cache.
-            window: number of positions to see instead of the layer's `window`, `None` for all; "own" keeps the layer's.
+            cache: keys and values of earlier tokens, to which the keys and values of `x` are appended. Segments then
+                only mark padding (0), and the default positions continue the positions in the cache.
+            window: number of positions that a query sees, or `None` for all; "own" means the layer's `window`.
         """
         batch_size, length, _ = x.shape
         if isinstance(window, str):

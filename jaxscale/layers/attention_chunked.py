@@ -1,8 +1,8 @@
 """Attention by the chunks of `pallas_kernels.attention.chunked`, under any layout.
 
 Under a layout that shards the sequence, every device loops over its queries and all keys, which are gathered once; the
-gradients of the keys and values are reduced and scattered once, in float32. The loops are manual over those mesh axes
-alone, so a device skips the chunks that its queries cannot see; the compiler partitions other axes (batch, heads). Left
+gradients of the keys and values are reduced and scattered once, in float32. The loops are manual over the sequence's
+axes alone, so a device skips the chunks that its queries cannot see; the compiler partitions batch and heads. Left
 out: an order of positions that balances causal work (the device of the last positions sees most keys), and ring
 attention.
 """
@@ -49,7 +49,8 @@ def attend_chunked(
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: cap of the scores; `None` for no cap.
-        chunk: number of queries (of a device) and of keys in a chunk; the lengths need not be multiples of it.
+        chunk: number of queries (of a device) and of keys in a chunk; the lengths T and S need not be multiples of
+            this number.
     """
     batch_size, query_count, head_count, head_dim = q.shape
     key_count, kv_head_count = k.shape[1:3]

@@ -1,10 +1,10 @@
 """Attention by the kernels of `pallas_kernels.attention`: on TPU, and on GPUs of compute capability 9.0.
 
-Under a layout, rows, heads and query positions are sharded by the rules, and keys and values are whole along the
-sequence. Each device passes the index of its first query to the kernel; the gradients of keys and values are summed
-over the devices of a sequence, in the type of keys and values. Queries and keys must be in the order of their indices.
-Left out: an order of positions that balances causal work. The device of the last positions sees most keys: with n
-devices it works 2 - 1 / n times as long as the mean device, and the others wait.
+Under a layout, the axis rules shard rows, heads and query positions, and keys and values are whole along the sequence.
+Each device passes the index of its first query to the kernel; the gradients of keys and values are summed over the
+devices that share a sequence, in the type of keys and values. Queries and keys must be in the order of their indices.
+Left out: an order of positions that balances causal work. The device of the last positions sees the most keys: with n
+devices, this device works 2 - 1 / n times as long as the mean device, and the others wait.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def why_not_static(visibility: Visibility) -> str | None:
 def why_not_kernel(
     name: str, q: Any, k: Any, v: Any, visibility: Visibility, *, scale: float, soft_cap: float | None
 ) -> str | None:
-    """Return why a kernel does not support this call, and what to do about it; `None` if it does.
+    """Return why a kernel does not support this call, and what to do instead; `None` if the kernel supports the call.
 
     Args:
         name: name of the kernel, one of KERNELS.
@@ -117,7 +117,7 @@ def attend_kernel(
     settings |= {"implementation": implementation, "platform": " ".join(traced_device()), "interpret": interpret}
 
     def run_shard(starts: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
-        """Run the kernel on one device. `starts` (1,) holds the index of its first query; `None` means 0."""
+        """Run the kernel on one device. `starts` (1,) holds the index of the device's first query; `None` means 0."""
         return attention(q, k, v, segment_ids=segment_ids, query_offset=0 if starts is None else starts[0], **settings)
 
     return _run_on_devices(run_shard, q, k, v, segment_ids)

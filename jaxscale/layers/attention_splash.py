@@ -1,6 +1,6 @@
 """Attention by JAX's splash kernel, on TPU: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-Under a layout, rows, heads and query positions are sharded by the rules, and keys and values are whole along the
+Under a layout, the axis rules shard rows, heads and query positions, and keys and values are whole along the
 sequence. There must be as many queries as keys, in the order of their indices. The width of heads is padded with
 zeros to a multiple of 128.
 """
@@ -20,13 +20,13 @@ from jaxscale.typing import Array, Float
 from pallas_kernels.attention.visibility import Visibility
 
 LANES = 128
-"""Width of a TPU vector register: the kernel's tiles are multiples of it."""
+"""Width of a TPU vector register; the lengths of the kernel's tiles are multiples of this width."""
 TILES = (512, 256, 128)
-"""Tile lengths; the kernel gets the longest that divides a device's queries."""
+"""Tile lengths; the kernel gets the longest one that divides the number of queries on a device."""
 
 
 def why_not_splash(query_count: int, key_count: int, visibility: Visibility) -> str | None:
-    """Return why the kernel does not support this call, and what to do about it; `None` if it does."""
+    """Return why the kernel does not support this call, and what to do instead; `None` if it supports the call."""
     if reason := why_not_static(visibility):
         return reason
     if query_count != key_count:

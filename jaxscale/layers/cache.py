@@ -1,4 +1,4 @@
-"""KVCache: keys and values of earlier positions, for generation. It is of fixed length, filled from the front."""
+"""KVCache: keys and values of earlier positions, for generation, in slots that are filled from the front."""
 
 import dataclasses
 from typing import Any
@@ -11,12 +11,12 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The cache of one attention layer: B rows of S slots. All layers of a `Stack` share one cache, with leaves
-    (L, ...).
+    """The cache of one attention layer: B rows of S slots.
 
-    A slot may hold a different position in each row: prompts of unequal lengths are padded, left or right, to the same
-    number of slots, and the slots of padding are not `valid`. Appending beyond S silently overwrites the last slots:
-    the caller must ensure room.
+    All layers of a `Stack` share one cache, whose arrays have a leading dim of layers. A slot may
+    hold a different position in each row: prompts of unequal lengths are padded, left or right, to the same number of
+    slots, and the slots of padding are not `valid`. Appending beyond S silently overwrites the last slots: the caller
+    must ensure room.
 
     Args:
         k, v: keys and values, float (B, S, K, H).
@@ -62,12 +62,12 @@ class KVCache:
 
         Args:
             k, v: new keys and values, float (B, T, K, H).
-            positions: positions of their tokens, int (B, T) or (1, T).
+            positions: positions of the new tokens, int (B, T) or (1, T).
             valid: bool (B, T) or (1, T), False for padding.
         """
 
         def write(slots: Any, entries: Any) -> Any:
-            """Write entries (B or 1, T, ...) to the first free slots of (B, S, ...)."""
+            """Write entries (B or 1, T, ...) to the first free slots of an array (B, S, ...)."""
             row_entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
             return lax.dynamic_update_slice_in_dim(slots, row_entries, self.length, 1)
 

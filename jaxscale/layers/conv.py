@@ -57,7 +57,7 @@ def _convolve_mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
 
 
 def _convolve_mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
-    """Return the gradients of `x` and `w`; `residuals` holds these two, and `dy` is the gradient of the output."""
+    """Return the gradients of `x` and `w`; `residuals` is the pair (x, w), and `dy` is the gradient of the output."""
     x, w = residuals
     (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
     # low padding is as in the forward pass; high padding gives the output the size of the kernel, and is negative if
@@ -108,7 +108,7 @@ class Conv(nnx.Module):
         stride: step between output positions.
         padding: zeros around the images, as "SAME", "VALID", a number, or (low, high) per dim.
         bias: whether the layer has a bias, initially zeros.
-        axes: logical axes of the kernel (height, width, in, out); the bias has the last of them.
+        axes: logical axes of the kernel (height, width, in, out); the bias has the last axis.
         init: initializer of the kernel; by default normal with variance 2 / (window^2 * out_channels) (He et al. 2015).
         rngs: random streams; the kernel is drawn from `params`.
 
@@ -151,8 +151,8 @@ class BatchNorm(nnx.Module):
     """`(x - mean) / sqrt(var + eps) * w + b` per channel, with statistics in float32 over all other dims.
 
     In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices.
-    Unlike the results of all other layers, the result depends on the number of microbatches, but not on the mesh. Once
-    per microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax
+    So the result depends on the number of microbatches, unlike that of any other layer; it does not depend on the mesh.
+    Once per microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax
     (PyTorch's is the unbiased one). Evaluation uses the running statistics.
 
     Args:
@@ -161,6 +161,7 @@ class BatchNorm(nnx.Module):
         eps: constant added to the variance.
         gain: initial value of every entry of `w`. With 0 in the last norm of a residual branch, the block is initially
             the identity (Goyal et al. 2017, arXiv:1706.02677).
+        rngs: random streams, which are not used.
 
     Attributes:
         mean, var: running statistics of the channels.

@@ -11,7 +11,7 @@ from jaxscale.typing import Array, Float
 
 
 class Dropout(nnx.Module):
-    """Zeroes a share of the values and scales up the others in training; it is the identity if the context has no key.
+    """Zeroes a share of the values and scales up the others; if the context has no key, values are unchanged.
 
     Args:
         rate: share of the values zeroed, in [0, 1).

@@ -1,6 +1,7 @@
-"""Embedding and PositionTable: rows of a table by token and by position. The table of an Embedding is (vocab, embed),
-which is also the layout of an output head: a tied head is `embedding.weight`, and an untied head is
-another `Embedding`.
+"""Embedding and PositionTable: rows of a table by token and by position.
+
+The table of an Embedding has the shape (vocab, embed), like an output head: a tied head is `embedding.weight`, and an
+untied head is another `Embedding`.
 """
 
 from typing import Any
@@ -20,8 +21,8 @@ def _look_up(table: Any, indices: Any) -> Any:
     """Return the rows of a table at `indices`; their gradients are summed in float32 for every type of the table.
 
     The row of a frequent token sums thousands of gradients, and in bfloat16 a sum of ones stops at 256. If some axes of
-    the mesh are manual, the axes that shard the indices become manual too. XLA aborts on a look-up in a table that is
-    sharded over one axis by indices that are sharded over another (JAX 0.10 and 0.12).
+    the mesh are manual, the axes that shard the indices become manual too. Otherwise, if a table is sharded over one
+    axis and the indices over another, XLA would abort on the look-up (JAX 0.10 and 0.12).
     """
     layout = place.current()
     mesh, rules = layout or (None, None)
@@ -72,9 +73,10 @@ class Embedding(nnx.Module):
     Args:
         vocab: number of tokens.
         size: width of a row.
-        vocab_multiple: the table is padded to a multiple of this number of rows, so that a mesh axis may shard them. It
-            does not affect the initial rows of tokens.
+        vocab_multiple: the table is padded to a multiple of this number of rows, so that a mesh axis may shard them.
+            The padding does not affect the initial rows of tokens.
         init: initializer of the rows of tokens; normal with standard deviation 0.02 by default.
+        rngs: random streams; the rows are drawn from `params`.
 
     Example:
         >>> from flax import nnx
@@ -106,6 +108,7 @@ class PositionTable(nnx.Module):
         length: number of positions.
         size: width of a row.
         init: initializer; normal with standard deviation 0.02 by default.
+        rngs: random streams; the rows are drawn from `params`.
 
     Example:
         >>> from flax import nnx

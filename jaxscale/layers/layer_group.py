@@ -1,4 +1,4 @@
-"""LayerGroup: neighboring layers of a `Stack` that one wrapper treats, run in a scan or one by one."""
+"""LayerGroup: neighboring layers of a `Stack` with the same wrapper, which run in a scan or one by one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -43,15 +43,15 @@ def concatenate_layers(trees: Sequence[PyTree]) -> PyTree:
 class LayerGroup:
     """Neighboring layers with the same wrapper.
 
-    The methods take `inputs`, a tuple of (parameters, other state, layer indices, per-layer arguments) with leaves
-    (n, ...), and the number n of layers. A block's result is the pair (new state, output).
+    The methods take `inputs`, the tuple (parameters, other state, layer indices, per-layer arguments) with leaves of
+    shape (n, ...), and the number n of layers. A block's result is the pair (new state, output).
 
     Args:
         cycle: block functions of the first layers; the later layers repeat them in order.
         wrapper: function that wraps each block function (for remat, offload).
         unroll: number of layers in one iteration of the scan.
-        segment: number of layers in a segment, which the backward pass recomputes from the input of its first layer;
-            `None` for a scan without segments.
+        segment: number of layers in a segment, which the backward pass recomputes from the segment's input; `None` for
+            a scan without segments.
     """
 
     cycle: Sequence[BlockFunction]
@@ -60,7 +60,7 @@ class LayerGroup:
     segment: int | None
 
     def calls(self, inputs: PyTree, layer_count: int) -> list[Call]:
-        """Return one `Call` per layer, for a run of the layers one by one."""
+        """Return one `Call` per layer, to run the layers one by one."""
         wrapped_blocks = [self.wrapper(block, False) for block in self.cycle]
         return [
             Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, per_layer))
@@ -68,7 +68,7 @@ class LayerGroup:
         ]
 
     def scan_layers(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
-        """Scan whole cycles of layers, run the remaining layers one by one; return the last `x` and all results."""
+        """Scan whole cycles of layers and run the other layers one by one; return the last `x` and all results."""
         full_count = layer_count - layer_count % len(self.cycle)
         part_results = []
         if full_count:

@@ -2,12 +2,12 @@
 
 Mixed precision needs no setting: `matmul` computes in the type of `x` and returns the gradient of `w` in the type of
 `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator unrounded,
-and is reduced across devices in float32; with bfloat16 parameters it is bfloat16.
+and is reduced across devices in float32; with bfloat16 parameters the gradient is bfloat16.
 
 The gradient of `w` is the product of two activations, one of which must be transposed. Autodiff always transposes the
-gradient of the output; here the narrower one is transposed. XLA:CPU recomputes the elementwise work that leads to a
-transposed operand, with strided memory access: for the wide operand, in an MLP, this took a quarter of the time of a
-training step of `experiments/shakespeare.py` (measured by `experiments/benchmarks/peer.py`).
+gradient of the output; here the narrower of the two is transposed. XLA:CPU recomputes the elementwise work that leads
+to a transposed operand, with strided memory access: for the wide operand, in an MLP, this took a quarter of the time of
+a training step of `experiments/shakespeare.py` (measured by `experiments/benchmarks/peer.py`).
 
 Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which a custom backward pass excludes.
 """
@@ -47,7 +47,7 @@ def _product_forward(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
 
 
 def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> Any:
-    """Return the gradients of `x` and `w`; `residuals` holds these two, and `dy` is the gradient of the product."""
+    """Return the gradients of `x` and `w`; `residuals` is the pair (x, w), and `dy` is the gradient of the product."""
     x, w = residuals
     dy = dy.astype(x.dtype)
     dx = _contract(dy, w, 1 - w_dim, x.dtype)
@@ -116,7 +116,7 @@ class Linear(nnx.Module):
     Args:
         in_size: width of the input.
         out_size: width of the output.
-        axes: logical axes of the dims of `W`; the bias has the second of them.
+        axes: logical axes of the dims of `W`; the bias has the second axis.
         bias: whether the layer has a `b`, initially zeros.
         init: initializer of `W`; by default normal with variance 1 / in_size.
         rngs: random streams; `W` is drawn from `params`.

@@ -1,9 +1,9 @@
 """Cross-entropy over a vocabulary, without all logits in memory at once.
 
-With `chunk` the loss is that of `pallas_kernels.cross_entropy.chunked`: it scores some positions at a time, and
-immediately computes their part of the gradients, so that logits are neither kept nor computed twice. Under a layout,
-every shard of the batch and of the sequence sums its own gradient of the head; these are reduced over devices once, at
-the end.
+With a `chunk`, the loss is computed by `pallas_kernels.cross_entropy.chunked`, which scores some positions at a time
+and immediately computes what these positions add to the gradients. So logits are neither kept nor computed twice. Under
+a layout, every shard of the batch and of the sequence sums its own gradient of the head; these gradients are reduced
+over devices once, at the end.
 """
 
 import functools
@@ -76,25 +76,25 @@ def cross_entropy(
     """Sum `weight * (logsumexp(z) - z[target])` over targets, with `z = hidden @ head.T` in float32.
 
     The `penalty` of the result sums `weight * z_loss * logsumexp(z)^2` (PaLM, Chowdhery et al. 2022). Differentiate
-    `total + penalty`: with a chunk and a z-loss, the gradient of `total` is that of the sum.
+    `total + penalty`: with a chunk and a z-loss, `total` alone already has the gradient of `total + penalty`.
 
     Args:
         hidden: last hidden states.
         head: output projection with a row per token; rows from `vocab` on pad the vocabulary and are ignored.
-        targets: tokens to predict; one that is no token, such as -100, has weight 0.
+        targets: tokens to predict; a target that is no token, such as -100, has weight 0.
         weights: weights of the targets; all ones by default.
         vocab: number of tokens.
         chunk: number of positions of a row to score at a time (on every device, if the sequence is sharded); `None`
-            scores all at once. It need not divide the length of the sequence.
+            scores all positions at once. The number need not divide the length of the sequence.
         z_loss: factor of the penalty.
         soft_cap: cap of the logits; `None` for no cap.
-        implementation: "auto" scores by chunks if `chunk` is set and shorter than a row. "chunked" always does, by 256
-            positions if `chunk` is `None`. "reference" scores all positions at once. "tpu" is a kernel that never
-            stores logits and computes them three times. The last two ignore `chunk`.
+        implementation: "auto" scores by chunks if `chunk` is set and shorter than a row. "chunked" always scores by
+            chunks, of 256 positions if `chunk` is `None`. "reference" scores all positions at once. "tpu" is a kernel
+            that never stores logits and computes them three times. "reference" and "tpu" ignore `chunk`.
 
     Returns:
-        The weighted sums and the sum of the weights, in float32. The gradient of the head is summed in float32 and
-        returned in the type of the head.
+        The weighted sums of losses and penalties, and the sum of the weights, in float32. The gradient of the head is
+        summed in float32 and returned in the type of the head.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 2, 3)), jnp.ones((4, 3)), jnp.zeros((1, 2), int), vocab=4)
@@ -154,7 +154,7 @@ def _chunked_sums(call: _Call, hidden: Any, head: Any, targets: Any, weights: An
 
 
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
-    """Return both sums, and as residuals the gradients of the first one, which every shard sums separately."""
+    """Return the two sums, and as residuals the gradients of the first sum, which every shard sums separately."""
     inputs = (hidden, head.astype(hidden.dtype), targets, weights)
     with reopened_layout(call.layout):
         sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*inputs, call.terms, call.chunking)
@@ -162,7 +162,7 @@ def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights:
 
 
 def _chunked_backward(call: _Call, gradients: Any, d_sums: Any) -> tuple[Any, ...]:
-    """Scale the gradients of the first sum (the residuals) by the gradient of the loss with respect to that sum."""
+    """Scale the residuals (the gradients of the first sum) by the gradient of the loss with respect to that sum."""
     d_hidden, d_head, d_weights = (
         (gradient.astype(jnp.float32) * d_sums[0]).astype(gradient.dtype) for gradient in gradients
     )

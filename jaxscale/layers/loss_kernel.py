@@ -1,7 +1,7 @@
 """Cross-entropy by the TPU kernel of `pallas_kernels.cross_entropy`, which never stores logits.
 
 The kernel saves memory, but computes each logit three times ("chunked" only once), so it runs only if it is named.
-Under a layout, the rules shard rows and positions, and the rows of the head.
+Under a layout, the axis rules shard the rows and positions of a batch, and the rows of the head.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def kernel_sums(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> tuple[Any, Any]:
-    """Return the pair (total + penalty, penalty). Only the first is to be differentiated.
+    """Return the pair (total + penalty, penalty). Only the first sum is to be differentiated.
 
     Args:
         hidden: last hidden states (B, T, D).

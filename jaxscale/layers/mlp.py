@@ -57,8 +57,8 @@ assert set(_KINDS) == set(get_args(Nonlinearity))
 class MLP(nnx.Module):
     """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))` for the gated kinds.
 
-    The names for remat ("mlp_gate", "mlp_up") refer to the products before the nonlinearity: if only the values after
-    it were saved, the products would be recomputed.
+    The names for remat ("mlp_gate", "mlp_up") refer to the products before the activation: if only the values after
+    the activation were saved, the products would be recomputed.
 
     Args:
         embed: width of input and output.
@@ -68,6 +68,7 @@ class MLP(nnx.Module):
         dropout: rate of the dropout of the output.
         init: initializer of `gate` and `up`.
         out_init: initializer of `down`.
+        rngs: random streams; the weights are drawn from `params`.
 
     Example:
         >>> import jax.numpy as jnp

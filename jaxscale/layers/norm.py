@@ -1,5 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics
-and gain are in float32; the result has the type of the input.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and gain are in
+float32; the result has the type of the input.
 """
 
 import jax
@@ -15,12 +15,13 @@ def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as in Gemma.
+    """`x / sqrt(mean(x^2) + eps) * w`; with `plus_one`, as in Gemma, the factor `w` is replaced by `1 + w`.
 
     Args:
         size: size of the last dim, which is normalized.
         eps: constant added to the mean square.
         plus_one: whether to multiply by `1 + w`, with `w` initially zeros, rather than by `w`, initially ones.
+        rngs: random streams, which are not used.
 
     Example:
         >>> from flax import nnx
@@ -49,6 +50,7 @@ class LayerNorm(nnx.Module):
         size: size of the last dim, which is normalized.
         eps: constant added to the variance.
         bias: whether the layer has a `b`.
+        rngs: random streams, which are not used.
 
     Example:
         >>> from flax import nnx

@@ -1,5 +1,5 @@
 """Rotary position embedding (Su et al. 2021). Dim i is paired with dim i + H/2, as in Hugging Face's Llama; the paper
-pairs neighbors, so weights for it are a permutation of weights for this layer. Frequencies may be scaled by any
+pairs neighbors, so weights for its layer are a permutation of weights for this one. Frequencies may be scaled by any
 function of them, such as `models.Llama3Scaling`. Left out: scaling by the length of the input.
 """
 
@@ -19,7 +19,7 @@ class Rotary:
 
     Args:
         head_dim: width of a head, even.
-        base: longest wavelength (in the limit of wide heads) divided by the shortest, which is 2 pi positions.
+        base: longest wavelength (in the limit of wide heads) divided by the shortest wavelength, 2 pi positions.
         scaling: function from frequencies, float64 (head_dim / 2,) in radians per position, to scaled frequencies;
             `None` leaves them unchanged.
 

@@ -26,7 +26,7 @@ def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ..
 
 
 def shard_count(axes: Sequence[str]) -> int:
-    """Return the number of shards of a dim over these mesh axes."""
+    """Return the number of shards of a dim that is sharded over these mesh axes."""
     # on a mesh with manual axes (inside a pipeline), a JAX `Sharding` does not report its number of shards
     layout = current()
     return 1 if layout is None else partition.shard_count(layout[0], axes)
@@ -35,7 +35,7 @@ def shard_count(axes: Sequence[str]) -> int:
 def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return `function`, mapped by `shard_map` over the mesh of the layout in force.
 
-    In a region that is manual over some axes (a pipeline's), only the other axes become manual.
+    In a region that is manual over some mesh axes (as in a pipeline), only the other axes become manual.
     """
     layout = current()
     assert layout is not None
@@ -51,8 +51,8 @@ def repeat_key_heads(k: Any, v: Any, query_head_count: int, query_head_shards: i
 
     Args:
         k, v: keys and values.
-        query_heads: number of query heads.
-        shards: number of shards of the query heads.
+        query_head_count: number of query heads.
+        query_head_shards: number of shards of the query heads.
         dim: dim of `k` and `v` that holds the heads.
     """
     key_head_count = k.shape[dim]

@@ -23,7 +23,7 @@ from jaxscale.typing import PyTree
 
 
 def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
-    """Return the structure, the parameters and the other state of a module, the last two as nested dicts of arrays."""
+    """Return (structure, parameters, other state) of a module; the last two are nested dicts of arrays."""
     graphdef, params, other_state = nnx.split(module, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(other_state)
 
@@ -41,7 +41,7 @@ class Stack(nnx.Module):
 
     The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
     and returns a new `x` of the same shape and type. Parameters are stored under the attribute `layers`: the leaf
-    `layers/w` of shape (L, ...) stacks the leaves `layers/i/w` of a `Chain` (`unstack`). Built under
+    `layers/w` of shape (L, ...) stacks the leaves `layers/i/w` of a `Chain` (see `unstack`). Built under
     `blocks.grouping((25, 7))`, a stack of 32 blocks stores the last seven of them under `layers_from_25`.
 
     Args:
@@ -212,7 +212,7 @@ class Stack(nnx.Module):
             for start, stop, wrapper in treatment.wrapped_ranges(stage_layer_count):
                 group = LayerGroup(
                     [_with_gathering(make_block(graphdef), view) for make_block in block_makers],
-                    _skip_padding(wrapper) if view.has_padding else wrapper,
+                    _with_padding_skipped(wrapper) if view.has_padding else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
@@ -234,8 +234,8 @@ def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
     return lambda params, *inputs: block(gather(params), *inputs)
 
 
-def _skip_padding(wrapper: Wrapper) -> Wrapper:
-    """Return a wrapper like `wrapper`, but a block with a negative layer index returns `x` unchanged."""
+def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
+    """Return a wrapper like `wrapper`, except that a block with a negative layer index returns `x` unchanged."""
 
     def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
         wrapped_block = wrapper(block, rolled)

@@ -1,7 +1,7 @@
 """Targets that the loss ignores, and how many classes the targets of a batch may name.
 
 A target that is no class, such as `IGNORED`, has weight 0 in the loss. Batches on the host are checked before a step
-(`state/batches.py`), so that a wrong label is an error there, and never an ignored target in silence.
+(`state/batches.py`), so that a wrong label raises an error there, and is never silently ignored.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def is_class(targets: Int[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
 def counted(
     targets: Int[Array, "*S"], classes: int, weights: Float[Array, "*S"] | None = None
 ) -> tuple[Int[Array, "*S"], Float[Array, "*S"]]:
-    """Return targets that are all classes, and their weights, which are 0 for targets that were none.
+    """Return the pair (targets, weights), in which each ignored target is replaced by class 0 with weight 0.
 
     Args:
         targets: classes, or numbers outside of 0 to `classes` - 1 for targets that the loss ignores.
@@ -34,7 +34,7 @@ def counted(
         weights: weights of the targets; all ones by default.
 
     Returns:
-        Targets, 0 in place of those that are ignored; weights in float32.
+        The targets, which are now all classes, and their weights in float32.
 
     Example:
         >>> targets, weights = counted(jnp.array([2, IGNORED]), 4)

@@ -10,7 +10,10 @@ from pallas_kernels.target import target
 
 
 def traced_device() -> tuple[str, str]:
-    """Return the platform ("cpu", "gpu", "tpu") and the kind of the layout's first device, or of the default device."""
+    """Return (platform, device kind) of the layout's first device, or of the default device without a layout.
+
+    The platform is "cpu", "gpu" or "tpu"; the device kind is JAX's name of the model.
+    """
     layout = current()
     if layout is None:
         device: Any = jax.devices()[0]

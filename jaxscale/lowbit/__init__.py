@@ -1,4 +1,4 @@
-"""Numbers in few bits: codes and scales, quantized optimizer state, split weights, and products of layers."""
+"""Numbers in a few bits: codes and scales, quantized optimizer state, split weights, and products of layers."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ _MODULE_BY_NAME = {
     "radix_4": "jaxscale.lowbit.products",
     "split": "jaxscale.lowbit.split_weights",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""For each public name, the module from which the name loads on first use."""
 
 if TYPE_CHECKING:
     from jaxscale.lowbit.codebooks import MAPS

@@ -1,16 +1,16 @@
-r"""The maps between codes of a few bits and numbers of magnitude at most 1, for quantized arrays.
+r"""Maps between codes of a few bits and numbers of magnitude at most 1, for quantized arrays.
 
 * `soft8` for first moments and `sqrt8` for second moments compress the range of numbers by arithmetic (FlashOptim,
   Gonzalez Ortiz et al. 2026, arXiv 2602.23349). In contrast to that paper, no value of `sqrt8` is zero, as Li et al.
   recommend: a root that is rounded to zero makes an update many times too large.
-* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice as many values as the one
-  below it (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
+* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice as many values as the
+  decade below (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
 * `linear4_unsigned` has the values :math:`(k + 1) / 16`, in four bits and without zero (Li et al. 2023, arXiv
   2309.01507).
 * `e4m3` and `sqrt_e4m3` are eight-bit floating point, for a first moment and for the root of a second moment.
 
 Every map is computed by elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times
-the traffic. The table `Map.table` is the definition. Left out: quantile maps, which need a sort.
+the traffic. The table `Map.table` defines the map. Left out: quantile maps, which need a sort.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ class Map:
     """A map between codes of a few bits and numbers.
 
     Args:
-        name: key in `MAPS`.
+        name: key of the map in `MAPS`.
         dtype: dtype of the codes.
         is_signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
         zero_code: code of every element of an array of zeros. It need not decode to 0, because the array's scale is 0.
         encode: function from float32 numbers of magnitude at most 1 to the nearest codes; ties go to the lower code in
-            dynamic maps, and to the even code in others.
+            dynamic maps, and to the even code in all other maps.
         decode: function from codes to float32 numbers.
 
     Example:
@@ -70,7 +70,7 @@ class Map:
 
     @property
     def table(self) -> np.ndarray:
-        """The numbers of all codes in ascending order, float32; for dynamic maps, bit for bit those of bitsandbytes."""
+        """The float32 numbers of all codes, ascending; for dynamic maps, bit for bit the numbers of bitsandbytes."""
         if self.name.startswith("dynamic"):
             return dynamic_table(self.bits, self.is_signed)
         if self.is_integer:
@@ -86,17 +86,17 @@ class Map:
 def dynamic_table(bits: int, is_signed: bool) -> np.ndarray:
     r"""Return the values of a dynamic map in ascending order, float32.
 
-    Decade :math:`i = 0 \dots b - 2` of :math:`b` bits has :math:`n = 2^i` values (unsigned :math:`2^{i + 1}`), the
-    midpoints of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`. The values 0 and 1 are added,
-    but not -1.
+    For :math:`b` bits, decade :math:`i = 0 \dots b - 2` has :math:`n = 2^i` values, or :math:`2^{i + 1}` if unsigned:
+    the midpoints of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`. The values 0 and 1 are
+    added, but not -1.
 
     Args:
         bits: number of bits of a code.
         is_signed: whether half of the codes are for numbers below 0.
 
     Returns:
-        `2**bits` values, bit for bit those of bitsandbytes. Its `torch.linspace` adds multiples of a float32 step to
-        the start and subtracts them from the end, by a fused multiply-add, up to the middle.
+        `2**bits` values, bit for bit those of bitsandbytes. There, `torch.linspace` counts up from the start to the
+        middle and down from the end to the middle, in multiples of a float32 step, by a fused multiply-add.
 
     Example:
         >>> dynamic_table(4, True).round(4)[7:].tolist()  # doctest: +NORMALIZE_WHITESPACE
@@ -120,8 +120,8 @@ def dynamic_table(bits: int, is_signed: bool) -> np.ndarray:
 def _dynamic(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
     """Return a dynamic map that computes by arithmetic, without a table.
 
-    A decade has n bins, where n is a power of two: 2**first_exponent in the first decade. The distance of a code from
-    the code of zero is n + bin - first_exponent.
+    A decade has n bins, where n is a power of two, which is 2**first_exponent in the first decade. The distance of a
+    code from the code of zero is n + bin - first_exponent.
     """
     table = dynamic_table(bits, is_signed)
     decade_count, first_exponent = bits - 1, 0 if is_signed else 1
@@ -232,7 +232,7 @@ def map_of(name: str) -> Map:
     """Return the map with this name.
 
     Raises:
-        UserError: there is no map of this name.
+        UserError: there is no map with this name.
     """
     if name not in MAPS:
         raise unknown("map", name, MAPS)
@@ -240,7 +240,7 @@ def map_of(name: str) -> Map:
 
 
 def encode_by_table(numbers: Array, map: Map) -> Array:
-    """Return the index of the nearest value in a map's table, by search; this defines `Map.encode`.
+    """Return the index of the value in a map's table that is nearest to each number; this defines `Map.encode`.
 
     Args:
         numbers: float32 numbers of magnitude at most 1.
@@ -251,9 +251,9 @@ def encode_by_table(numbers: Array, map: Map) -> Array:
 
 
 def neighbor(map: Map, codes: Array, is_above: Array) -> Array:
-    """Return the next higher or lower codes, to which stochastic rounding may round instead of the nearest ones.
+    """Return the next higher or lower codes, to which stochastic rounding may round instead of the nearest codes.
 
-    The highest code stays unchanged if a higher one is requested, and the lowest code if a lower one is.
+    A code stays unchanged if it is the highest code and a higher one is requested, or the lowest and a lower one is.
 
     Args:
         map: map with integer codes.

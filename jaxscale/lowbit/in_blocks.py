@@ -1,9 +1,9 @@
-"""Compute a rule's new state on arrays that are reshaped to blocks, so that XLA for TPU stores none of them in float32.
+"""Compute an optax rule's new state on arrays reshaped to blocks, so that XLA for TPU stores no float32 state.
 
 The scale of a block is a maximum over part of the second-minor dim. XLA for TPU fuses the operands of a maximum over a
-whole dim. It does not fuse through the reshape before a maximum over part of a dim, but writes 8 bytes for each number
+whole dim. XLA does not fuse through the reshape before a maximum over part of a dim, but writes 8 bytes for each number
 of each leaf whose shards have several blocks. A rule that treats each number separately can run on arrays of shape (..,
-blocks, block, cols) instead of (.., rows, cols) from the start, which avoids that reshape.
+blocks, block, cols) instead of (.., rows, cols) from the start, which avoids this reshape.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class BlockReshaper:
     def disguise(self, tree: Any, state: Any) -> Any:
         """Return gradients or parameters unchanged, as an expression that XLA does not recognize as a reshape.
 
-        XLA would move a reshape after the operations that use its result, and store their results in memory.
+        XLA would move a reshape after the operations that use the reshaped array, and store the operations' results.
 
         Args:
             tree: gradients or parameters, reshaped to blocks.
@@ -116,7 +116,7 @@ def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any
 
 
 def owner_path_of(path: TreePath, param_paths: Any) -> TreePath | None:
-    """Return the path of the parameter that a leaf of a state belongs to; `None` if there is none.
+    """Return the path of the parameter that a leaf of a state belongs to; `None` if the leaf belongs to no parameter.
 
     The parameter's path is the longest suffix of the leaf's path that is a path of a parameter.
 
@@ -131,7 +131,7 @@ def _operations(rule: optax.GradientTransformation, abstract_gradients: Any) -> 
     """Return the operations of a rule's update, in order, with their settings and constants."""
 
     def value_of(constant: Any) -> Any:
-        """Return a value to compare a constant by: its number, or its identity if it is traced."""
+        """Return a value that represents a constant in comparisons: its number, or its identity if it is traced."""
         return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
     program = jax.make_jaxpr(rule.update)(

@@ -8,26 +8,28 @@ A layer has three products, and the operands of each are rounded to grids before
 
 Q, Q' and Q'' round to three grids, which a `ProductGrids` specifies; one engine computes every recipe. In each
 product, scales are recomputed from the largest magnitude, either of the whole operand or of each of its channels. A
-channel is a line along the dims that the product sums over, so that a sum has one scale. Gradients pass the rounding
-unchanged. Codes are multiplied in their type; if a chip has no such product, XLA widens the operands, and the result is
-the same.
+channel is a line along the dims that the product sums over, so that all terms of a sum have one scale. Gradients pass
+the rounding unchanged. Codes are multiplied in their type; if a chip has no product of this type, XLA widens the
+operands, and the result is the same.
 
     fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
     int8   all three products in int8, a scale for each channel
     int4   activations and weights in INT4, a scale for each channel; gradients in radix 4 (a sign and three bits of
            exponent: 0 and +-4^k), a scale for each operand. Rounding has two phases: to 4^k in the product that gives
-           the input's gradient, and to 4^k / 2 in the product that gives the weight's gradient, so that their errors
-           differ (Sun et al. 2020)
+           the input's gradient, and to 4^k / 2 in the product that gives the weight's gradient, so that the rounding
+           errors of the two products differ (Sun et al. 2020)
 
-No chip multiplies the operands of int4: INT4 codes are multiplied in int8, or in e4m3 with gradients, which are powers
-of two and exact in e5m2. Embeddings, heads, norms and attention's scores and values are unchanged; parameters and their
-gradients keep their type. Left out: scales that are learned or remembered (PACT, SAWB, delayed scaling; Sun et al.
-adjust the gradient scale of each layer from step to step), stochastic rounding, convolutions.
+No chip multiplies the operands of int4. Instead, two INT4 operands are multiplied in int8, and an INT4 operand and a
+gradient in e4m3 and e5m2, where gradients are exact because they are powers of two. Embeddings, heads, norms and
+attention's scores and values are unchanged; parameters and their gradients keep their type. Left out: scales that are
+learned or remembered (PACT, SAWB, delayed scaling; Sun et al. adjust the gradient scale of each layer from step to
+step), stochastic rounding, convolutions.
 
 The library qwix is not used (0.1.8, tried on JAX 0.10.2 and 0.12): it replaces `jax.lax.dot_general` while a module is
-called, but the backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers it
-converted only the 21 forward ones to int8, but also those of attention and of the head. It does not pass on the type of
-the accumulator, so that gradients of float32 parameters would be bfloat16. It has neither radix 4 nor two phases.
+called, but the backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers, qwix
+converted only the 21 forward products to int8, and it also converted the products of attention and of the head. It does
+not pass on the type of the accumulator, so that gradients of float32 parameters would be bfloat16. It has neither radix
+4 nor two phases.
 
 References:
     Sun et al. 2020, "Ultra-Low Precision 4-bit Training of Deep Neural Networks", NeurIPS.
@@ -61,10 +63,10 @@ def _clip(x: Any, top: float) -> Any:
 
 
 def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
-    """Return the nearest of 0 and +-top / 4^k for k from 0 to 6; ties go to the greater magnitude.
+    """Round each number to the nearest of 0 and +-top / 4^k for k from 0 to 6; ties go to the greater magnitude.
 
-    With `top` = 4^3 the magnitudes are 4^-3 ... 4^3, the first phase of two-phase rounding; `top` = 4^3 / 2 gives the
-    second phase.
+    With `top` = 4^3 the magnitudes are 4^-3 ... 4^3, as in the first phase of two-phase rounding; `top` = 4^3 / 2 gives
+    the magnitudes of the second phase.
 
     Example:
         >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
@@ -88,8 +90,8 @@ class Grid:
         rounding: function from float32 numbers and `top` to the nearest codes.
         by_channel: whether each channel (a line along the dims that the product sums over) has its own scale; otherwise
             the operand has one scale.
-        reach: with this number, scales are powers of two that bring the largest magnitude to between half of `reach`
-            and `reach`; with `None`, scales bring it to `top`.
+        reach: if a number, scales are powers of two that bring the largest magnitude to between half of `reach` and
+            `reach`; if `None`, scales bring the largest magnitude to `top`.
 
     Example:
         >>> codes, scale = INT8.encode(jnp.array([[1.0, -2.0], [0.0, 0.0]]), (1,))
@@ -133,7 +135,7 @@ ROLES = {
     "onward": "the gradients of their inputs",
     "inward": "the gradients of their weights",
 }
-"""Results of a layer's three products, by the role of the product."""
+"""What each of a layer's three products computes, by the role of the product."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ class ProductGrids:
         operands: grid of the activations and the weights.
         onward: grid of the output's gradient in the product that computes the input's gradient.
         inward: grid of the output's gradient in the product that computes the weight's gradient.
-        is_emulated: whether no chip has these products, so that wider types are used, with the same results.
+        is_emulated: whether no chip multiplies these operands, so that wider types are used, with the same results.
     """
 
     operands: Grid
@@ -163,13 +165,13 @@ RECIPES = {
     "int8": ProductGrids(INT8, INT8, INT8),
     "int4": ProductGrids(INT4, FP4_EVEN, FP4_ODD, is_emulated=True),
 }
-"""Recipes for products, by the name in a plan's `matmul`."""
+"""Recipes for products, by their names in a plan's `matmul`."""
 
 
 def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
-    """Return the dtypes in which codes of two dtypes are multiplied.
+    """Return the pair of dtypes in which the codes of two operands, of these dtypes, are multiplied.
 
-    If only one dtype is an integer, its codes (of at most 16) are cast to e4m3.
+    If only one of the dtypes is an integer dtype, its codes (of magnitude at most 16) are cast to e4m3.
     """
     if len({jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes}) == 1:
         return dtypes
@@ -183,7 +185,7 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, dtype: Any) -
     Args:
         a, b: the operands, of any float dtype.
         grids: grid of each operand.
-        dims: pair of tuples: the dims of `a` and of `b` that the product sums over.
+        dims: (dims of `a`, dims of `b`) that the product sums over, as two tuples.
         dtype: dtype of the product.
     """
     codes, scales = [], []
@@ -228,7 +230,7 @@ _product.defvjp(lambda x, w, grids: (_product(x, w, grids), (x, w)), _product_ba
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:
-    """Compute `x @ w` in few bits; each gradient has the dtype of its operand.
+    """Compute `x @ w` in a few bits; the gradients of `x` and `w` have the dtypes of `x` and `w`.
 
     Args:
         x: activations (*B, I).

@@ -2,8 +2,8 @@ r"""Arrays in a few bits: a code for each number, and a float32 scale for each b
 
 A block is `block` consecutive numbers along the second-minor dim. Codes have the array's shape, and therefore its
 sharding; in the shape of the scales, this dim is divided by the block. On TPU, where arrays lie in tiles of (8, 128)
-over the last two dims, XLA fuses this without a copy. The usual blocks along the last dim would cost 16 bytes of
-temporary memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 numbers in a
+over the last two dims, XLA fuses quantization without a copy. The usual blocks along the last dim would cost 16 bytes
+of temporary memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 numbers in a
 row).
 
     scale = max |x| over a block; NaN and infinity count as 0 and become 0
@@ -26,7 +26,7 @@ from jaxscale.lowbit.codebooks import MAPS, map_of, neighbor
 from jaxscale.typing import Array, Float, Key
 
 LEAST_SCALE = 2.0**-126
-"""Least scale to divide by: smaller ones would be flushed to zero, and 0 / 0 is NaN."""
+"""Least scale to divide by: smaller scales would be flushed to zero, and 0 / 0 is NaN."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["map", "block"])
@@ -73,7 +73,7 @@ class Quantized:
 
 
 def is_quantized(x: Any) -> bool:
-    """Return whether a node of a tree is a quantized array; for the `is_leaf` argument of tree functions."""
+    """Return whether a node of a tree is a quantized array, for use as the argument `is_leaf` of tree functions."""
     return isinstance(x, Quantized)
 
 
@@ -82,9 +82,10 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
 
     Args:
         x: array of two dims or more, of any floating dtype. NaN and infinities become 0.
-        map: name of the codes' map, in `codebooks.MAPS`; an unsigned one needs x >= 0.
+        map: name of the codes' map, in `codebooks.MAPS`; an unsigned map needs x >= 0.
         block: number of elements of a column that share a scale; it must divide the second-minor dim.
-        key: key for stochastic rounding, for which the mean over keys is `x`; `None` rounds to the nearest code.
+        key: key for stochastic rounding, in which the mean of the decoded array over keys is `x`; `None` rounds to the
+            nearest code.
         by_rows: whether to take maxima row by row, as in `compute_scales`.
 
     Raises:
@@ -108,8 +109,8 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
         x: array of two dims or more.
         map: name of the codes' map.
         block: number of elements of a column that share a scale.
-        by_rows: whether to take the maximum in a loop over a block's rows; otherwise XLA for CPU reads column by
-            column.
+        by_rows: whether to take the maximum in a loop over a block's rows. Without this loop, XLA for CPU reads the
+            array column by column.
     """
     map_of(map)  # refuses an unknown name
     check_block(x.shape, block)
@@ -120,7 +121,7 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
         def magnitudes(row_index: Any) -> Array:
             """Return the magnitudes of the numbers in one row of every block.
 
-            This uses no constant, which would lie on the device although `x` may lie in host memory.
+            No constant is used here: a constant would lie on the device although `x` may lie in host memory.
             """
             return jnp.abs(jax.lax.dynamic_index_in_dim(blocked_numbers, row_index, x.ndim - 1, keepdims=False))
 
@@ -138,7 +139,7 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
 def compute_codes(
     x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False
 ) -> Array:
-    """Return the codes of an array for these scales; a number beyond its scale gets the first or last code.
+    """Return the codes of an array for these scales; a number beyond its scale gets the lowest or highest code.
 
     Args:
         x: array of two dims or more.
@@ -183,8 +184,8 @@ def pair_with_scales(x: Array, scale: Array, repeated: bool = False) -> tuple[Ar
         x: array (.., rows, cols).
         scale: scales (.., blocks, cols).
         repeated: whether to broadcast scales to the shape of the array; otherwise the array is reshaped to (.., blocks,
-            block, cols). XLA for TPU fuses the broadcast; for the reshape it stores 16 bytes per number if a shard has
-            several blocks. XLA for GPU does the reverse.
+            block, cols). XLA for TPU fuses the broadcast, but stores 16 bytes per number for the reshape if a shard has
+            several blocks. XLA for GPU fuses the reshape, but not the broadcast.
 
     Example:
         >>> [a.shape for a in pair_with_scales(jnp.ones((6, 2)), jnp.ones((3, 2)))]
@@ -215,8 +216,8 @@ def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
 def block_of(row_count: int, max_block: int) -> int:
     """Return the block to use for an array: the number of elements of a column that share a scale.
 
-    The block is the largest divisor of `row_count` up to `max_block`. If that is less than an eighth of `max_block`,
-    scales would take more than half a byte for each 8-bit number. The block is then the whole column, for few scales.
+    The block is the largest divisor of `row_count` up to `max_block`. If this divisor is less than an eighth of
+    `max_block`, scales would take more than half a byte for each 8-bit number; the block is then the whole column.
 
     Args:
         row_count: size of the second-minor dim on one device.
@@ -234,7 +235,7 @@ def check_block(shape: tuple[int, ...], block: int) -> None:
     """Raise UserError unless a block divides the second-minor dim of an array.
 
     Raises:
-        UserError: the block does not divide that dim, or the array has fewer than two dims.
+        UserError: the block does not divide the second-minor dim, or the array has fewer than two dims.
     """
     if len(shape) < 2:
         raise UserError(f"an array of shape {shape} can't be quantized; expected two dims or more")

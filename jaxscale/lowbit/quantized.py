@@ -2,13 +2,13 @@ r"""Any optax transformation with its state in 8 or 4 bits.
 
 Between steps the moments are quantized arrays (`quantize.py`). A step decodes them, updates them by the rule in
 float32, computes the update of the weights from the unrounded moments, and encodes the moments again (Dettmers et al.
-2021, arXiv 2110.02861; Li et al. 2023, arXiv 2309.01507). XLA fuses all of it, so that no float32 moment lies in
+2021, arXiv 2110.02861; Li et al. 2023, arXiv 2309.01507). XLA fuses all of this, so that no float32 moment lies in
 memory. The state is the rule's state with `Quantized` instead of some arrays, and works wherever an optax state does.
 
-Two names select the leaves to quantize. The name of the state's field (`mu`, `nu`, ...) also determines whether the map
-is signed, which never depends on the data. The name of the parameter excludes embedding, head and norms; in an
-embedding, a block of a column would mix frequent tokens with rare ones. Small leaves stay float32 too. AdamW's step as
-one kernel is in `optim/fused.py`. Left out: separate rules such as `Adam8bit`.
+Two names determine whether a leaf is quantized: the names of its field in the state and of its parameter. The field
+(`mu`, `nu`, ...) also determines whether the map is signed, which never depends on the data. Parameters of embedding,
+head and norms are excluded; in an embedding, a block of a column would mix frequent tokens with rare ones. Small leaves
+stay float32 too. AdamW's step as one kernel is in `optim/fused.py`. Left out: separate rules such as `Adam8bit`.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
 
 MomentsFormat = Literal["float32", "int8", "dynamic8", "int4", "fp8"]
-"""Format of an optimizer's state between steps."""
+"""Format of the moments in an optimizer's state between steps."""
 
 _FORMATS: Mapping[str, tuple[str, str, int]] = {
     "int8": ("soft8", "sqrt8", 256),
@@ -73,7 +73,7 @@ class StatePolicy:
             parameters stays float32.
         least: smallest number of elements, over all layers, of a parameter whose state is quantized.
         block: largest number of elements of a column that share a scale; `None` for 256, or 128 in 4 bits.
-        signed: names of state fields that are quantized as numbers of either sign.
+        signed: names of state fields that are quantized as numbers of both signs.
         unsigned: names of state fields that are quantized as numbers >= 0.
 
     Example:
@@ -116,15 +116,15 @@ def quantize_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation with its moments in 8 or 4 bits between steps.
 
-    `optax.tree.map_params` works on its state with `is_leaf=is_quantized`.
+    `optax.tree.map_params` works on the transformation's state with `is_leaf=is_quantized`.
 
     Args:
-        rule: any optax transformation, also chains, masks, `multi_transform` and `inject_hyperparams`.
+        rule: any optax transformation, including chains, masks, `multi_transform` and `inject_hyperparams`.
         states: format of the moments: "int8" (`soft8` and `sqrt8`), "dynamic8" (bitsandbytes' map), "int4" or "fp8";
             "float32" returns the rule unchanged.
-        policy: selects the leaves to quantize.
-        local: tree like the parameters, of their `Sharding`s or of the shapes of one device's shards. Blocks then
-            divide every shard; without `local`, they divide the global shape.
+        policy: selection of the leaves to quantize.
+        local: tree like the parameters, with their `Sharding`s or with the shapes of one device's shards. Blocks then
+            divide every shard; without `local`, blocks divide the global shape.
         layers: tree of bools like the parameters, true if the first dim is stacked layers, along which no block lies.
             By default, blocks lie along the second-last dim of every array of two dims or more.
         platform: platform on which updates run, "tpu", "gpu" or "cpu"; `None` for the platform that a program is
@@ -222,7 +222,7 @@ def quantized_shardings(state: Any, shardings: Any) -> Any:
 
 
 def state_bytes(state: Any) -> tuple[int, int]:
-    """Return the bytes of the quantized arrays of a state, and their number of elements.
+    """Return (number of bytes, number of elements) of all quantized arrays of a state together.
 
     Args:
         state: state with `Quantized` nodes, of arrays or shapes.
@@ -253,7 +253,7 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales
     """Decode, update and encode a state; the rule runs three times, for updates, for scales and for codes.
 
     XLA would otherwise store float32 moments: up to 3.5 bytes per parameter on H100 (dynamic map), and 10 on v5e
-    (`int8`). It drops optimization barriers before common-subexpression elimination, so the three runs must differ as
+    (`int8`). XLA drops optimization barriers before common-subexpression elimination, so the three runs must differ as
     expressions.
 
     Args:
@@ -285,7 +285,7 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales
 
 
 def _decode_disguised(state: Any, *, threshold: float, repeated: bool) -> Any:
-    """Decode a state by an expression that differs with `threshold`, so that XLA does not merge it with another one.
+    """Decode a state by an expression that differs with `threshold`, so that XLA does not merge two such expressions.
 
     Codes would become 0 if their scale were below `threshold`. But no scale is negative, which XLA cannot infer.
     """
@@ -316,21 +316,21 @@ def _choose_maps(
 ) -> list[tuple[str, int] | None]:
     """Return (map name, block) for each leaf of a state; `None` for a leaf that stays float32.
 
-    The other arguments are those of `quantize_state`.
+    `params`, `states`, `policy`, `local` and `layers` are arguments of `quantize_state`.
     """
     signed_map, unsigned_map, max_block = _FORMATS[states]
-    param_leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shardings: list[Any] = [None] * len(param_leaves) if local is None else treedef.flatten_up_to(local)
-    stacked_flags: list[Any] = [False] * len(param_leaves) if layers is None else treedef.flatten_up_to(layers)
+    paths_and_params, treedef = jax.tree_util.tree_flatten_with_path(params)
+    shardings: list[Any] = [None] * len(paths_and_params) if local is None else treedef.flatten_up_to(local)
+    stacked_flags: list[Any] = [False] * len(paths_and_params) if layers is None else treedef.flatten_up_to(layers)
     map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
     # (shape, sharding, whether the first dim is layers) of each parameter
     facts_by_path = {
-        path: (leaf.shape, *sharding_and_flag)
-        for (path, leaf), *sharding_and_flag in zip(param_leaves, shardings, stacked_flags, strict=True)
+        path: (param.shape, *sharding_and_flag)
+        for (path, param), *sharding_and_flag in zip(paths_and_params, shardings, stacked_flags, strict=True)
     }
 
     def choose_map(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
-        """Return (map name, block) for the leaf at this path of the state, or `None`."""
+        """Return (map name, block) for the leaf at this path of the state; `None` for a leaf that stays float32."""
         owner_path = owner_path_of(path, facts_by_path)
         if owner_path is None or owner_path == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
@@ -343,8 +343,8 @@ def _choose_maps(
             return None
         return map_name, block_of(_local_shape(shape, sharding)[-2], policy.block or max_block)
 
-    state_leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state)
-    return [choose_map(path, leaf) for path, leaf in state_leaves]
+    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state)
+    return [choose_map(path, leaf) for path, leaf in paths_and_leaves]
 
 
 def _local_shape(shape: tuple[int, ...], sharding_or_shape: Any) -> tuple[int, ...]:
@@ -363,15 +363,15 @@ def _local_shape(shape: tuple[int, ...], sharding_or_shape: Any) -> tuple[int, .
 
 def _refusal_message(abstract_state: Any, states: str) -> str:
     """Return the error message for a state without a leaf that would be quantized."""
-    leaves = jax.tree_util.tree_flatten_with_path(abstract_state)[0]
-    paths = sorted(path_name(path) for path, leaf in leaves if leaf.ndim > 0)
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(abstract_state)[0]
+    paths = sorted(path_name(path) for path, leaf in paths_and_leaves if leaf.ndim > 0)
     field_by_reason = {
         reason: name for path in paths for name, reason in NEVER_QUANTIZED.items() if name in path.split("/")
     }
     paths_text = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "") if paths else "it has no arrays"
-    reasons = (f" Field {name} holds {reason}." for reason, name in field_by_reason.items())
+    reason_texts = (f" Field {name} holds {reason}." for reason, name in field_by_reason.items())
     return (
-        f"states {states!r} would quantize no leaf of this optimizer's state ({paths_text}).{''.join(reasons)} "
+        f"states {states!r} would quantize no leaf of this optimizer's state ({paths_text}).{''.join(reason_texts)} "
         "Expected moments (mu, nu, trace, ...) of matrices of 4096 numbers or more outside embedding, head and norms. "
         "Use states='float32', or specify what to quantize by StatePolicy(signed=..., unsigned=..., least=...)"
     )

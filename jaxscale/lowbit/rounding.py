@@ -1,8 +1,8 @@
 r"""Stochastic rounding to bfloat16: numbers are rounded up or down at random, and their mean is the number itself.
 
 Rounding to the nearest always loses an update below half a unit in the last place of a bfloat16 weight; stochastic
-rounding keeps it on average (Gupta et al. 2015, arXiv 1502.02551; for weights in bfloat16, Zamirai et al. 2020, arXiv
-2010.06192). `split_weights.py` also avoids a float32 copy of the weights, and loses less.
+rounding keeps the update on average (Gupta et al. 2015, arXiv 1502.02551; for weights in bfloat16, Zamirai et al. 2020,
+arXiv 2010.06192). `split_weights.py` also avoids a float32 copy of the weights, and loses less.
 """
 
 import zlib
@@ -71,8 +71,8 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
         seed: seed of the rounding, used together with the index of the update and the weight's path.
 
     Returns:
-        The transformation. `optax.apply_updates` with its updates returns the rounded weights. For weights of other
-        dtypes, it returns the rule's updates.
+        The transformation. `optax.apply_updates` with the transformation's updates returns the rounded weights. For
+        weights of dtypes other than bfloat16, the transformation returns the rule's updates.
 
     Example:
         >>> params = {"w": jnp.ones(4096, jnp.bfloat16)}

@@ -1,13 +1,13 @@
-r"""Weights as bfloat16 and an 8-bit correction: three bytes, instead of six with a float32 master copy.
+r"""Weights as bfloat16 and an 8-bit correction: three bytes each, instead of six with a float32 master copy.
 
     weight      bfloat16, read by the model
     correction  int8, the rounding error, in units of 2/255 of the weight's unit in the last place
 
-Together they give the float32 weight to a relative error of 1.54e-5 (2^-8 / 255; bfloat16 alone: 3.9e-3), so that
+Together the two give the float32 weight to a relative error of 1.54e-5 (2^-8 / 255; bfloat16 alone: 3.9e-3), so that
 updates far below bfloat16's precision still add up (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349). With
-gradients in bfloat16 and moments in 8 bits this takes 7 bytes per parameter; mixed-precision Adam takes 16. Left out:
-corrections for weights of other dtypes, and corrections of 16 bits, which would be exact and save less. `rounding.py`
-needs no corrections.
+gradients in bfloat16 and moments in 8 bits, training takes 7 bytes per parameter; mixed-precision Adam takes 16. Left
+out: corrections for weights of other dtypes, and corrections of 16 bits, which would be exact and save less. A rule in
+`rounding.py` needs no corrections.
 """
 
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
 
 
 def join(weight: Array, correction: Array) -> Float[Array, "..."]:
-    """Return the float32 array of bfloat16 numbers and corrections: the inverse of `split`, within 1.54e-5 of it."""
+    """Return the float32 numbers of bfloat16 numbers and corrections: the inverse of `split`, up to 1.54e-5."""
     return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS) * _half_unit(weight)
 
 
@@ -70,8 +70,8 @@ def split_params(params: Any) -> tuple[Any, Any]:
         params: tree of float32 arrays.
 
     Returns:
-        Two trees like `params`: weights and corrections. `rule.init(weights)._replace(correction=corrections)` is the
-        state for `params`.
+        The pair (weights, corrections) of trees like `params`. The state of the rule for `params` is
+        `rule.init(weights)._replace(correction=corrections)`.
     """
     pair_tree = jax.tree.map(split, params)
     return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pair_tree)
@@ -81,7 +81,7 @@ def join_params(params: Any, state: SplitState) -> Any:
     """Return the float32 parameters that a step starts from.
 
     Args:
-        params: parameters; bfloat16 leaves are joined with their corrections, and others stay unchanged.
+        params: parameters; bfloat16 leaves are joined with their corrections, and all other leaves stay unchanged.
         state: state of `split_weights`.
     """
 
@@ -92,15 +92,16 @@ def join_params(params: Any, state: SplitState) -> Any:
 
 
 def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return an optax transformation of bfloat16 weights with a state that contains their rounding errors.
+    """Return an optax transformation of bfloat16 weights with a state that contains the weights' rounding errors.
 
     Args:
-        rule: any optax transformation, also one that `quantize_state` returned; its weights, gradients and state are in
-            float32.
+        rule: any optax transformation, including one that `quantize_state` returned; its weights, gradients and state
+            are in float32.
 
     Returns:
-        The transformation. Its updates are the differences of rounded weights, in float32, so that
-        `optax.apply_updates` returns these weights. For weights of other dtypes, it returns the rule's updates.
+        The transformation. Its updates are the float32 differences between new and old rounded weights, so that
+        `optax.apply_updates` returns the new rounded weights. For weights of dtypes other than bfloat16, it returns the
+        rule's updates.
 
     Raises:
         UserError: in `init`, no parameter is bfloat16; in `update`, `params` is `None`.
@@ -138,7 +139,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, float32_weights, **extra)
 
         def split_leaf(correction: Any, old_weight: Array, joined_weight: Array, rule_update: Array) -> tuple[Any, Any]:
-            """Return the update of a weight and its new correction."""
+            """Return the pair (update of a weight, new correction of the weight)."""
             if _is_masked(correction):
                 return rule_update, correction
             new_weight, new_correction = split(joined_weight + rule_update)
@@ -157,7 +158,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _half_unit(weight: Array) -> Array:
-    """Return half a unit in the last place of bfloat16 numbers, 2^(exponent - 8); at least the least normal float32."""
+    """Return half a unit in the last place of bfloat16 numbers: 2^(exponent - 8), at least the least normal float32."""
     exponent = (jax.lax.bitcast_convert_type(weight, jnp.uint16) >> 7).astype(jnp.int32) & 255
     return jax.lax.bitcast_convert_type(jnp.maximum(exponent - 8, 1) << 23, jnp.float32)
 

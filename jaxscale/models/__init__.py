@@ -1,17 +1,17 @@
-"""Models as values, which build the module, score a batch, and report the sizes that a mesh divides.
+"""Models as values: a value builds its module, scores a batch, and reports the sizes that a mesh divides.
 
 | file | defines |
 |---|---|
 | decoder, decoder_module | `Decoder`, whose fields make it a Llama, GPT-2, Qwen3 or Gemma-2 |
 | vit, vit_module | `ViT` |
 | resnet, resnet_module | `ResNet` |
-| field_checks | checks of fields that these values share |
+| field_checks | checks of the fields of these values |
 | classify | cross-entropy and accuracy of image classifiers |
 | huggingface | `load`, `save`, `Pretrained`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
 | foreign, foreign_blocks | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
-The names of this module load on first use; a value imports neither JAX nor Flax.
+The names of this module load on first use; `Decoder`, `ViT` and `ResNet` import neither JAX nor Flax.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ _MODULE_BY_NAME = {
     "linen_model": "jaxscale.models.foreign",
     "read_config": "jaxscale.models.huggingface",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""For each public name, the module from which the name loads on first use."""
 
 if TYPE_CHECKING:
     from jaxscale.models.decoder import Decoder, Llama3Scaling

@@ -1,5 +1,5 @@
-"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the
-weight of the rows that are classified correctly.
+"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the weight of the rows
+that are classified correctly.
 
 Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target distribution gives a / V to each
 of V classes, and an additional 1 - a to the label.
@@ -24,8 +24,8 @@ def cross_entropy(
 
     Args:
         logits: unnormalized log-probabilities, of any float type; the loss is computed in float32.
-        labels: class of each target; one that is no class, such as -100, has loss 0.
-        smoothing: a, the share of the target spread over all classes.
+        labels: class of each target; a label that is no class, such as -100, gives loss 0.
+        smoothing: a, the share of the target distribution that is spread evenly over all classes.
 
     Returns:
         One loss per target, float32.
@@ -46,13 +46,14 @@ def cross_entropy(
 def weighted_sum(
     losses: Float[Array, "B ..."], batch: Batch, target_weights: Shaped[Array, "B ..."] | None = None
 ) -> Loss:
-    """Return the sum of the weighted losses and the sum of `batch["weights"]`; without them, each target weighs 1.
+    """Return the sum of the weighted losses, and the sum of the weights.
 
-    The weights have shape [B] (one per row) or the shape of the losses (one per target), and are multiplied by
-    `target_weights`, if those are given.
+    The weights are `batch["weights"]`, of shape [B] (one per row) or of the shape of the losses (one per target). A
+    batch without weights gives each target the weight 1. `target_weights`, if given, multiply these weights.
+
 
     Raises:
-        UserError: the weights have another shape.
+        UserError: the weights have neither of these shapes.
     """
     losses = losses.astype(jnp.float32)
     batch_weights = batch.get("weights")
@@ -77,7 +78,7 @@ def correct_targets(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]
 
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
-    """Return the weighted sum of cross-entropies of `module(batch["images"])` and `batch["labels"]`."""
+    """Return the weighted sum of the cross-entropies between `module(batch["images"])` and `batch["labels"]`."""
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
     return weighted_sum(cross_entropy(logits, labels, smoothing), batch, is_class(labels, logits.shape[-1]))
 
@@ -85,7 +86,7 @@ def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoot
 def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return two sums of row weights: of the rows whose label has the largest logit, and of all rows with a label."""
+    """Return (summed weights of the rows whose label has the largest logit, summed weights of all labeled rows)."""
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
     sums = weighted_sum(correct_targets(logits, labels), batch, is_class(labels, logits.shape[-1]))
     return sums.total, sums.weight

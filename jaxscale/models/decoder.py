@@ -32,7 +32,7 @@ class Llama3Scaling:
     """Llama 3.1's change of the rotary frequencies for a longer context: it divides low frequencies.
 
     Args:
-        factor: divisor of low frequencies: the ratio of the longer context to the original one.
+        factor: divisor of the low frequencies.
         low_freq_factor: frequencies with a wavelength above original_context / low_freq_factor are divided by `factor`.
         high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor stay unchanged; those
             between the two wavelengths are interpolated.
@@ -55,7 +55,7 @@ class Llama3Scaling:
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
-                f"{self.high_freq_factor}, expected the second to be greater; swap them"
+                f"{self.high_freq_factor}, expected high_freq_factor to be greater; swap them"
             )
 
     def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":
@@ -76,15 +76,17 @@ class Decoder:
         layers: number of blocks.
         embed: width of the residual stream.
         heads: number of query heads.
-        kv_heads: number of key and value heads, each shared by heads / kv_heads query heads; `None` means heads.
+        kv_heads: number of key and value heads, each shared by heads / kv_heads query heads; `None` means as many as
+            query heads.
         head_dim: width of a head; `None` means embed / heads.
         mlp: hidden width of the feed-forward layers; `None` means 4 * embed.
         norm: "rms", "layer", or "layer_no_bias" (a LayerNorm without a bias).
         norm_plus_one: whether the stored weight of a norm is its gain minus one, as in Gemma.
         norm_eps: constant added to the variance in norms.
         post_norms: whether the outputs of attention and mlp are normed before they are added to the stream (Gemma-2).
-        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up) with f the SiLU, the GELU, its
-            tanh form, the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are f(x W_up).
+        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up), where f is the SiLU, the GELU,
+            the tanh approximation of the GELU, or the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are
+            f(x W_up).
         positions: "rotary", "learned" (a table added to the embeddings), or "none".
         rotary_base: base of the rotary wavelengths, which grow up to 2 pi * rotary_base positions.
         rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` leaves them unchanged.
@@ -93,14 +95,14 @@ class Decoder:
         mlp_bias: whether the feed-forward layers have biases.
         qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
         attention_soft_cap: cap of the attention scores s, which become cap * tanh(s / cap); `None` for no cap.
-        final_soft_cap: cap of the logits, in the same way.
+        final_soft_cap: cap of the logits z, which become cap * tanh(z / cap); `None` for no cap.
         windows: number of most recent positions that each layer sees, `None` for all; the tuple repeats over the
-            layers, so that (4096, None) alternates.
+            layers, so that (4096, None) limits every other layer.
         embedding_scale: whether embeddings are multiplied by sqrt(embed) (Gemma).
         attention_scale: factor of the attention scores; `None` means 1 / sqrt(head_dim).
         dropout: rate of dropout after the embedding and where attention and mlp are added to the residual stream.
-        z_loss: weight of the square of log Z, which is added to the trained loss but not to the reported one; Z is the
-            sum of exp(logit).
+        z_loss: weight of the penalty (log Z)^2, where Z is the sum of exp(logit). The penalty is added to the trained
+            loss but not to the reported one.
         init_std: standard deviation of the initial weights.
         scaled_init: whether the initial weights of projections into the residual stream are divided by sqrt(2 * layers)
             (GPT-2).
@@ -190,17 +192,17 @@ class Decoder:
 
     @property
     def head_width(self) -> int:
-        """Width of a head, set or implied."""
+        """Width of a head: `head_dim`, or embed / heads if `head_dim` is `None`."""
         return self.head_dim or self.embed // self.heads
 
     @property
     def kv_count(self) -> int:
-        """Number of key and value heads, set or implied."""
+        """Number of key and value heads: `kv_heads`, or `heads` if `kv_heads` is `None`."""
         return self.kv_heads or self.heads
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of a feed-forward layer, set or implied."""
+        """Hidden width of a feed-forward layer: `mlp`, or 4 * embed if `mlp` is `None`."""
         return self.mlp or 4 * self.embed
 
     @property
@@ -233,7 +235,7 @@ class Decoder:
         Args:
             module: the result of `build`, or a copy with other parameters.
             batch: int32 `tokens` and `targets` [B, T]; optionally `positions`, `segments` and float32 `weights`.
-            context: context of the forward pass: key, compute dtype, implementations.
+            context: context of the forward pass, with the key, the compute dtype and the implementations.
         """
         from jaxscale.models.decoder_module import decoder_loss
 

@@ -1,7 +1,7 @@
 """The module of a `Decoder`: an embedding, a stack of blocks, a norm and a head.
 
-It reads as code for one device; a plan's layout, remat and precision reach it through `layers`, `constrain` and the
-context.
+The module reads like code for one device; a plan's layout, remat and precision reach it through `layers`, `constrain`
+and the context.
 """
 
 import math
@@ -27,7 +27,7 @@ from jaxscale.typing import Array, Batch, Float, Int
 
 
 def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
-    """Make a norm over the residual stream, of the kind and with the settings that the model specifies."""
+    """Make a norm over the residual stream, of the type and with the settings that the model value specifies."""
     if config.norm == "rms":
         return RMSNorm(config.embed, eps=config.norm_eps, plus_one=config.norm_plus_one)
     return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm == "layer")
@@ -86,7 +86,7 @@ class Block(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """Return the residual stream after this block; with a cache, a pair of the stream and the new cache."""
+        """Return the residual stream after this block; with a cache, the pair (stream, new cache)."""
         settings = {"positions": positions, "segments": segments, "window": window, "context": context}
         attention_result = self.attention(self.attention_norm(x), cache=cache, **settings)
         y, cache = (attention_result, None) if cache is None else attention_result
@@ -104,10 +104,11 @@ class DecoderModule(nnx.Module):
     Args:
         config: the model value.
         vocab_multiple: the tables of the embedding and the head are padded to a multiple of this number of rows.
+        rngs: random streams; the weights are drawn from `params`.
 
     Attributes:
-        positions: table of learned positions; `None` for other kinds of positions.
-        head: table of the output projection; `None` if it is the table of the embedding.
+        positions: table of learned positions; `None` unless the model has learned positions.
+        head: table of the output projection; `None` if the model uses the table of the embedding instead.
 
     Example:
         >>> tiny = Decoder(vocab=5, context=8, layers=2, embed=8, heads=2)
@@ -182,11 +183,11 @@ class DecoderModule(nnx.Module):
 
     @property
     def table(self) -> Array:
-        """Table of the output projection, (padded V, D): the head's, or the embedding's if they are tied."""
+        """Table of the output projection, (padded V, D): that of the head, or of the embedding if the two are tied."""
         return (self.embedding if self.head is None else self.head).weight[...]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return the logits of the next token, float32; minus infinity in the columns that pad the vocabulary."""
+        """Return the float32 logits of the next token: minus infinity in the columns that pad the vocabulary."""
         next_logits = logits(hidden, self.table, vocab=self.config.vocab, soft_cap=self.config.final_soft_cap)
         return constrain(next_logits, "batch", "inner_seq", "vocab")
 
@@ -199,7 +200,7 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """Return logits of the token after each token, (B, T, padded V); with a cache, the pair (logits, new cache).
+        """Return the logits of each token's successor, (B, T, padded V); with a cache, the pair (logits, new cache).
 
         Args:
             tokens: ids of the tokens.
@@ -207,7 +208,7 @@ class DecoderModule(nnx.Module):
                 the positions that follow the cached ones.
             segments: index of each token's document within the row, counted from 1; 0 is padding.
             cache: keys and values of earlier tokens (`Decoder.init_cache`).
-            context: context of the forward pass: key, compute dtype, implementations.
+            context: context of the forward pass, with the key, the compute dtype and the implementations.
         """
         settings = {"positions": positions, "segments": segments, "cache": cache, "context": context}
         if cache is None:

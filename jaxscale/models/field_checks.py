@@ -1,4 +1,4 @@
-"""Checks of the fields that model values share; they import neither JAX nor Flax."""
+"""Checks of the fields of model values; this file imports neither JAX nor Flax."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ def check_counts(model: Any, names: Iterable[str]) -> None:
 
 
 def check_positive(model: Any, names: Iterable[str], prefix: str = "") -> None:
-    """Raise UserError if one of these fields is not a finite number above 0; `None` passes.
+    """Raise UserError if a field with one of these names is not a finite number above 0; `None` passes.
 
     Args:
         model: the model value.

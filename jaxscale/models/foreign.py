@@ -31,7 +31,8 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates them."""
+"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates the values.
+"""
 
 
 Score = Callable[[Callable[..., Any], Batch], Any]
@@ -49,8 +50,8 @@ class CrossEntropy:
 
     Args:
         inputs: name of the batch's array that the module is called with.
-        labels: name of the batch's array of classes, integers of the shape of the logits without their last dim.
-        smoothing: share of the target spread over all classes (label smoothing).
+        labels: name of the batch's array of classes: integers, with the dims of the logits except the last one.
+        smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
     """
 
     inputs: str
@@ -63,7 +64,7 @@ class CrossEntropy:
         return cross_entropy(logits, labels, self.smoothing)
 
     def is_counted(self, batch: Batch) -> Array:
-        """Whether each label counts; negative ones, such as -100, are ignored."""
+        """Return whether each label counts; negative labels, such as -100, are ignored."""
         return jnp.asarray(batch[self.labels]) >= 0
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
@@ -103,17 +104,17 @@ def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEnt
 class ForeignModel:
     """An unmodified NNX module as a model value.
 
-    Training switches the module as `module.train()` does, and passes True for a `train` argument of its `__call__` (see
-    `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices,
-    and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not on the
-    mesh.
+    In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
+    `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. Batch statistics are those of the
+    microbatch, over all devices, and dropout follows from seed, step and microbatch. So both depend on the number of
+    microbatches, but not on the mesh.
 
     Args:
         make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
         score: `score(module, batch)` returns one loss per row or per target, such as `classification()` and
             `language_model()`.
-        blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default those that repeat. With
-            `()`, or if none repeats, the whole forward pass is one block.
+        blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default the submodules that
+            repeat. With `()`, or if no submodule repeats, the whole forward pass is one block.
 
     Example:
         >>> import jax
@@ -132,12 +133,12 @@ class ForeignModel:
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
-        """Build the user's module, without padding of the vocabulary: dims that a mesh axis can't divide stay whole."""
+        """Build the user's module without padding: a dim that a mesh axis cannot divide stays whole."""
         module = self.make(rngs)
         if not isinstance(module, nnx.Module):
             raise UserError(
                 f"make returned {type(module).__name__}, expected an nnx.Module; "
-                "wrap a Linen module by linen_model(...)"
+                "wrap a Linen module with linen_model(...)"
             )
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise UserError(
@@ -149,7 +150,7 @@ class ForeignModel:
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Return the sum of the weighted losses and the sum of the weights.
 
-        In training, the call also updates the module's other variables, such as batch statistics.
+        In training, the call also updates the module's variables other than parameters, such as batch statistics.
         """
         losses, target_weights = self._scores(self.score, module, batch, context)
         row_count = len(jax.tree.leaves(dict(batch))[0])
@@ -168,7 +169,7 @@ class ForeignModel:
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
-        """`accuracy(module, batch, context)` returns (correct targets, all targets); `None` without `score.correct`."""
+        """Function that returns summed weights of (correct targets, all targets); `None` without `score.correct`."""
         correct_fn = getattr(self.score, "correct", None)
         return None if correct_fn is None else functools.partial(self._accuracy, correct_fn)
 
@@ -179,7 +180,7 @@ class ForeignModel:
     def _accuracy(
         self, correct_fn: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Return two sums of weights: of the correct targets, and of all targets."""
+        """Return (summed weights of the correct targets, summed weights of all targets)."""
         correct_targets, target_weights = self._scores(correct_fn, module, batch, context)
         sums = weighted_sum(correct_targets, batch, target_weights)
         return sums.total, sums.weight
@@ -238,14 +239,14 @@ class FromLinen:
 
 
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
-    """Return a Flax Linen module as a model value. It is one block, because the bridge exposes no submodules.
+    """Return a Flax Linen module as a model value. The whole model is one block: the bridge exposes no submodules.
 
     Training updates the collections that the module has after initialization ("batch_stats", ...).
 
     Args:
         module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
         inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays. Do not pass JAX
-            arrays: in an experiment file they would start the backend before the plan sets the number of devices.
+            arrays: JAX arrays in an experiment file start the backend before the plan sets the number of devices.
         score: function of module and batch that returns the losses, as in `ForeignModel`.
 
     Example:
@@ -299,7 +300,7 @@ def _reseed(module: nnx.Module, context: Context) -> None:
 
 
 def _set_dtype(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Set `dtype` in the module's layers that have none, cast its parameters, and return the batch cast to it."""
+    """Set `dtype` in the module's layers that have none, and cast the module's parameters; return the cast batch."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute

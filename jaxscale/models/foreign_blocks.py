@@ -7,8 +7,8 @@ every input; the function also returns updated batch statistics and dropout coun
 the trace ends.
 
 Left out: blocks inside the user's `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by a
-method other than `__call__`, and one block called several times under several names (tied layers): name them with
-`ForeignModel(blocks=...)`, or the whole forward pass is one block.
+method other than `__call__`, and one block called several times under several names (tied layers). For a model with
+such blocks, name the blocks with `ForeignModel(blocks=...)`; otherwise the whole forward pass is one block.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def _is_untreated() -> bool:
 
 @contextlib.contextmanager
 def _patch_calls(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
-    """Return a context that runs calls of these instances of `cls` as blocks, and adds their ids to `called_ids`."""
+    """Return a context in which calls of the instances `block_ids` of `cls` run as blocks; they join `called_ids`."""
     original_call: Any = cls.__call__
     has_own_call = "__call__" in vars(cls)
 

@@ -1,7 +1,8 @@
 """Read and write model folders of Hugging Face's transformers, and continue training from them.
 
-`huggingface_config.py` reads config.json, `safetensors_folder.py` the weights; `huggingface_tensors.py` matches them
-by the tables of `huggingface_families.py`. Left out: pickled weights, quantized weights, architectures without a table.
+`huggingface_config.py` reads config.json, and `safetensors_folder.py` reads the weights. `huggingface_tensors.py`
+matches the tensors of a folder with the parameters of our models, by the tables of `huggingface_families.py`. Left out:
+pickled weights, quantized weights, architectures without a table.
 """
 
 import dataclasses
@@ -36,11 +37,12 @@ SHARD_BYTES = 5_000_000_000
 
 
 def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
-    """Read a folder's config.json, and return the family of its model, and the model as one of jaxscale's values.
+    """Read a folder's config.json, and return the pair (family of the model, model value).
 
     Args:
         folder: folder that contains a config.json of transformers 4 or 5.
-        settings: fields that the file does not determine (dropout, z_loss); one that the model lacks must be 0.
+        settings: values of fields that the file does not determine (dropout, z_loss); the value of a field that the
+            model lacks must be 0.
 
     Raises:
         UserError: a file is missing, the architecture is unknown, or a value is wrong or not supported.
@@ -80,14 +82,14 @@ def _read_model(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
-    """Read the model of a folder that transformers saved, and its parameters.
+    """Read a model and its parameters from a folder that transformers saved.
 
     Args:
         folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
 
     Returns:
-        The model value, and its parameters as a nested dict of numpy arrays in the file's type, with the names that
-        they have in its module.
+        The model value, and the parameters as a nested dict of numpy arrays in the file's type, with the names of the
+        module's parameters.
 
     Raises:
         UserError: the folder is invalid; the message names the file, field or tensor.
@@ -119,7 +121,8 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
     """Return the family of a model, the entries of its config.json, and the model that this config.json describes.
 
     Raises:
-        UserError: no family can express this model; the message names the nearest family and the fields that it lacks.
+        UserError: no family can express this model; the message names the nearest family and the fields that this
+            family lacks.
     """
     lacking_fields: dict[str, list[str]] = {}
     for family in FAMILIES.values():
@@ -163,12 +166,12 @@ def save(
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that transformers can load: config.json, safetensors, and the tokenizer if there is one.
+    """Write a folder that transformers can load: config.json, safetensors, and the tokenizer if one is given.
 
     Args:
         folder: folder to write, created if needed; it must not contain a model.
         model: model value, such as a `Decoder`.
-        params: parameters of the model as `load` returns them, or flat by path with one array per layer
+        params: parameters of the model as `load` returns them, or as a flat dict by path, with one array per layer
             ("blocks.layers.0.mlp.up.weight"); the vocabulary may be padded.
         dtype: type of the weights to write, "float32", "bfloat16" or "float16".
         tokenizer: path of a tokenizer.json to copy into the folder.
@@ -238,8 +241,8 @@ class Pretrained:
     def initial_params(self) -> dict[str, Any]:
         """Return a nested dict of memory-mapped array-likes in the file's type, without padding of the vocabulary.
 
-        Each leaf suits `jax.make_array_from_callback`: it has `shape`, `dtype` and `[index]`, which reads only the
-        elements at this index.
+        A leaf can be passed to `jax.make_array_from_callback`: the leaf has a `shape` and a `dtype`, and `leaf[index]`
+        reads only the elements at this index.
         """
         family, model = self._family_and_model
         return open_params(self.folder, family, model)

@@ -1,8 +1,8 @@
-"""Pieces that translate between config.json of transformers 4 and 5 and the fields of our models.
+"""Translations between the config.json of transformers 4 and 5 and the fields of our models.
 
-Each piece reads and writes some keys; a family (`huggingface_families.py`) is a list of pieces. `theirs` is a name in
-transformers, `ours` one in jaxscale. A key that no piece reads may change the mathematics, so it
-is rejected by name, unless its value is empty or the key is in `HARMLESS`.
+A `ConfigPiece` reads and writes some keys; a family (`huggingface_families.py`) is a list of these pieces. `theirs` is
+a name in transformers, and `ours` is a name in jaxscale. A key that no piece reads may change the mathematics, so the
+key is rejected by name, unless its value is empty or the key is in `HARMLESS`.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ ACTIVATIONS = {
     "gelu": ("gelu", "geglu"),
     "relu": ("relu", "reglu"),
 }
-"""Our `mlp_kind` of a plain and of a gated feed-forward layer, by the name of their activation in transformers."""
+"""Our `mlp_kind` of a plain and of a gated feed-forward layer, by the name of the activation in transformers."""
 
 
 _TYPES_AND_NOUNS: dict[type, tuple[type | tuple[type, ...], str]] = {
@@ -59,7 +59,7 @@ _TYPES_AND_NOUNS: dict[type, tuple[type | tuple[type, ...], str]] = {
     list: (list, "a list"),
     dict: (dict, "a JSON object"),
 }
-"""Types that `ConfigFile.convert` accepts for a value of each type, and the noun for them in messages."""
+"""For each type that `ConfigFile.convert` returns, the types that it accepts and the noun for them in messages."""
 
 
 class ConfigFile:
@@ -109,14 +109,14 @@ class ConfigFile:
         return default
 
     def convert(self, key: str, value: Any, kind: type) -> Any:
-        """Return `value`, the value of `key`, as a `kind`, or raise UserError if its type is wrong."""
+        """Return `value`, the value of `key`, converted to the type `kind`; raise UserError if its type is wrong."""
         accepted_types, expected_noun = _TYPES_AND_NOUNS[kind]
         if not isinstance(value, accepted_types) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, expected_noun)
         return kind(value)
 
     def check_unread_keys(self) -> None:
-        """Raise UserError if no piece has read a key, unless its value is empty or the key is harmless."""
+        """Raise UserError if a key was read by no piece, its value is not empty, and the key is not harmless."""
         for key, value in self.values.items():
             if key not in self.read_keys | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
@@ -134,20 +134,20 @@ class ConfigPiece(Protocol):
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Return their keys and values for a model; if they cannot express the model, `read` returns other fields."""
+        """Return their keys and values for a model. If these cannot express the model, `read` returns other fields."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """One key whose value is one of our fields.
+    """A key whose value is the value of one of our fields.
 
     Args:
         theirs: name of the key.
         ours: name of our field.
         kind: type of the value.
         default: value if the key is absent or null, as in transformers.
-        resolved_name: property of the model to write instead, for a field that may be `None`.
+        resolved_name: property of the model that is written instead of the field, for a field that may be `None`.
         is_null_none: whether null means `None` instead of the default.
     """
 
@@ -193,7 +193,7 @@ class Activation:
     Args:
         theirs: name of the key.
         is_gated: whether the feed-forward layers of this architecture are gated.
-        preferred_name: activation name to write if several names mean the same.
+        preferred_name: activation name to write if several names mean the same activation.
         older_key: name of the key in older files, which lack `theirs`.
     """
 
@@ -218,7 +218,7 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies: `rope_parameters` in transformers 5, `rope_theta` and `rope_scaling` in 4."""
+    """Rotary frequencies: `rope_parameters` in transformers 5, `rope_theta` and `rope_scaling` in transformers 4."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Return our fields `rotary_base` and `rotary_scaling`."""
@@ -270,11 +270,11 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindows:
-    """The layers with a sliding window: `layer_types`, or the rule of older files.
+    """The layers with a sliding window, as `layer_types` lists them or as older files imply them.
 
     Args:
-        is_alternating: whether older files imply a window in every other layer, from the first on (Gemma-2).
-        default_length: length of the window in positions, if the file has none.
+        is_alternating: whether older files imply a window in every other layer, starting with the first (Gemma-2).
+        default_length: length of the window in positions, if the file does not give the length.
     """
 
     is_alternating: bool = False
@@ -350,11 +350,11 @@ class QueryScale:
 
 @dataclasses.dataclass(frozen=True)
 class DropoutRates:
-    """Rates of dropout, which `Pretrained.dropout` sets, and the file does not.
+    """Rates of dropout. `read` ignores the rates of the file, because `Pretrained.dropout` sets the rate instead.
 
     Args:
-        attention_keys: keys of the dropout rate of attention weights, which our models do not drop.
-        residual_keys: keys of the dropout rates after the embedding and the layers, as in our models.
+        attention_keys: keys of the dropout rate of attention weights; our models never drop these.
+        residual_keys: keys of the dropout rates after the embedding and the layers, where our models also drop values.
     """
 
     attention_keys: tuple[str, ...]

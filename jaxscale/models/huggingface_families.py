@@ -1,4 +1,4 @@
-"""Hugging Face's architectures as tables of config keys and of tensor names, one per family.
+"""Hugging Face's architectures as tables: a `Family` lists an architecture's config keys and tensor names.
 
 In names, `theirs` refers to transformers and `ours` to jaxscale.
 
@@ -27,15 +27,15 @@ from jaxscale.models.vit import ViT
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """One of their tensors, and the parameters of ours that it contains.
+    """A tensor of transformers, and our parameters that it contains.
 
     Args:
-        theirs: name of the tensor, with `{layer}` if there is one per layer.
-        ours: paths of our parameters; several are joined along the last dim, after the dims are brought into our order.
-        order: permutation of their dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if the
-            order is the same.
-        shape: shape of their tensor in our order of dims, if our parameter is a reshaped one. A word is the name of a
-            field of the model; -1 is the remaining size.
+        theirs: name of the tensor, with `{layer}` if there is one tensor per layer.
+        ours: paths of our parameters. Several parameters are joined along the last dim, with the dims in our order.
+        order: permutation of the tensor's dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if
+            the order is the same.
+        shape: shape of the tensor with its dims in our order, if our parameter has another shape. A word is the name of
+            a field of the model; -1 is the remaining size.
     """
 
     theirs: str
@@ -49,16 +49,16 @@ class Family:
     """An architecture of transformers.
 
     Args:
-        architecture: name of its class, as in `architectures` of config.json.
-        model_type: name of its type, as in `model_type` of config.json.
-        model_class: our dataclass for its models.
+        architecture: name of the architecture's class, as in `architectures` of config.json.
+        model_type: name of the architecture's type, as in `model_type` of config.json.
+        model_class: our dataclass for models of the architecture.
         pieces: translations of the keys of config.json.
-        rules: rules for their tensors. A rule does not apply to a model without its parameters (a bias, a head).
-        fixed_fields: our fields that this architecture fixes to other values than the defaults.
+        rules: rules for the tensors. A rule does not apply to a model that lacks its parameters (a bias, a head).
+        fixed_fields: our fields that this architecture fixes to values other than the defaults.
         prefix: start of most tensor names, absent in files that were saved from the model without its head.
         ignored_endings: endings of the names of tensors that hold no parameter.
-        source_of_copy: name of each tensor that may repeat another one (a tied head), and the name of the other.
-        zero_fields: our fields, with the values that `save` may set because they add only zeros (biases of zero).
+        source_of_copy: for each tensor that may be a copy of another tensor (a tied head), the name of that tensor.
+        zero_fields: values of our fields that `save` may set, because these values add only zeros (biases of zero).
     """
 
     architecture: str
@@ -74,7 +74,7 @@ class Family:
 
 
 def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
-    """Return the rules for a norm or GPT-2's Conv1D: a weight (in, out), maybe several concatenated, and a bias."""
+    """Return the rules for the weight and the bias of a norm or of GPT-2's Conv1D, whose weight has dims (in, out)."""
     return (
         TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours), order),
         TensorRule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),

@@ -1,9 +1,9 @@
 """Read and write the tensors of model folders by the tables of `huggingface_families.py`.
 
 The expected tensors of a folder ("their" tensors below) follow from its config.json: the model's module is traced
-abstractly, and the rules of its family name the tensor of each parameter ("our" parameters). Files are mapped into
-memory. If the layers of a parameter are separate tensors on disk, they are stacked when the parameter is read. Only the
-requested part is read, so that a process reads only its own shards.
+abstractly, and the rules of the model's family name the tensor of each parameter ("our" parameters). Files are mapped
+into memory. If the layers of a parameter are separate tensors on disk, they are stacked when the parameter is read.
+Only the requested part of a parameter is read, so that a process reads only its own shards.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxscale.models import safetensors_folder
 from jaxscale.models.huggingface_families import Family, TensorRule
 
 STACKED = ".layers."
-"""Part of the path of every parameter that a `Stack` holds, with a leading dim of layers."""
+"""Part of the path of every parameter that a `Stack` holds; such a parameter has a leading dim of layers."""
 
 
 class Stacked:
@@ -54,7 +54,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """An array of known shape and type, which `make` computes when it is converted to a numpy array."""
+    """An array of known shape and type, which `make` computes when numpy converts this object to an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -94,7 +94,7 @@ def nested_dict(leaf_by_path: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """One of their tensors in the folder of a model: a rule applied to one layer.
+    """The layout of one of their tensors in the folder of a model: a tensor rule, applied to one layer.
 
     Args:
         rule: rule for the tensor and its parameters.
@@ -133,14 +133,14 @@ def _tensor_layouts(family: Family, model: Any, param_shapes: Mapping[str, tuple
     """Return the layout of every tensor of a model in the family's format, by the tensor's name.
 
     Args:
-        family: family of the model. Of its rules, those apply that name parameters of the model, each exactly once.
+        family: family of the model. The rules that apply must name each parameter of the model exactly once.
         model: model value.
         param_shapes: shapes of the parameters of the model, by path.
     """
     rules = [rule for rule in family.rules if all(path in param_shapes for path in rule.ours)]
     rule_paths = sorted(path for rule in rules for path in rule.ours)
     assert rule_paths == sorted(param_shapes), (
-        f"{family.architecture}: no rule, or two, for {set(rule_paths) ^ set(param_shapes)}"
+        f"{family.architecture}: no rule, or more than one, for {set(rule_paths) ^ set(param_shapes)}"
     )
     layouts = {}
     for rule in rules:
@@ -233,7 +233,7 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
     leaf_by_path = dict(flat_leaves(params))
 
     def read_parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a parameter (if `layer` is an index, of that layer alone) without the padding of the vocabulary."""
+        """Return a parameter, or its layer with the index `layer`, without the padding of the vocabulary."""
         layer_path = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
         if layer_path in leaf_by_path:
             leaf = np.asarray(leaf_by_path[layer_path])

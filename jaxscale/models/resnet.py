@@ -24,19 +24,21 @@ Stem = Literal["small", "imagenet"]
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """A residual network that classifies images: ResNet-18 by default, ResNet-50 with bottlenecks and (3, 4, 6, 3).
+    """A residual network that classifies images: ResNet-18 by default.
+
+    With `bottleneck` and the stages (3, 4, 6, 3), the network is ResNet-50.
 
     Args:
         classes: number of classes.
         channels: channels of an image.
         stages: number of blocks of each stage. Each stage after the first halves the height and width of the images
             and doubles the channels.
-        width: channels inside the blocks of the first stage; with bottlenecks its output has 4 times as many.
+        width: channels inside the blocks of the first stage; with bottlenecks the stage outputs 4 times as many.
         bottleneck: whether blocks have three convolutions (1x1, 3x3, 1x1) instead of two (3x3).
         stem: "small" is one 3x3 convolution; "imagenet" is a 7x7 convolution of stride 2, then a max pooling of stride
             2.
         momentum: decay per microbatch of the running statistics of batch norms.
-        smoothing: share of the target spread over all classes (label smoothing).
+        smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
 
     Raises:
         UserError: a field is out of range.
@@ -69,11 +71,11 @@ class ResNet:
 
     @property
     def features(self) -> int:
-        """Channels of the last stage, which the classifier reads."""
+        """Number of channels of the last stage, which are the inputs of the classifier."""
         return self.width * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the size of the logical axis that a mesh axis must divide; it divides the channels of every stage."""
+        """Return the size of the axis "channels" that a mesh axis must divide; it divides every stage's channels."""
         return {"channels": self.width}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ResNetModule":
@@ -89,14 +91,14 @@ class ResNet:
             module: the result of `build`, or a copy with other parameters.
             batch: float `images` [B, height, width, channels], int `labels` [B]; optionally float
                 `weights` [B].
-            context: context of the forward pass: key, compute dtype.
+            context: context of the forward pass, with the key and the compute dtype.
         """
         from jaxscale.models.classify import image_loss
 
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Return two sums of row weights: of the correctly classified rows, and of all rows."""
+        """Return (summed weights of the correctly classified rows, summed weights of all rows)."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -1,8 +1,8 @@
 """A folder of safetensors files as named, memory-mapped arrays: one file, or shards under an index.
 
 The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the length of a JSON header, the header
-(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use. It
-checks every range first, so that a truncated file is reported by name before tracing. This module handles names and
+(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use. Every
+range is checked first, so that a truncated file is reported by name before tracing. This module handles names and
 bytes, and imports no JAX; `huggingface_families.py` defines the names.
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 from jaxscale.errors import UserError
 
 SINGLE = "model.safetensors"
-"""Name of the file of a folder with one file."""
+"""Name of the file in a folder with a single safetensors file."""
 INDEX = "model.safetensors.index.json"
-"""Name of the index of a folder with several files."""
+"""Name of the index in a folder with several safetensors files."""
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -150,7 +150,7 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         )
     if stop_byte > body.size:
         raise UserError(
-            f"{path}: tensor {name} ends at byte {stop_byte:,} of the data, which has {body.size:,}: "
+            f"{path}: tensor {name} ends at byte {stop_byte:,} of the data, which has {body.size:,} bytes: "
             "the file is cut short; copy it again"
         )
     return body[start_byte:stop_byte].view(DTYPES[dtype_name]).reshape(shape)

@@ -1,9 +1,9 @@
 """ViT: a vision transformer as a value (Dosovitskiy et al. 2021, arXiv:2010.11929); its fields cover Hugging Face's
 `ViTForImageClassification`.
 
-Pre-norm blocks over patches of an image and learned positions. Left out: distillation tokens, relative positions,
-images of a size other than the model's. The module that a ViT builds is in `vit_module.py`; this file imports neither
-JAX nor Flax.
+The model has pre-norm blocks over the patches of an image, and learned positions. Left out: distillation tokens,
+relative positions, images of a size other than the model's. The module that a ViT builds is in `vit_module.py`; this
+file imports neither JAX nor Flax.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class ViT:
         norm_eps: constant added to the variance in LayerNorms.
         dropout: rate of dropout after the positions are added and where attention and mlp are added to the residual
             stream.
-        smoothing: share of the target spread over all classes (label smoothing).
+        smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
         init_std: standard deviation of the initial weights.
 
     Raises:
@@ -90,7 +90,7 @@ class ViT:
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of a feed-forward layer, set or implied."""
+        """Hidden width of a feed-forward layer: `mlp`, or 4 * embed if `mlp` is `None`."""
         return self.mlp or 4 * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
@@ -109,14 +109,14 @@ class ViT:
         Args:
             module: the result of `build`, or a copy with other parameters.
             batch: float `images` [B, image, image, channels], int `labels` [B]; optionally float `weights` [B].
-            context: context of the forward pass: key, compute dtype, implementation of attention.
+            context: context of the forward pass, with the key, the compute dtype and the implementation of attention.
         """
         from jaxscale.models.classify import image_loss
 
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Return two sums of row weights: of the correctly classified rows, and of all rows."""
+        """Return (summed weights of the correctly classified rows, summed weights of all rows)."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

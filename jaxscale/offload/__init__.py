@@ -12,7 +12,7 @@ _MODULE_BY_NAME = {
     "update_on_device": "jaxscale.offload.updates",
     "update_in_slices": "jaxscale.offload.updates",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""For each public name, the module from which the name loads on first use."""
 
 if TYPE_CHECKING:
     from jaxscale.offload.slices import cut

@@ -1,8 +1,8 @@
 """Update arrays in host memory in place, slice by slice on the device.
 
-A loop carries the arrays and writes each slice back in place. XLA then keeps one copy of a donated array on the host
-and a slice on the device. A scan that stacks its results would hold a second copy, and moving the whole array to the
-device would save no device memory.
+A loop carries the arrays and writes each slice back in place. XLA then keeps one copy of a donated array on the host,
+and a slice of it on the device. A scan that stacks its results would hold a second copy, and moving the whole array to
+the device would save no device memory.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
 
 SLICE_BYTES = 16 * 2**20
-"""Largest slice on each device in bytes, as far as dims allow: about a millisecond of copying over PCIe."""
+"""Largest slice on each device in bytes, as far as an array's dims allow: about a millisecond of copying over PCIe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ def cut(
     slice_bytes: int = SLICE_BYTES,
     units: Sequence[int] | None = None,
 ) -> SliceCut:
-    """Return the cut into the fewest equal slices of at most `slice_bytes`, along the first dim that is not sharded.
+    """Return how to cut an array into the fewest equal slices of at most `slice_bytes`.
 
-    If no dim allows slices so small, the dim with the smallest slices is cut. A leading dim of layers is never sharded,
-    and its slices are contiguous in memory.
+    The array is cut along the first unsharded dim that allows such small slices; if no dim does, along the dim with the
+    smallest slices. A leading dim of layers is never sharded, and slices along this dim are contiguous in memory.
 
     Args:
         shape: shape of the array.
@@ -85,11 +85,11 @@ def sweep(
     """Run `body` on the slices of some arrays, one by one.
 
     Args:
-        body: function of slices of the arrays in `reads`, slices of those in `writes` (all on the device) and the
+        body: function of slices of the arrays in `reads`, slices of the arrays in `writes` (all on the device) and the
             carry. It returns new slices of the arrays in `writes`, and the new carry.
         pieces: number of slices of each array; 1 passes the whole arrays to `body`, once.
         reads: (array, dim to cut) for each array that is only read.
-        writes: (array, dim to cut) for each array whose slices are replaced; it stays in its memory space.
+        writes: (array, dim to cut) for each array whose slices are replaced; the array stays in its memory space.
         carry: initial carry, on the device.
 
     Returns:

@@ -3,14 +3,14 @@
 Two functions return the step of an optimizer, with at most a slice of its state on the device:
 
 * `update_in_slices`: slices of state and weights go to the device, are updated there, and go back (ZeRO-Infinity,
-  Rajbhandari et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). This is
-  for rules that treat each number separately.
+  Rajbhandari et al. 2021, arXiv 2104.07857, but without NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). This
+  function is for rules that treat each number separately.
 * `update_on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
-  2101.06840, without its delay of one step). This is for any rule.
+  2101.06840, but without a delay of one step). This function is for any rule.
 
 `update_on_device` returns the step without offload. All three steps also take the gradients' norm, for clipping, and
-whether the step is good (its gradients are finite). A `where` over old and new state after the step would need both
-states on the device.
+whether the step is good (its gradients are finite). If the caller selected the old or the new state after the step,
+both states would have to be on the device.
 
 Plans use these functions. For custom training loops, `wrapper.offload_state` wraps a rule.
 """
@@ -44,7 +44,7 @@ def update_on_device(optimizer: optax.GradientTransformation) -> Advance:
     """Return the step that applies an optax transformation to whole trees on the device.
 
     Args:
-        optimizer: optax transformation, clipping included.
+        optimizer: optax transformation that includes clipping.
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
@@ -65,15 +65,15 @@ def update_in_slices(
     """Return the step that applies a rule slice by slice on the device, to trees that may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number, or each layer of a stack, separately. The arrays of its
-            state have the parameters' shapes. If they are quantized, each slice contains whole blocks.
+        rule: an optax transformation that treats each number, or each layer of a stack, separately. The arrays of the
+            rule's state have the parameters' shapes. If these arrays are quantized, each slice contains whole blocks.
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: largest slice of one tensor on each device in bytes, as far as its dims allow.
-        elementwise: the rule within `rule` that must treat each number separately, if `rule` shares scales in blocks;
-            `rule` by default.
+        elementwise: the rule within `rule` that must treat each number separately, if the numbers of a block share a
+            scale in the state of `rule`; `rule` by default.
         layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
-            then whole layers, and other parameters are not cut. `None` if the rule treats each number separately.
+            then whole layers, and all other parameters stay whole. `None` if the rule treats each number separately.
 
     Raises:
         UserError: the rule mixes elements, and `layers` is `None`.
@@ -102,10 +102,11 @@ def update_in_slices(
 
 
 def update_on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
-    """Return the step that applies a rule on the host's CPU: it sends gradients to the host and updates in place.
+    """Return the step that applies a rule on the host's CPU: gradients go to the host, and weights change in place.
 
-    Do not use it on a TPU with a state in few bits. If the host's CPU reads an array of 8 or 4 bits with two dims or
-    more, libtpu 0.0.51 assigns two tilings to the array and crashes. Arrays of 16 or 32 bits, or of one dim, work.
+    Do not use this step on a TPU with a state in 8 or 4 bits. If the host's CPU reads an array of 8 or 4 bits with two
+    dims or more, libtpu 0.0.51 assigns two tilings to the array and crashes. Arrays of 16 or 32 bits, or of one dim,
+    work.
 
     Args:
         rule: any optax transformation.
@@ -137,7 +138,7 @@ def run_on_host_cpu(function: Callable[..., Any], args: Any, result_like: Any) -
 
 
 def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` for arrays in host memory, with constants in host memory too, also those inside loops.
+    """Return `function` for arrays in host memory, with all constants in host memory too, including those in loops.
 
     By default JAX places constants on the device.
     """
@@ -164,7 +165,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def run_scan(params: Any, operands: Sequence[Any]) -> list[Any]:
-        """Evaluate a `scan` equation with these parameters, and return its outputs: last carry, then stacked ys."""
+        """Evaluate a `scan` equation with these parameters; return the last carry and then the stacked outputs."""
         body_jaxpr, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -192,7 +193,7 @@ def cuts_of(
     slice_bytes: int,
     layers: Params | None = None,
 ) -> list[SliceCut]:
-    """Return the cut of each parameter, which is also the cut of its state.
+    """Return how to cut each parameter into slices; the parameter's state is cut in the same way.
 
     Args:
         rule: optax transformation that updates the parameters.
@@ -225,18 +226,18 @@ def run_in_slices(
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 
-    Leaves that are cut into the same number of pieces form a group. `step` runs on one group at a time, with empty
+    Leaves that are cut into the same number of slices form a group. `step` runs on one group at a time, with empty
     arrays for all other leaves.
 
     Args:
         rule: optax transformation to which the state belongs.
-        cuts: the cut of each parameter.
+        cuts: how to cut each parameter.
         step: function of a slice of `read_tree` and a slice of `old_trees` that returns the new slice of `old_trees`.
         read_tree: tree like the parameters that is only read; if it is `None`, `step` gets `None`.
-        old_trees: pair of a tree like the parameters and the rule's state, in device or host memory, both replaced.
+        old_trees: pair (tree like the parameters, state of the rule), in device or host memory; both are replaced.
 
     Returns:
-        The new pair of tree and state, with each leaf in its old memory space.
+        The new pair (tree, state), with each leaf in its old memory space.
     """
     treedef = jax.tree.structure(old_trees[0])
     old_leaves = treedef.flatten_up_to(old_trees[0])
@@ -305,7 +306,7 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
 
 
 def _add_squares(read_slices: list[Array], written_slices: list[Array], square_sum: Array) -> tuple[list[Array], Array]:
-    """Return no new slices, and the sum with the squares of a slice added: a body of `sweep`."""
+    """Add the squares of a slice to a sum, as the `body` of a `sweep`; return no new slices, and the new sum."""
     return written_slices, square_sum + jnp.sum(jnp.square(read_slices[0].astype(jnp.float32)))
 
 
@@ -322,9 +323,9 @@ def _apply_rule(
     Args:
         rule: optax transformation.
         gradients: gradients, not yet clipped.
-        params_and_state: pair of parameters and state.
+        params_and_state: pair (parameters, state).
         norm: global norm of the gradients.
-        good: bool scalar, whether the step is good.
+        is_good: bool scalar, whether the step is good.
         clip: global norm to which gradients are clipped; `None` if `rule` clips them or nothing does.
     """
 
@@ -339,7 +340,7 @@ def _apply_rule(
 
 
 def owner_indices_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
-    """Return for each leaf of a state the index of its parameter; -1 if the leaf belongs to none."""
+    """Return for each leaf of a state the index of its parameter; -1 if the leaf belongs to no parameter."""
     return optax.tree.map_params(
         rule,
         lambda node, index: jax.tree.map(lambda _: index, node),  # a quantized node has two leaves
@@ -351,7 +352,7 @@ def owner_indices_of(rule: optax.GradientTransformation, state: Any, treedef: An
 
 
 def _slice_units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """Return for each parameter, for each dim, the length that must divide slice lengths so that no block is cut."""
+    """Return, for each dim of each parameter, the length that must divide a slice's length so that no block is cut."""
     leaves, treedef = jax.tree.flatten(params)
     units_by_param = [[1] * len(leaf.shape) for leaf in leaves]
     state = jax.eval_shape(rule.init, params)
@@ -364,7 +365,7 @@ def _slice_units(rule: optax.GradientTransformation, params: Params) -> list[tup
 
 
 def _put_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
-    """Return a list like `leaves`, with the slices at these indices and empty arrays at all others.
+    """Return a list like `leaves`, with the slices at these indices and empty arrays at all other indices.
 
     The empty arrays have no columns, but all their rows, because blocks must divide the number of rows.
     """

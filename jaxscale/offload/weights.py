@@ -43,15 +43,15 @@ def belongs_to_block(name: str) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A weight in host memory, which stands for an array in a module until its block runs.
+    """A weight in host memory, which takes the place of an array in a module until the array's block runs.
 
     Args:
         weight: float32 array on the host, of one layer or of stacked layers.
         tie: array of zeros like the weight, on the device, which receives the weight's gradient; `None` leaves the
             gradient on the host.
-        dtype: name of the fetched weight's dtype; `None` leaves it unchanged.
-        keep_type: whether the weight is rounded to `dtype` but stays in the dtype that it has on the host, in which its
-            gradient is then summed.
+        dtype: name of the fetched weight's dtype; `None` leaves the dtype unchanged.
+        keep_type: whether the weight is rounded to `dtype` but keeps the dtype that it has on the host. The weight's
+            gradient is then summed in the dtype on the host.
     """
 
     weight: Array
@@ -81,7 +81,7 @@ _tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, grad
 
 
 def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Return whether to keep a residual: all except weights, which are fetched again. The default policy for blocks."""
+    """Return whether to keep a residual, as the default policy: true except for weights, which are fetched again."""
     is_fetched = primitive.name == "name" and params["name"] == FETCHED
     # a residual on the host would be copied within the host, layer by layer, and TPU's compiler fails on such copies
     is_hosted = any(getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in inputs)
@@ -93,8 +93,9 @@ def streaming(treatment: Treatment) -> Treatment:
     """Return a treatment of blocks that also fetches every `Streamed` weight when its block runs.
 
     Args:
-        treatment: treatment of the blocks for other purposes. If it recomputes a block, weights are fetched again. It
-            must not have segments of several blocks, because stacked weights would be sliced before the fetch.
+        treatment: treatment of the blocks for other purposes. If the treatment recomputes a block, weights are fetched
+            again. The treatment must not have segments of several blocks, because stacked weights would be sliced
+            before the fetch.
     """
 
     def add_fetching(wrapper: Wrapper) -> Wrapper:
@@ -119,7 +120,7 @@ def offloading_later(treatment: Treatment) -> Treatment:
     """Return a treatment of a pipeline's blocks that moves offloaded values together with their stage's slot.
 
     The values go to the host after the stage's forward pass, and return at the start of its backward pass. If each
-    block offloaded its own values, the slot would be filled by copies within the host, which need a program there.
+    block offloaded its own values, a program on the host would have to copy the values into the slot.
     """
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
     keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]

@@ -1,13 +1,13 @@
 """A wrapper of any optax rule that keeps the rule's state in host memory between steps.
 
-An optax update returns the updates of all weights, so these lie on the device, in the memory of the gradients. The
+An optax update returns the updates of all weights; these lie on the device, in the memory of the gradients. The
 state is moved in slices to the device and back, as in `updates.update_in_slices` (ZeRO-Infinity, Rajbhandari et al.
 2021, arXiv 2104.07857). Moving the whole state at once would save nothing: the compiler keeps it on the device while
 the update runs.
 
 The table gives the memory of a step of AdamW over 192 MiB of weights, gradients included, compiled for one chip (JAX
 0.12.0.1, 2026-11-22), as MiB on the device + MiB on the host. The wrapped step is compiled by
-`tests/offload/test_updates.py -m slow`; the plain one is the same step without the wrapper.
+`tests/offload/test_updates.py -m slow`; the plain step is the same without the wrapper.
 
     state         float32                  int8
                   plain       wrapped      plain       wrapped
@@ -54,19 +54,19 @@ def offload_state(
     the state. The updates reuse the memory of the gradients if their dtypes agree.
 
     Under `jax.jit`, either donate parameters and state and return them in this order, or specify the memory of both by
-    `out_shardings`. On one device, and on Explicit axes, JAX pairs donated arrays with results only by shape and dtype.
-    If a state is donated without its parameters, its memory is reused for new parameters. The program then raises an
-    error, or ends the process on a CPU of one device (JAX 0.10.2, 0.12.0.1). For such a CPU the wrapper raises an error
-    if it can detect the CPU: inside `jax.jit`, only arrays under a mesh have a known device.
+    `out_shardings`. On one device, and on a mesh with Explicit axes, JAX pairs donated arrays with results only by
+    shape and dtype. If a state is donated without its parameters, its memory is reused for new parameters. The program
+    then raises an error, or ends the process on a CPU of one device (JAX 0.10.2, 0.12.0.1). For such a CPU the wrapper
+    raises an error if it can detect the CPU: inside `jax.jit`, only arrays under a mesh have a known device.
 
     Args:
-        rule: any optax transformation, also one that `quantize_state` returned, whose state has a quarter of the bytes.
+        rule: any optax transformation, including one that `quantize_state` returned, whose state is a quarter as large.
         pattern: regular expression searched in the path of each array of the state ("0/mu/blocks/up"). Matching arrays
-            go to the host; by default all do. Scalars (counts, rates) stay on the device.
+            go to the host; by default all arrays do. Scalars (counts, rates) stay on the device.
         run: place of the updates: "streamed" runs them on the device in slices, for rules that treat each number
             separately; "host" runs them on the host's CPU, for any rule, and sends gradients and weights there.
-        shardings: tree like the parameters with their shardings, so that slices cut no sharded dim. It is needed if the
-            parameters lie on several devices: `jax.tree.map(lambda p: p.sharding, params)`.
+        shardings: tree like the parameters with their shardings, so that slices cut no sharded dim. If the parameters
+            lie on several devices, pass `jax.tree.map(lambda p: p.sharding, params)`.
         slice_bytes: largest slice of one tensor on each device in bytes, as far as its dims allow.
 
     Raises:
@@ -99,7 +99,7 @@ def offload_state(
         return jax.tree.map(lambda leaf, is_hosted: to_host(leaf) if is_hosted else to_device(leaf), state, host_flags)
 
     def check_and_cut(params: Params, extra_args: Mapping[str, Any]) -> list[SliceCut]:
-        """Return the cut of each parameter, after a check that the rule can run slice by slice."""
+        """Return how to cut each parameter, after a check that the rule can run slice by slice."""
         _check_sliceable(base_rule, params, extra_args)
         return cuts_of(base_rule, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
@@ -147,7 +147,7 @@ def offload_state(
         )
 
         def update_slices(params: Any, gradients_and_state: tuple[Params, Any]) -> tuple[Any, Any]:
-            """Return the updates, in the gradients' memory and dtype, and the new state of one slice."""
+            """Return the updates of one slice, in the gradients' memory and dtype, and the slice's new state."""
             promoted_slices, state_slices = gradients_and_state
             gradients = optax.tree.cast_like(promoted_slices, updates)
             new_updates, new_state = base_rule.update(gradients, state_slices, params, **extra_args)
@@ -160,12 +160,12 @@ def offload_state(
 
 
 def _check_devices(leaves: Sequence[Array]) -> str:
-    """Return the platform of some arrays' devices, after a check that these have host memory.
+    """Return the platform of some arrays' devices, after a check that the devices have host memory.
 
     A traced array has no devices, and may have no mesh; without a mesh, all devices are checked.
 
     Raises:
-        UserError: the devices have no host memory, or they are one device of a CPU.
+        UserError: the devices have no host memory, or the only device is a CPU.
     """
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, Tracer)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
@@ -178,15 +178,15 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     check_host_memory(devices, "offload_state")
     if len(devices) == 1 and is_rehearsal(devices):
         raise UserError(
-            "offload_state: got a CPU of one device, on which a program that donates such a state may end the process. "
-            "Leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
+            "offload_state: got a CPU of one device, on which a program that donates an offloaded state may end the "
+            "process. Leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
             "(jax_num_cpu_devices), or use --plan.offload.optimizer-state streamed"
         )
     return next(iter(devices)).platform
 
 
 def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract_state: Any, host_flags: Any) -> Any:
-    """Return the shardings of the arrays of a new state that go to host memory, and `None` for all other leaves.
+    """Return a tree with the shardings of a new state's arrays that go to the host, and `None` for all other leaves.
 
     An array is sharded like its parameter, or replicated if its shape does not allow that sharding.
 
@@ -201,7 +201,7 @@ def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract
     owner_indices = jax.tree.leaves(owner_indices_of(rule, abstract_state, treedef))
 
     def sharding_of(leaf: Any, owner_index: int, is_hosted: bool) -> Any:
-        """Return the sharding of a leaf of the state that belongs to the parameter with this index (-1: to none)."""
+        """Return the sharding of a leaf of the state that belongs to the parameter with this index (-1: none)."""
         if not is_hosted:
             return None
         sharding = param_leaves[max(owner_index, 0)].sharding
@@ -221,7 +221,7 @@ def _is_divided_alike(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """Return for each leaf of a state whether it goes to the host: whether the pattern matches its path."""
+    """Return for each leaf of a state whether it goes to the host: true for an array whose path matches the pattern."""
 
     def flags_of(path: tuple[Any, ...], node: Any) -> Any:
         """Return the flag of an array; for a quantized array, return this flag for both its codes and its scales."""
@@ -235,8 +235,8 @@ def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
     """Raise UserError unless the pattern matches at least one array of the state."""
     if any(jax.tree.leaves(_host_flags(state, regex))):
         return
-    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
-    array_names = [path_name(path) for path, leaf in leaves if leaf.ndim > 0]
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
+    array_names = [path_name(path) for path, leaf in paths_and_leaves if leaf.ndim > 0]
     if not array_names:
         raise UserError(
             "offload_state: this optimizer's state has no arrays that could lie on the host: leave offload_state out"
@@ -265,8 +265,8 @@ def _check_sliceable(
 
 def _check_on_host(state: Any, regex: re.Pattern[str]) -> None:
     """Raise UserError if an array of the state that belongs on the host lies on the device."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    for (path, leaf), is_hosted in zip(leaves, jax.tree.leaves(_host_flags(state, regex)), strict=True):
+    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    for (path, leaf), is_hosted in zip(paths_and_leaves, jax.tree.leaves(_host_flags(state, regex)), strict=True):
         if is_hosted and not on_host(leaf):
             raise UserError(
                 f"offload_state: {path_name(path)} of the state lies on the device. Put it back on the host by "
@@ -277,18 +277,18 @@ def _check_on_host(state: Any, regex: re.Pattern[str]) -> None:
 
 def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
     """Return the sharding of each parameter, from `shardings` or by default from the array."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    paths_and_params = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is not None:
         sharding_by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
-        missing_names = [path_name(path) for path, _ in leaves if path not in sharding_by_path]
+        missing_names = [path_name(path) for path, _ in paths_and_params if path not in sharding_by_path]
         if missing_names:
             raise UserError(
                 f"offload_state: shardings lacks {missing_names[0]}; expected a tree like the parameters, "
                 "such as jax.tree.map(lambda p: p.sharding, params)"
             )
-        return [sharding_by_path[path] for path, _ in leaves]
-    leaf_shardings = [jax.typeof(leaf).sharding for _, leaf in leaves]
-    for (path, _), sharding in zip(leaves, leaf_shardings, strict=True):
+        return [sharding_by_path[path] for path, _ in paths_and_params]
+    param_shardings = [jax.typeof(param).sharding for _, param in paths_and_params]
+    for (path, _), sharding in zip(paths_and_params, param_shardings, strict=True):
         mesh = sharding.mesh
         if any(
             mesh.shape[axis] > 1 and axis_type != AxisType.Explicit
@@ -298,4 +298,4 @@ def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
                 f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and tracing hides its sharding. "
                 "Pass shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
             )
-    return leaf_shardings
+    return param_shardings

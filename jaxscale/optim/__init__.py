@@ -1,6 +1,6 @@
-"""Update rules, and wrappers that keep state in few bits or on the host, or exchange momentum in one bit per number.
+"""Update rules, and wrappers that keep state in a few bits or on the host, or that exchange momentum in one bit.
 
-Importing this package imports no JAX: each name below loads at its first use.
+Importing this package imports no JAX: each name below loads on first use.
 `offload_state` keeps a rule's state on the host in a custom training loop. In runs under a plan, `offload.updates` does
 this (`optimizer_state="streamed"` or `"host"`).
 """
@@ -30,7 +30,7 @@ _MODULE_BY_NAME = {
     "soap": "jaxscale.optim.matrix.soap",
     "split_weights": "jaxscale.lowbit.split_weights",
 }
-"""Module of each public name, from which it loads at its first use."""
+"""For each public name, the module from which the name loads on first use."""
 
 if TYPE_CHECKING:
     from jaxscale.lowbit.quantized import quantize_state

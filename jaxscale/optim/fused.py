@@ -1,10 +1,10 @@
 r"""AdamW with moments in 8 bits, updated together with the weights by one kernel, in place.
 
 XLA compiles the update of a quantized state to three fusions (updates, scales, codes), each of which reads the gradient
-and the codes. By XLA's count they move 55 to 108 bytes per parameter on a TPU v5e. The kernel `pallas_kernels.adam8`
-moves 16, or 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is that of
-`quantize_state(optax.adamw(...))`, so checkpoints and layouts are unchanged. Leaves that the kernel does not
-support (float32 moments, blocks of odd length, ...) are updated by the optax rule. Left out: other rules, split
+and the codes. By XLA's count, the fusions move 55 to 108 bytes per parameter on a TPU v5e. The kernel
+`pallas_kernels.adam8` moves 16 bytes, or 14 bytes with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is
+the state of `quantize_state(optax.adamw(...))`, so checkpoints and layouts are unchanged. Leaves that the kernel does
+not support (float32 moments, blocks of odd length, ...) are updated by the optax rule. Left out: other rules, split
 weights, and state in host memory.
 """
 
@@ -25,7 +25,7 @@ from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, has_kernel, hyper
 
 _KERNEL_MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
-"""Name of the kernel's map, by the names of the quantization maps of the first and the second moment."""
+"""The kernel's name for a pair of maps, by the names of the quantization maps of the first and the second moment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AdamW:
         b2: decay of the second moment.
         eps: number added to the root of the second moment.
         weight_decay: factor of the decoupled weight decay.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
     """
 
     rate: Callable[[Any], Any]
@@ -61,16 +61,16 @@ def fused(
 
     Args:
         rule: the transformation `quantize_state(optax.adamw(...))`.
-        adamw: the arguments of that `optax.adamw`.
+        adamw: the arguments of `optax.adamw` in `rule`.
         platform: platform of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
         state_shardings: tree like the parameters, with the `NamedSharding` of each parameter and its state; `None` on
             one device.
-        clip: global norm that gradients are clipped to; with it, the state is that of the rule
+        clip: global norm that gradients are clipped to; `None` for no clipping. With a norm, the state is the state of
             `optax.chain(optax.clip_by_global_norm(clip), rule)`.
 
     Returns:
         A function `(gradients, state, params, norm, is_good) -> (params, state)`. Its argument `norm` is the global
-        norm of the gradients. If the scalar `is_good` is false, it returns parameters and state unchanged.
+        norm of the gradients. If the scalar `is_good` is false, the function returns parameters and state unchanged.
 
     Example:
         >>> from jaxscale.lowbit.quantized import quantize_state
@@ -103,7 +103,7 @@ def fused(
             return advance_by_rule(gradients, state, params, norm, is_good)
 
         def mask_kernel_leaves(arrays: list[Any]) -> Any:
-            """Return the tree of these arrays, one per parameter, masked for the parameters that the kernel updates."""
+            """Return the tree of these arrays, with masks in place of the arrays that the kernel updates."""
             arrays_and_flags = zip(arrays, kernel_flags, strict=True)
             return treedef.unflatten(
                 [optax.MaskedNode() if uses_kernel else array for array, uses_kernel in arrays_and_flags]
@@ -163,9 +163,9 @@ def _step_leaf(
     nu: Quantized,
     hyperparams: Array,
 ) -> tuple[Array, Quantized, Quantized]:
-    """Update one leaf by the kernel, shard by shard, and return the new weight and its two new moments.
+    """Update one leaf by the kernel, shard by shard, and return (new weight, new first moment, new second moment).
 
-    `run_kernel` is `adam8` with its settings, and `hyperparams` the float32 vector that `hyper` returns.
+    `run_kernel` is `adam8` with its settings, and `hyperparams` is the float32 vector that `hyper` returns.
     """
     if sharding is not None:
         moment_specs = (sharding.spec, sharding.spec)  # for codes and scales

@@ -1,15 +1,15 @@
 r"""Large batches: scaling of the learning rate, growing batches, and rules that scale each layer separately.
 
-With k times the batch, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a warm-up,
-and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). If training diverges at these rates, LARS (You et al.
-2017, arXiv 1708.03888) or LAMB (You et al. 2020, arXiv 1904.00962) helps: they scale each layer's update by the norm of
-its weights. Both are chains of optax's transformations, but they scale stacked layers one by one. As in the papers'
-code, they do not scale gains and biases by norms. LARS multiplies the gradients of gains and biases by the trust
-coefficient, so that they stay stable at learning rates above 1. `experiments/large_batch_digits.py` shows these
-effects.
+For a batch k times as large, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a
+warm-up, and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). If training diverges at these rates, LARS (You
+et al. 2017, arXiv 1708.03888) or LAMB (You et al. 2020, arXiv 1904.00962) helps: both scale each layer's update by the
+norm of the layer's weights. Both are chains of optax's transformations, but they scale stacked layers one by one. As in
+the papers' code, they do not scale gains and biases by norms. LARS multiplies the gradients of gains and biases by the
+trust coefficient, so that these parameters stay stable at learning rates above 1. `experiments/large_batch_digits.py`
+shows these effects.
 
-A batch that grows (Smith et al. 2018, arXiv 1711.00489) takes several runs, each of which resumes the one before it.
-`ramp_up` computes these runs.
+Training with a growing batch (Smith et al. 2018, arXiv 1711.00489) takes several runs, each of which resumes the run
+before it. `ramp_up` computes these runs.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 def scaled(
     optimizer: "Optimizer", ratio: float, rule: Scaling | str = "linear", *, warmup: int | None = None
 ) -> "Optimizer":
-    """Return an optimizer for another batch size than the one that `optimizer` was tuned for.
+    """Return an optimizer for a batch size other than the one that `optimizer` was tuned for.
 
     Args:
         optimizer: the tuned optimizer.
         ratio: size of the new batch divided by the size of the old batch.
         rule: factor of the learning rate: the ratio ("linear", for SGD) or its square root ("sqrt", for Adam).
-        warmup: number of updates of linear warm-up; `None` keeps the optimizer's.
+        warmup: number of updates of linear warm-up; `None` keeps the optimizer's warm-up.
 
     Example:
         >>> from jaxscale.optim.optimizer import Optimizer
@@ -130,10 +130,10 @@ def lars(
         rate: learning rate, or a schedule.
         momentum: mu, the decay of the momentum.
         trust: tau, the trust coefficient. The paper's 0.001 is for learning rates 20 times as large; only the
-            product of the two matters.
+            product of the coefficient and the learning rate matters.
         weight_decay: lambda, the factor of weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
     References:
         You et al. 2017, arXiv 1708.03888.
@@ -174,8 +174,8 @@ def lamb(
         rate: learning rate, or a schedule.
         b1, b2, eps: Adam's constants.
         weight_decay: lambda, the factor of weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
     References:
         You et al. 2020, arXiv 1904.00962.
@@ -189,7 +189,7 @@ def lamb(
 
 
 def _scale_by_trust(trust: float, leaves: Any) -> UpdateRule:
-    """Return the rule that scales each layer's update to `trust` times its weights' norm, and a vector's by `trust`."""
+    """Return a rule that scales a layer's update to the norm `trust * |weights|`, and a vector's update by `trust`."""
     ratio_rule = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
     rules = {"scaled": ratio_rule, "plain": optax.scale(trust)}
     return by_kind(rules, lambda param_info: "plain" if param_info.kind == "vector" else "scaled", leaves)

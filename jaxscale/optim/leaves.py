@@ -1,6 +1,6 @@
 """ParamInfo: facts about a parameter that update rules need, derived from its logical axes.
 
-The layers of a stack lie in one array, along its first dim. A rule that treats each number separately can ignore this.
+The layers of a stack lie in one array, along its first dim. A rule that treats each number separately ignores stacks.
 A rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
 SOAP take matrices. The names of logical axes also distinguish matrices from tables, gains and biases. A parameter
 without named axes, as in a foreign module, is classified by its shape and its path.
@@ -22,7 +22,7 @@ STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
 
 _TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Names of modules in foreign models whose matrices are embeddings or heads; names with "emb" are others."""
+"""Names of modules in foreign models whose matrices are embeddings or heads, besides all names that contain "emb"."""
 _FUSED_MODULES = ("qkv", "c_attn", "in_proj")
 """Parts of the names of modules in foreign models in which one matrix holds the projections of queries, keys and
 values."""
@@ -35,7 +35,7 @@ class ParamInfo:
     Args:
         shape: global shape.
         kind: "matrix" for projections and convolutions; "table" for embeddings, positions and the head; "vector" for
-            gains, biases and every other tensor of fewer than two dims.
+            gains, biases and all other tensors of fewer than two dims.
         stack: number of leading dims along which tensors of one shape are stacked.
         decays: whether weight decay applies to the parameter.
         parts: number of matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys
@@ -57,17 +57,17 @@ class ParamInfo:
 
     @property
     def tensors(self) -> int:
-        """Number of stacked tensors; 1 for an unstacked one."""
+        """Number of stacked tensors; 1 for a parameter that is not stacked."""
         return math.prod(self.shape[: self.stack])
 
     @property
     def rows(self) -> int:
-        """Number of rows of one tensor as a matrix: the product of all its dims but the last."""
+        """Number of rows of one tensor as a matrix: the product of all dims but the last."""
         return math.prod(self.shape[self.stack : -1])
 
     @property
     def columns(self) -> int:
-        """Number of columns of one tensor as a matrix: its last dim; 1 for a tensor without dims."""
+        """Number of columns of one tensor as a matrix: the size of the last dim; 1 for a tensor without dims."""
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
 
@@ -78,7 +78,7 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
         name: path of the parameter, joined by slashes.
         axes: logical axis of each dim; `None` for a parameter without named axes.
         shape: global shape of the parameter.
-        sharding: `NamedSharding` of the optimizer state of this shape; `None` on one device.
+        sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
     """
     path_words = name.lower().split("/")
     stacked_dim_count = 0
@@ -110,10 +110,10 @@ def leaves_of(params: Params) -> Any:
 
 
 def param_infos_of(leaves: Any, tree: Any) -> list[ParamInfo]:
-    """Return the `ParamInfo` of each array of a tree, in the order of its leaves.
+    """Return the `ParamInfo` of each array of a tree, in the order of the tree's leaves.
 
     Args:
-        leaves: tree of `ParamInfo` like `tree`; `None` derives it from shapes and paths.
+        leaves: tree of `ParamInfo` like `tree`; `None` derives the infos from shapes and paths.
         tree: tree of arrays. An array that holds only some layers of a parameter has the parameter's kind. An array of
             any other shape is a placeholder for a parameter, and counts as a vector.
     """
@@ -139,7 +139,7 @@ def param_infos_of(leaves: Any, tree: Any) -> list[ParamInfo]:
 
 
 def is_decayed(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices and kernels, but not to norms and biases."""
+    """Return whether weight decay applies to a parameter: true for matrices and kernels, false for norms and biases."""
     if axes is None:
         return len(shape) > 1
     return sum(axis != "layers" for axis in axes) > 1 and "norm" not in axes

@@ -5,12 +5,12 @@ frozen variance v the update is linear in the momentum m, and the error of one m
 (Tang et al. 2021, arXiv 2102.02888). So both rules have two phases, in which replica i sends these messages:
 
     warm-up   its gradient g_i; the exact mean of these gradients updates m and v, as in Adam
-    frozen    its momentum m_i = b1 m + (1 - b1) g_i; the codec's mean of these is the next m; v is constant
+    frozen    its momentum m_i = b1 m + (1 - b1) g_i; the codec's mean of these momenta is the next m; v is constant
 
-`Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` combines the two
-with a codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running
-mean. It multiplies this mean by a factor: the ratio of the frozen variance to a variance estimated from the change of
-m; the factor changes by at most a tenth in a step.
+`Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` combines messages
+and rules with a codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at the
+ratio's running mean, and multiplies this mean by a factor. The factor follows the ratio of the frozen variance to a
+variance estimated from the change of m, and changes by at most a tenth in a step.
 
 Differences from the papers' code: Adam's bias corrections stay, so that the warm-up is exactly Adam or LAMB. A number
 with zero variance, such as one in the row of a token that never occurred, does not move, because its sign divided by
@@ -88,7 +88,7 @@ class Messages:
     Args:
         b1: decay of the momentum.
         freeze: number of updates before the variance is frozen.
-        clip: norm to which each replica clips its gradient before it enters a momentum; `None` for no clipping. In
+        clip: norm to which each replica clips its gradient before adding it to a momentum; `None` for no clipping. In
             the warm-up, the rule that `clipped` returns clips the mean gradient instead.
 
     Example:
@@ -115,17 +115,17 @@ class Messages:
         return self.count(state) >= self.freeze
 
     def __call__(self, gradients: Any, state: Any) -> ReplicaMessage:
-        """Return a replica's message, with the norm of its gradient.
+        """Return a replica's message, with the norm of the replica's gradient.
 
         Args:
             gradients: gradients of this replica.
-            state: the rule's state, or a state that contains it; its momentum may be quantized.
+            state: the rule's state, or a state that contains it; the momentum in it may be quantized.
         """
         is_frozen, norm = self.frozen(state), optax.tree.norm(gradients)
         clip_factor = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
-            """Return the gradient `g` of a parameter in the warm-up, and later its momentum after this gradient."""
+            """Return the gradient `g` of a parameter in the warm-up, and later the momentum after this gradient."""
             momentum = decode(m) if is_quantized(m) else m
             return jnp.where(is_frozen, self.b1 * momentum + (1 - self.b1) * (g * clip_factor), g)
 
@@ -152,7 +152,7 @@ def one_bit_adam(
         freeze: F, the number of updates before the variance is frozen; in the paper, 15 to 25 % of a run.
         b1, b2, eps: Adam's constants.
         weight_decay: lambda, the factor of weight decay.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
     Returns:
         A transformation of the mean of the replicas' messages (see `Messages`), which are gradients in the first F
@@ -211,18 +211,18 @@ def one_bit_lamb(
         f = r \max \frac{\sqrt{\hat v} + \epsilon}{\sqrt{\hat v'} + \epsilon} + 1 - r, \quad
         r = \min\Big(1, \frac{|u - \lambda w|}{|u|}\Big)
 
-    f stays within bounds, and near its value in the last update.
+    The factor f is kept within the bounds `factors`, and near its value in the previous update.
 
     Args:
         rate: learning rate, or a schedule.
         freeze: number of updates before the variance is frozen.
         b1, b2, eps: Adam's constants.
         weight_decay: lambda, the factor of weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each layer of a stack
-            has its own norms, and gains and biases have no ratio, as in `large_batch.lamb`.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
-        smooth: decay of the mean of the trust ratio.
-        factors: lower and upper bound of f.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths. Each layer of a
+            stack has its own norms, and gains and biases have no ratio, as in `large_batch.lamb`.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
+        smooth: decay of the running mean of the trust ratio.
+        factors: lower and upper bounds of f.
         change: largest relative change of f in an update.
 
     Returns:
@@ -339,7 +339,7 @@ def _rule_state(state: Any) -> Any:
 
 
 def _moments(means: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
-    """Return the state after an update, and the pair (first moment, second moment) with bias correction.
+    """Return Adam's state after an update, and the bias-corrected pair (first moment, second moment).
 
     `means` is a tree like the parameters: the mean gradients, or the mean momenta.
     """

@@ -52,39 +52,39 @@ class Optimizer:
 
     On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not have
     is an error; `None` stands for the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer
-    of a stacked array as a tensor, and a kernel as a matrix whose columns are its last dim. The last three update
-    projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and
-    one_bit_lamb need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is
-    frozen; from then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between
-    its average and its fast iterate.
+    of a stacked array as a tensor, and a kernel as a matrix whose columns are its last dim. muon, soap and galore
+    update only projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate.
+    one_bit_adam and one_bit_lamb need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once
+    the variance is frozen; from then on each replica clips its own gradient. schedule_free trains and evaluates the
+    model at a point between an average of the weights and a fast iterate.
 
     Args:
         name: the update rule.
         learning_rate: peak learning rate.
-        final_learning_rate: learning rate at the end; `None` is a tenth of the peak.
+        final_learning_rate: learning rate at the end; `None` means a tenth of the peak.
         warmup: number of updates of linear warm-up.
-        schedule: schedule of the rate after the warm-up; `None` is cosine, or constant for schedule_free.
+        schedule: schedule of the rate after the warm-up; `None` means cosine, or constant for schedule_free.
         b1: decay of the first moment.
         b2: decay of the second moment.
         b3: decay of the third moment (adan) or of the slow first moment (ademamix).
         eps: number added to the root of the second moment.
-        momentum: decay of the momentum of sgd (0 has no state), lars and muon.
+        momentum: decay of the momentum of lars, muon and sgd (with 0, sgd keeps no momentum).
         alpha: weight of the slow first moment (ademamix).
         trust: norm of an update divided by the norm of the weights, at learning rate 1 (lars).
         scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
             "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
-        precision: dtype of the orthogonalization and its messages between devices: bfloat16 or float32 (muon).
+        precision: dtype of the orthogonalization and of its messages between devices, bfloat16 or float32 (muon).
         rank: rank of the projection (galore).
         every: number of updates between new bases (soap, galore).
         max_dim: largest dim that is rotated (soap).
         freeze: number of updates before the variance is frozen and momenta are sent in one bit per number; a value
             below 1 is a share of the run (one_bit_adam, one_bit_lamb).
-        weight_decay: factor of the decoupled weight decay, by which every update subtracts this factor times the
-            learning rate times a weight from that weight. lars and lamb include it in their trust ratio.
+        weight_decay: factor of the decoupled weight decay: every update subtracts factor * learning rate * weight from
+            each weight. lars and lamb include the decay in their trust ratio.
         decay: parameters that decay: "matrices" excludes norms, biases and other vectors; "all" excludes none.
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function that returns any optax transformation for a schedule (step to learning rate); it replaces
-            `name` and its options. Gradients are clipped as above.
+            `name` and its options. Gradients are first clipped to `clip`, as for other rules.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -148,7 +148,7 @@ class Optimizer:
                 )
 
     def _check_range(self, fields: Sequence[str], is_in_range: Callable[[float], bool], expected: str) -> None:
-        """Raise UserError if one of these fields is out of range."""
+        """Raise UserError if a field with one of these names is out of range."""
         for field in fields:
             setting = getattr(self, field)
             if setting is not None and not is_in_range(setting):

@@ -1,7 +1,7 @@
 """per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
 For an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` uses Adam, and
-`optax.contrib.galore` makes no projection. A wrapped rule gets every layer as a separate array. Its state remains one
+`optax.contrib.galore` makes no projection. A wrapped rule gets every layer as a separate array. The state stays one
 array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
 quantization and checkpoints treat this state like Adam's. `by_kind` applies a different rule to each kind of parameter.
 
@@ -40,11 +40,12 @@ def per_layer(
     Args:
         rule: an optax transformation that treats each parameter separately. State that is not like the parameters, such
             as a count, must not depend on gradients.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths, without stacked dims.
-        as_matrices: pass tensors of kind "matrix" to the rule as matrices, whose columns are the last dim and whose
-            rows are all other dims.
-        on_whole_tensors: gather each tensor first, for a rule that decomposes it; otherwise XLA would distribute the
-            products over axes that replicate the tensor, slow axes included.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths, without stacked
+            dims.
+        as_matrices: whether to pass tensors of kind "matrix" to the rule as matrices, whose columns are the last dim
+            and whose rows are all other dims.
+        on_whole_tensors: whether to gather each tensor first. This is for a rule that decomposes tensors: XLA would
+            otherwise distribute the products over axes that replicate the tensor, including slow axes.
 
     Returns:
         A transformation whose state has the structure of the rule's state; its arrays have the stacked dims in front.
@@ -141,7 +142,7 @@ def by_kind(
     Args:
         rules: rules by name. Each rule must treat each parameter separately.
         rule_name_of: function that returns the name of a leaf's rule.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
 
     Example:
         >>> rule = by_kind({"m": optax.sgd(1.0), "v": optax.sgd(0.1)}, lambda leaf: leaf.kind[0])
@@ -192,8 +193,8 @@ def matrices_by(
         adam: rule for all other parameters.
         rate: learning rate, or a schedule.
         weight_decay: factor of the decoupled weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
     """
     return optax.chain(
         by_kind(
@@ -251,14 +252,14 @@ def _constrain(arrays: Any, param_info: ParamInfo, *, is_whole: bool) -> Any:
     sharding = NamedSharding(param_info.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
     def constrain(x: Any) -> Any:
-        """Return the array, constrained to `sharding` if that applies to its shape."""
+        """Return the array, constrained to `sharding` if this sharding applies to the array's shape."""
         return jax.lax.with_sharding_constraint(x, sharding) if is_whole or x.shape == param_info.shape else x
 
     return jax.tree.map(constrain, arrays)
 
 
 def _to_tensors(x: Any, param_info: ParamInfo, as_matrices: bool) -> Any:
-    """Return an array of a leaf with its tensors along the first dim; an unstacked leaf has no such dim."""
+    """Return an array of a leaf with its tensors stacked along the first dim; an unstacked leaf is one tensor."""
     is_matrix = as_matrices and param_info.kind == "matrix" and x.shape == param_info.shape
     if param_info.stack == 0 and not is_matrix:
         return x

@@ -18,7 +18,7 @@ class OverReplicasState(NamedTuple):
 
     Args:
         rule: the rule's state, equal on all replicas.
-        codec_states: the codec's state for each parameter, in order; empty for parameters with an exact mean.
+        codec_states: the codec's state for each parameter, in order; an empty dict for a parameter with an exact mean.
     """
 
     rule: Any
@@ -46,7 +46,7 @@ def over_replicas(
         axis: name of the replicas' axis.
         replicas: number of replicas.
         leaves: tree of `ParamInfo` like the parameters; the codec averages each layer of a stack separately.
-        small: a layer with fewer numbers than this has an exact mean, like all gains and biases.
+        small: number of elements below which a layer has an exact mean; gains and biases always have an exact mean.
 
     Example:
         >>> from jaxscale.optim.one_bit import one_bit_adam

@@ -1,7 +1,7 @@
 """The update rules that `Optimizer` names, as data: options with their defaults, and a function that builds the rule.
 
-A new rule is a function in this module and a row of `RULES`. Each function imports optax itself, so that options are
-checked before JAX is imported.
+A new rule is a function in this module and a row of `RULES`. Each function imports optax in its body, so that options
+are checked before JAX is imported.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ class RuleSettings:
         name: name of the rule, a key of `RULES`.
         rate: learning rate as a function of the number of updates made.
         options: value of each option of the rule.
-        leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives the tree from shapes and
+            paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
         steps: number of updates in the run.
     """
 
@@ -198,7 +199,7 @@ def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
     Args:
         rate: learning rate as a function of the number of updates made.
         decay: factor of weight decay.
-        mask: tree of bools like the parameters; `None` decays all.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
     """
     import jax
     import jax.numpy as jnp

@@ -49,7 +49,7 @@ def test_a_field_out_of_range_is_refused(fields, message):
     [
         ({"factor": 0.0}, "rotary_scaling.factor: got 0.0"),
         ({"original_context": 0}, "rotary_scaling.original_context: got 0"),
-        ({"low_freq_factor": 4.0}, "expected the second to be greater"),
+        ({"low_freq_factor": 4.0}, "expected high_freq_factor to be greater"),
     ],
 )
 def test_a_scaling_out_of_range_is_refused(fields, message):

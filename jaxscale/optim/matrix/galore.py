@@ -44,8 +44,8 @@ def galore(
         every: number of updates between new projections, each of which needs a singular value decomposition.
         b1, b2, eps: Adam's constants.
         weight_decay: lambda, the factor of weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,7 +67,7 @@ def _loop_over_matrices(update: Callable[..., Any]) -> Callable[..., Any]:
     update_one_by_one = sequential_on_cpu(update)
 
     def update_matrices(gradient: Any, state: Any, params: Any = None) -> Any:
-        """Return the new gradient and state: arrays are computed one by one, step counts for all matrices at once."""
+        """Return (new gradient, new state); arrays are computed matrix by matrix, and step counts once for all."""
         # XLA computes only the counts of the batched outputs, because nothing else is used
         batched_outputs = update(gradient, state, params)
         outputs = update_one_by_one(gradient, state, params)

@@ -2,16 +2,16 @@ r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): moment
 
     u = momentum of g;  X = u / |u|;  five times X <- a X + (b A + c A A) X with A = X X';  w <- w - rate * scale * X
 
-It updates projections and kernels layer by layer. A kernel becomes a matrix whose columns are its last dim and whose
+Muon updates projections and kernels layer by layer. A kernel becomes a matrix whose columns are its last dim and whose
 rows are all its other dims. Embeddings, the head, gains and biases get AdamW. Two scales are in use for n rows and m
-columns: Jordan's sqrt(max(1, m / n)), and 0.2 sqrt(max(n, m)), whose updates are as large as AdamW's and suit its
-learning rates (Liu et al. 2025, arXiv 2502.16982).
+columns: Jordan's sqrt(max(1, m / n)), and 0.2 sqrt(max(n, m)). The second scale gives updates as large as AdamW's, and
+so suits AdamW's learning rates (Liu et al. 2025, arXiv 2502.16982).
 
 For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead, an all-to-all moves whole
 layers to each device, which orthogonalizes them, and a second all-to-all returns them. So each device sends its shard
 only twice, in bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is
-padded; such stacks of the same shape are concatenated first. Left out: the distribution of layers over axes that
-replicate them (data), which would save products and cost a gather.
+padded; to need less padding, uneven stacks of equal shape are first concatenated. Left out: the distribution of layers
+over axes that replicate them (data), which would save products and cost a gather.
 
 Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
 `optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
@@ -37,7 +37,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 """Default number of iterations."""
 _EPS = 1e-8
-"""Added to the norm of a matrix, so that a zero matrix stays zero."""
+"""Number added to the norm of a matrix, so that a zero matrix stays zero."""
 
 Scale = Literal["keller", "moonshot"]
 Dtype = Literal["float32", "bfloat16"]
@@ -59,15 +59,16 @@ def muon(
     """Muon for projections and kernels, AdamW for all other parameters.
 
     Args:
-        rate: learning rate of both, or its schedule.
+        rate: learning rate of both Muon and AdamW, or a schedule.
         momentum: decay of the average of gradients.
         scale: name of the rule in `scale_factor` that scales an orthogonal update.
         precision: dtype of the orthogonalization and of its messages between devices. For Gaussian matrices,
-            updates in bfloat16 differ from those in float32 by 4 %.
+            updates in bfloat16 differ from updates in float32 by 4 %.
         b1, b2, eps: AdamW's constants.
         weight_decay: factor of the decoupled weight decay.
-        leaves: tree of `ParamInfo` like the parameters, with their shardings; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `ParamInfo` like the parameters, including shardings; `None` derives the tree from shapes and
+            paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
     Example:
         >>> params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
@@ -86,7 +87,7 @@ class MuonState(NamedTuple):
 
     Args:
         step: number of updates made.
-        mu: average of gradients, like the parameters.
+        mu: average of gradients, a tree like the parameters.
     """
 
     step: Array
@@ -101,8 +102,8 @@ def scale_by_muon(
     Args:
         momentum: decay of the average of gradients.
         scale: name of the rule in `scale_factor` that scales an orthogonal update.
-        precision: dtype of the orthogonalization and its messages between devices.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
+        precision: dtype of the orthogonalization and of its messages between devices.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
     """
 
     def init(params: Any) -> MuonState:
@@ -169,7 +170,7 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
 def orthogonalize(
     arrays: Sequence[Array], param_infos: Sequence[ParamInfo], precision: Dtype = "bfloat16"
 ) -> list[Array]:
-    """Return parameters with every matrix orthogonalized by `newton_schulz`, on one device per matrix.
+    """Orthogonalize every matrix of some arrays by `newton_schulz`, with each matrix whole on one device.
 
     Args:
         arrays: arrays shaped like parameters of kind "matrix".
@@ -217,7 +218,7 @@ def orthogonalize(
 
 
 def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
-    """Return a stack of matrices after a move through the shardings of a route, one by one."""
+    """Move a stack of matrices through the shardings of a route, one after another, and return the moved stack."""
     for sharding in route:
         stack = jax.lax.with_sharding_constraint(stack, sharding)
     return stack

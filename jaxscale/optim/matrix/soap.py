@@ -1,12 +1,12 @@
 r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's statistics, layer by layer.
 
-    L <- b2 L + (1 - b2) g g',  R <- b2 R + (1 - b2) g' g;  Q_L, Q_R their eigenvectors, every k updates by one power
-    iteration and a QR decomposition;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
+    L <- b2 L + (1 - b2) g g',  R <- b2 R + (1 - b2) g' g;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
+    Q_L and Q_R are the eigenvectors of L and R, refined every k updates by one power iteration and a QR decomposition
 
 As in the authors' code, the first update only computes the bases. The first moment is in the space of the weights.
 The second moment is in the space of the bases; its rows and columns are in the order of the bases' vectors. A side
 longer than `max_dim` is not rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of
-n rows and m columns has 2 n n + 2 m m numbers of state: L, R, Q_L and Q_R. They are not quantized, because small
+n rows and m columns has 2 n n + 2 m m numbers of state: L, R, Q_L and Q_R. These are not quantized, because small
 eigenvalues would be lost, and bases would no longer be orthogonal. A sharded matrix is gathered, and each device
 rotates the whole matrix. Left out: Shampoo's grafting, and blocks of a large matrix.
 """
@@ -38,13 +38,13 @@ def soap(
     """SOAP for projections and kernels, AdamW for all other parameters.
 
     Args:
-        rate: learning rate of both, or its schedule.
+        rate: learning rate of both SOAP and AdamW, or a schedule.
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
         every: number of updates between new bases.
-        max_dim: longest side that has a basis.
+        max_dim: longest side of a matrix that has a basis.
         weight_decay: factor of the decoupled weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
-        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
     Example:
         >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
@@ -87,12 +87,12 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
 ) -> UpdateRule:
-    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and to other arrays as is.
+    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and directly to the rest.
 
     Args:
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
         every: number of updates between new bases.
-        max_dim: longest side that has a basis.
+        max_dim: longest side of a matrix that has a basis.
     """
 
     def side_shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def _update_array(
 ) -> tuple[Array, ...]:
     """Return the update of one array, its new moments, and its new statistics and bases in the order of `sides`.
 
-    `sides` are the statistics of rows and columns, then the bases of rows and columns.
+    `sides` are the statistics of rows and of columns, followed by the bases of rows and of columns.
     """
     old_statistics, bases = sides[:2], sides[2:]
     # 1 if the first update only computes bases, 0 for an array without bases
@@ -149,7 +149,7 @@ def _update_array(
     )
 
     def compute_bases() -> tuple[Array, ...]:
-        """Return the second moment and the first bases: eigenvectors of the statistics, by falling eigenvalue."""
+        """Return the second moment and the first bases: the statistics' eigenvectors, largest eigenvalue first."""
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refine_bases() -> tuple[Array, ...]:
@@ -185,7 +185,7 @@ def _sort_along(x: Array, keys: Array, dim: int) -> Array:
 
 
 def _rotate(x: Array, bases: Any, *, is_back: bool = False) -> Array:
-    """Return a matrix rotated into the bases of its rows and columns, or with `is_back` out of them."""
+    """Return a matrix rotated into the bases of its rows and columns, or back out of these bases if `is_back`."""
     left_basis, right_basis = bases
     if left_basis.ndim == 2:
         x = _multiply(left_basis if is_back else left_basis.T, x)
