@@ -243,7 +243,7 @@ def program(devices: Sequence[Any], case: Case) -> Any:
             return loss, jax.tree.map(lambda g: jnp.broadcast_to(g.mean(0), g.shape), gradients), rest
 
         function = dataclasses.replace(function, gradient_fn=reduced)
-        step = TrainStep(dataclasses.replace(step.parts, function=function))
+        step = TrainStep(dataclasses.replace(step.parts, step_function=function))
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(case.experiment)))
     return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
 

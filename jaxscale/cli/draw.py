@@ -35,7 +35,7 @@ class Draw:
       jaxscale draw pipeline --experiment FILE --devices "gpu h100,gpu a100"
       jaxscale draw pipeline --measured RUN_DIR
 
-    SCHEDULE is NAME:PxM for P devices and M microbatches, or file:PATH for a CSV file.
+    SCHEDULE is NAME:PxM for P devices and M microbatches, or file:PATH (CSV).
     (jaxscale draw pipeline, without a schedule, lists the names)
 
     All devices run one program and wait for their neighbors; see --machine.

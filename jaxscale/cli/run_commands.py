@@ -130,7 +130,7 @@ class Report:
 class ConvertState:
     """Convert a run's optimizer moments to another format.
 
-    A run that is continued with another --plan.state.moments needs no such conversion.
+    A run that is continued with another --plan.state.moments needs none.
 
     Args:
         run_dir: directory of a run.

@@ -23,7 +23,7 @@ def test_what_is_kept_without_a_device_is_called_static():
     chosen = tune.fastest(refused)
     assert chosen is TRIED[1]
     said = tune.measurement_text(chosen, len(refused))
-    assert said.startswith("static: the first of")
+    assert said.startswith("static: the first tiling that compiles, of")
     assert "not timed" in said
     assert tune.fastest([tune.TilingResult(None, "too large")]) is None
 

@@ -207,7 +207,7 @@ def test_the_layers_loss_by_the_kernel(mesh):
 
 def test_the_layers_loss_refuses_what_the_kernel_cannot():
     args = jnp.ones((1, 8, 4)), jnp.ones((16, 4)), jnp.zeros((1, 8), int)
-    with pytest.raises(UserError, match="the target is cpu; or use no kernel, and set a chunk"):
+    with pytest.raises(UserError, match="the target is cpu; or set a chunk instead of this kernel"):
         of_layers(*args, vocab=16, implementation="tpu")
     with layout(MeshSpec.parse("data:1").build(), AxisRules()), pytest.raises(UserError, match="the target is cpu"):
         of_layers(*args, vocab=16, implementation="tpu")

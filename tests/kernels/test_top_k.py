@@ -133,7 +133,7 @@ def test_code_is_as_long_for_many_rounds_and_blocks(axis, platform, name):
 def test_tiles_divide_blocks():
     odd = Case("", 43 * 256, 4096, 3, 256)
     assert candidates(odd) == []
-    assert "not 3 of 43" in explain(odd, "tpu v5e").reasons["tpu"]
+    assert "not 43 blocks of 3" in explain(odd, "tpu v5e").reasons["tpu"]
     for case in CASES:
         found = candidates(case)
         assert found

@@ -35,7 +35,7 @@ def refused(name: str, p: int, m: int) -> str | None:
     if name == "chimera" and p % 2:
         return "even number"
     if name == "chimera" and m % p:
-        return f"a multiple of the {p} devices"
+        return f"a multiple of {p}, the number of devices"
     return f"at least {p}, the number of devices" if name == "2bw" and m < p else None
 
 

@@ -13,7 +13,7 @@ from jaxscale.platforms.cpu_threads import provide_threads
 def before_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process of 2 cores whose backend has not started, on 8 virtual devices."""
     monkeypatch.delenv("NPROC")
-    monkeypatch.setattr(cpu_threads, "backend_runs", lambda: False)
+    monkeypatch.setattr(cpu_threads, "is_backend_started", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
 
 
@@ -41,7 +41,7 @@ def test_what_the_environment_has_stays(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("before_start")
 def test_a_backend_that_runs_with_few_threads_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "backend_runs", lambda: True)
+    monkeypatch.setattr(cpu_threads, "is_backend_started", lambda: True)
     assert len(jax.devices()) == 8
     assert "set NPROC=24 in the environment before JAX starts" in provide_threads()
     assert "NPROC" not in os.environ
