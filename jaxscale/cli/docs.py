@@ -18,8 +18,7 @@ _PAGE_FOLDERS = (_PACKAGE / "_pages", _PACKAGE.parent / "docs")
 class Docs:
     """Show a page of the documentation, or list all pages.
 
-    Error messages refer to pages by name. A word that is no page's name
-    lists the pages that contain the word.
+    Messages name pages. A word that is no page's name lists pages with it.
 
     Args:
         page: name of a page, or a word to search for.

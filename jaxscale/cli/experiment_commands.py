@@ -16,7 +16,7 @@ from jaxscale.values import field_types
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Train an experiment, or continue its run from its last checkpoint.
+    """Train an experiment, or continue its run.
 
     Fields of the experiment are set by path: --model.embed 256 --plan.zero 3
     (jaxscale train FILE --help lists them, with their defaults).
@@ -80,7 +80,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Check whether a step fits a platform's memory, and what would help.
+    """Check whether a step fits a platform, and what would help.
 
     Prints an estimate; with --verify, prints the compiler's figure.
 
