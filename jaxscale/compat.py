@@ -185,7 +185,7 @@ def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
     write_signature = inspect.signature(write)
 
     def filtered_read(*args: Any, **kwargs: Any) -> Any:
-        """Return the program that `read` returns, and its compile time in seconds; two `None` if it is rejected."""
+        """Return (program, seconds of its compilation), as `read` does; (None, None) if the program is rejected."""
         executable, seconds = read(*args, **kwargs)
         return (executable, seconds) if executable is None or accepts("", executable) else (None, None)
 

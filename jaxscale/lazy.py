@@ -18,7 +18,7 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
     """
 
     def load(name: str) -> Any:
-        """Import and return the object or the subpackage with this name; store an object in the package."""
+        """Import and return the object or subpackage of this name. An object is also stored in the package."""
         if name in packages:
             return importlib.import_module(f"{package}.{name}")
         if name not in module_by_name:

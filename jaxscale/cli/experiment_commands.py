@@ -29,8 +29,8 @@ class Train:
         variant: one of the file's VARIANTS.
         out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: plan.json file to take the plan from.
-        resume: auto continues the run in the directory; steps, evaluation, samples, checkpoint and plan may differ from
-            those of the run. never renames that directory and starts a new run.
+        resume: with auto, the run in the directory is continued; steps, evaluation, samples, checkpoint and plan may
+            differ from those of the run. With never, that directory is renamed, and a new run starts.
         log_every: number of steps per line of the log.
         profile: steps to trace; 10:13 traces the steps 10, 11 and 12.
         steps: number of updates. The learning rate's schedule ends with the last update, so another number changes the

@@ -58,7 +58,7 @@ def noting_class_counts() -> Iterator[dict[str, int]]:
 
 
 def note_class_count(name: str, count: int) -> None:
-    """Note that the batch's array `name` holds classes from 0 to `count` - 1."""
+    """Record that the array `name` of the batch holds classes from 0 to `count` - 1."""
     counts = _counts.get()
     if counts is not None:
         counts[name] = count

@@ -209,7 +209,7 @@ def matrices_by(
 
 @dataclasses.dataclass(frozen=True)
 class _StateForm:
-    """Positions of trees like the parameters in the state of a rule.
+    """Where the state of a rule contains trees that have the structure of the parameters.
 
     Args:
         treedef: structure of the state, in which each tree like the parameters is one leaf.
@@ -233,7 +233,7 @@ class _StateForm:
 
 
 def _state_form(rule: UpdateRule) -> _StateForm:
-    """Return the positions of trees like the parameters in the state of a rule."""
+    """Find where the state of a rule contains trees that have the structure of the parameters."""
     state_leaves, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
     return _StateForm(treedef, tuple(isinstance(leaf, _Placeholder) for leaf in state_leaves))
 

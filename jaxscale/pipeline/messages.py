@@ -61,8 +61,8 @@ def check_messages(
 
     Args:
         schedule: the actions of the ranks.
-        messages: (rank, column, message) of every message in the file.
-        columns: the column of each action in the file.
+        messages: (rank, column, message) of every message in the CSV file of the schedule.
+        columns: the column of each action in that file.
 
     Raises:
         Fault: a message is missing, occurs twice or is misplaced; the error names the rank and the column.

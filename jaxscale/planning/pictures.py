@@ -141,9 +141,9 @@ def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
     return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", elements)
 
 
-def _plan_axes(frame: Frame, cost_text: Callable[[float], str]) -> Markup:
-    """The axes of a picture of memory plans; `cost_text` returns the label of a cost."""
-    return joined([frame.grid(ticks(*frame.y_range, 5), cost_text), frame.labels(byte_ticks(frame.x_range[1]), size)])
+def _plan_axes(frame: Frame, format_cost: Callable[[float], str]) -> Markup:
+    """The axes of a picture of memory plans; `format_cost` returns the label of a cost."""
+    return joined([frame.grid(ticks(*frame.y_range, 5), format_cost), frame.labels(byte_ticks(frame.x_range[1]), size)])
 
 
 def _axis_bytes(largest_bytes: float, limit: int | None) -> float:

@@ -105,10 +105,10 @@ def host_memory() -> int | None:
 
 def _measured_fields(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
     """Return the fields of the chip that are measured on this machine, by name: memories, and chips per host."""
-    local_devices = [device for device in devices if device.process_index == devices[0].process_index]
+    first_process_devices = [device for device in devices if device.process_index == devices[0].process_index]
     fields: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
-        return fields | {"memory": host_memory(), "chips_per_host": len(local_devices)}
+        return fields | {"memory": host_memory(), "chips_per_host": len(first_process_devices)}
     limit_bytes = None
     # devices of another process, and described ones, have no statistics; the error depends on the backend
     with contextlib.suppress(Exception):
@@ -116,4 +116,4 @@ def _measured_fields(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
     if limit_bytes:
         fields["usable_memory"] = limit_bytes * chip.devices
         fields["memory"] = chip.memory or fields["usable_memory"]
-    return fields | {"chips_per_host": max(1, len(local_devices) // chip.devices)}
+    return fields | {"chips_per_host": max(1, len(first_process_devices) // chip.devices)}

@@ -62,7 +62,7 @@ def no_variant_error(path: object, variant: str, variants: Iterable[str]) -> Use
 
 
 def _missing_file_message(path: Path) -> str:
-    """Return the error message for a path that is not a file, which suggests files with similar names."""
+    """Return the error message for a path that is not a file. The message suggests files with similar names."""
     if path.is_dir():
         names = sorted(file.name for file in path.glob("*.py"))[:8]
         hint = f", such as one of {', '.join(names)} there" if names else ""

@@ -115,13 +115,13 @@ def _logits(x: Any, head: Any, first_word: Any, words: Any, soft_cap: float | No
     Args:
         x: rows of x.
         head: rows of the head.
-        first_word: index in the shard of the first of these rows of the head.
+        first_word: index of the first row of `head` within this device's shard of the head.
         words: number of words in the shard of the head; None if all rows are words.
         soft_cap: as in `forward`.
 
     Returns:
-        The logits (words, rows), NEG for rows of the head that are not words; for each logit, the index of its word;
-        and the derivative of the soft cap, or None.
+        The logits (rows of `head`, rows of `x`), NEG for rows of the head that are not words; for each
+        logit, the index of its word; and the derivative of the soft cap, or None.
     """
     z, slope = _matmul(head, x, ((1,), (1,))), None
     if soft_cap is not None:

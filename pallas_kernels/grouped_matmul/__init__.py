@@ -1,1 +1,1 @@
-"""Rows sorted by group, times their group's matrix (the experts of a mixture): see api.py."""
+"""Each row, of rows sorted by group, times the matrix of its group, as in a mixture of experts: see api.py."""

@@ -135,13 +135,13 @@ def _update_array(
     # 1 if the first update only computes bases, 0 for an array without bases
     basis_update_count = jnp.int32(any(basis.ndim == 2 for basis in bases))
     adam_step_count = jnp.maximum(update_count + 1 - basis_update_count, 1)
-    is_first = update_count < basis_update_count
+    only_computes_bases = update_count < basis_update_count
     rotated_gradient = _rotate(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
     new_nu = b2 * nu + (1 - b2) * jnp.square(rotated_gradient)
     rotated_mean = _rotate(new_mu, bases) / (1 - b1**adam_step_count)
     adam_step = _rotate(rotated_mean / (jnp.sqrt(new_nu / (1 - b2**adam_step_count)) + eps), bases, is_back=True)
-    mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
+    mu, nu = jnp.where(only_computes_bases, mu, new_mu), jnp.where(only_computes_bases, nu, new_nu)
     gram_functions = (lambda: _multiply(g, g.T), lambda: _multiply(g.T, g))
     statistics = tuple(
         b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG
@@ -165,9 +165,9 @@ def _update_array(
         return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
-        branch_index = jnp.where(is_first, 0, jnp.where(adam_step_count % every == 0, 1, 2))
+        branch_index = jnp.where(only_computes_bases, 0, jnp.where(adam_step_count % every == 0, 1, 2))
         nu, *bases = jax.lax.switch(branch_index, [compute_bases, refine_bases, lambda: (nu, *bases)])
-    return jnp.where(is_first, jnp.zeros_like(g), adam_step).astype(g.dtype), mu, nu, *statistics, *bases
+    return jnp.where(only_computes_bases, jnp.zeros_like(g), adam_step).astype(g.dtype), mu, nu, *statistics, *bases
 
 
 _eigenvectors = sequential_on_cpu(lambda matrix: jnp.linalg.eigh(matrix)[1])

@@ -193,15 +193,15 @@ def lower_bound(
         start + idle + m (F + I + W) of s
         start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route, and the
-    result is the larger of two times: the seconds of all passes divided by the number of ranks, and the seconds of one
-    microbatch forward and backward through all stages.
+    Without `one_route`, a rank may have several stages, or a stage several ranks, and these formulas do not apply: the
+    result is then the larger of two times: the seconds of all passes divided by the number of ranks, and the seconds of
+    one microbatch forward and backward through all stages.
 
     Args:
         costs: costs of the stages.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that a rank may hold; each belongs to one rank's share of the model.
+        max_activations: the most activations that a rank may hold, in units of one microbatch for 1/p of the model.
         one_route: whether stage s is on rank s alone.
 
     Example:
@@ -231,7 +231,7 @@ class _RouteSearch:
         route: the rank of each stage.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that a rank may hold; each belongs to one rank's share of the model.
+        max_activations: the most activations that a rank may hold, in units of one microbatch for 1/p of the model.
         seed: seed of the random changes.
     """
 

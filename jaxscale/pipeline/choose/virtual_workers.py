@@ -37,7 +37,9 @@ def virtual_workers(
         >>> [device.kind for device in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
         ['a', 'b']
     """
-    if workers < 1 or len(devices) % workers:
+    if workers < 1:
+        raise UserError(f"got {workers} virtual workers, expected 1 or more")
+    if len(devices) % workers:
         raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected a multiple of {workers}")
     for device in devices:
         if device.kind not in slowness:

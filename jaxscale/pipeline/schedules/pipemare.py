@@ -13,7 +13,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def pipemare(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """Make the order of `pipedream`, with the same arguments, as a schedule with one version of the weights."""
+    """Return the schedule of `pipedream` for these arguments, but with one version of the weights."""
     versions = Versions(group=microbatches, backward="newest")
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="pipemare", versions=versions)
 

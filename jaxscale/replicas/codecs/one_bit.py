@@ -47,7 +47,10 @@ class OneBit(TwoPhase):
         return SIGNS_PER_BYTE
 
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Signs:
-        """Return the signs of chunks, float32 (chunks, elements), packed eight to a byte, and the chunks' scales."""
+        """Return the signs of the elements, packed eight to a byte, and the scale of each chunk.
+
+        `chunks` is float32 (chunks, elements).
+        """
         scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled_counts, 1))
         unpacked_bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), SIGNS_PER_BYTE, -1)
         return Signs(jnp.sum(unpacked_bits << _bit_positions(), 1, dtype=jnp.uint8), scale)

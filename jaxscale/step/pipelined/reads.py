@@ -37,10 +37,10 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
         name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
     row_count = planned.experiment.batch // stages.schedule.microbatches
-    abstract_batch = {
+    microbatch_shapes = {
         name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()
     }
-    abstract_microbatch = (abstract_batch, jax.ShapeDtypeStruct((row_count,), jnp.int32))
+    abstract_microbatch = (microbatch_shapes, jax.ShapeDtypeStruct((row_count,), jnp.int32))
     key_and_stage = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
     args = (stage_params, shared_params, abstract_microbatch, *key_and_stage)
     # the shared parameter of each leaf of `args`, "" for parameters of stages; later arguments have no entry
