@@ -47,7 +47,7 @@ def test_offload_is_traced_for_a_platform():
     ("plan", "args", "message"),
     [
         ("revolve:3", (WEIGHT, X), "is for a sequence of blocks"),
-        ("fit", (WEIGHT, X), "chooses for a whole model"),
+        ("fit", (WEIGHT, X), "is for a whole model"),
         ("save:24KiB", (), "give them, as in"),
         ("save:1B", (WEIGHT, X), "below the least possible"),
         ("offload:pofo:24KiB", (WEIGHT, X), "give a platform"),

@@ -99,7 +99,7 @@ def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str],
     state = step.init()
     shared = {n: np.asarray(a) for n, a in step.to_canonical(state).items() if n.startswith("params/")}
     momentum = {n: np.zeros_like(a) for n, a in shared.items()}
-    parts = [{f"params/{n}" for n in part} for part in outer.fragments]
+    parts = [{f"params/{n}" for n in part} for part in outer.names_of_fragments]
     own = [alone.init() for _ in range(2)]
     for n, a in alone.to_canonical(own[0]).items():
         np.testing.assert_array_equal(np.asarray(a), shared.get(n, np.asarray(a)))

@@ -206,7 +206,7 @@ def test_bfloat16_stays_near_float32():
     [
         (
             layout("data:2", precision="bfloat16", reduce="float32"),
-            "reduce float32 with precision bfloat16: it needs jaxscale.layers",
+            "reduce float32 with precision bfloat16: only jaxscale.layers support this",
         ),
         (layout("data:2", loss_chunk=4), "loss_chunk: this model computes its own loss"),
         (layout("data:2", attention="chunked"), "attention chunked: this model has its own layers"),

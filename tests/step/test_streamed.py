@@ -216,7 +216,7 @@ REFUSALS = [
         {"optimizer": {"name": "adafactor", "momentum": None}},
         "other shapes than its parameters",
     ),
-    ("pipeline=1f1b:2x4; anneal=3", {}, "anneal 3 with pipeline 1f1b:2x4: its gradients"),
+    ("pipeline=1f1b:2x4; anneal=3", {}, "anneal 3 with pipeline 1f1b:2x4: this pipeline's gradients"),
     ("pipeline=1f1b:2x4; synchronous_steps=3", {}, "synchronous_steps 3 with pipeline 1f1b:2x4"),
     ("pipeline=pipemare:2; anneal=-1", {}, "anneal: got -1, expected 0"),
     ("pipeline=pipemare:2; correction=1", {}, "correction: got 1.0, expected 0"),

@@ -93,7 +93,7 @@ def test_what_stops_a_run_or_leaves_the_accelerator_idle(facts, what, to_do):
 @pytest.mark.parametrize(
     ("facts", "what", "says"),
     [
-        ({"versions": TPU}, "tpu support", "no TPU is here"),
+        ({"versions": TPU}, "tpu support", "this machine has no TPU"),
         ({"versions": CUDA}, "gpu support", "compiling ahead of time"),
         ({"optional_packages": frozenset()}, "remote", "jaxscale[remote]"),
         ({"optional_packages": frozenset()}, "notebook", "jaxscale[notebook]"),
