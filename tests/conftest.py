@@ -38,7 +38,7 @@ from jaxscale.compiler.kept_programs import keep_ordered_programs  # noqa: E402
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache" / jax.__version__))
 jax.config.update("jax_compilation_cache_max_size", 2 << 30)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 keep_ordered_programs()
 

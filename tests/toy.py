@@ -3,16 +3,8 @@
 import os
 
 import pytest
-from kept_programs import kept
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
-
-
-@pytest.fixture(scope="session")
-def one_cache(tmp_path_factory):
-    """One cache of compiled programs from here to the end of the session."""
-    with kept(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 @pytest.fixture(scope="session")

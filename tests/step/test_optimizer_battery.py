@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from kept_programs import kept
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import is_quantized
@@ -69,13 +68,6 @@ QUICK = {
     ("schedule_free", "float32", "fsdp:2", "host"),
     ("schedule_free", "int4", "1", "streamed"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_are_kept(tmp_path_factory):
-    """Rules on one mesh create the same weights, and move the same arrays."""
-    with kept(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def make(name, state="float32", mesh="1", where="device"):
