@@ -44,7 +44,7 @@ def near_miss(word: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
-    """Return the error for an unknown name; `kind` says what the name is for, such as "variant".
+    """Return the error for an unknown name; `kind` is the kind of thing that it should name, such as "variant".
 
     Example:
         >>> unknown("variant", "tny", ["tiny", "long"])

@@ -89,7 +89,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     device_count = math.prod(sizes.values())
     axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
-    found = []
+    program_collectives = []
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
@@ -110,8 +110,10 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
         if kind is not None and group_size > 1:
             bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
         for (array_kind, dtype), nbytes in bytes_by_kind:
-            found.append(Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known))
-    return found
+            program_collectives.append(
+                Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known)
+            )
+    return program_collectives
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:

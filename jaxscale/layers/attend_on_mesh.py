@@ -142,7 +142,7 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
 def _choose_implementation(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
-    """Return (selected implementation, reason), where the reason says why the platform's kernel is not selected."""
+    """Return (selected implementation, reason), where the reason explains why the platform's kernel is not selected."""
     if implementation not in get_args(AttentionImplementation):
         raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":

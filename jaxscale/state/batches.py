@@ -57,7 +57,7 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
 def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
     """Raise an error for a batch on the host with tokens or labels that the model does not have.
 
-    Arrays on devices are not read. A target of weight 0 may hold any number.
+    Arrays on devices, and arrays that are not of integers, are not read. A target of weight 0 may hold any number.
 
     Args:
         batch: the batch.
@@ -78,7 +78,9 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
         )
     for name, count in class_counts.items():
         numbers = batch.get(name)
-        if not isinstance(numbers, np.ndarray) or not numbers.size or 0 <= numbers.min() <= numbers.max() < count:
+        if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or not numbers.size:
+            continue
+        if numbers.min() >= 0 and numbers.max() < count:
             continue
         is_wrong = (numbers < 0) | (numbers >= count)
         if name != "tokens":

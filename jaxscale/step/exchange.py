@@ -242,7 +242,7 @@ class CodecResiduals:
         return _with_extra(state, self.name, states)
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the `Part` of each state, which says how a checkpoint names and divides the state.
+        """Return the `Part` of each state, which specifies how a checkpoint names and divides the state.
 
         A residual is divided into arrays as its parameter is, separately for each replica. The shape of any other state
         depends on the codec and on the gradient's shards, so the name of the state contains the codec and their hash.

@@ -85,7 +85,7 @@ class Callbacks:
 
     Args:
         callbacks: functions of an event.
-        say: shows a line on the screen.
+        report_failure: called with the step, the name of a callback that failed, and the text of its error.
 
     Attributes:
         stop_cause: name of the callback that asked the run to stop; `None` if none did.
@@ -94,11 +94,11 @@ class Callbacks:
         UserError: one of them cannot be called.
     """
 
-    def __init__(self, callbacks: Sequence[Any], say: Callable[[str], None]) -> None:
+    def __init__(self, callbacks: Sequence[Any], report_failure: Callable[[int, str, str], None]) -> None:
         for callback in callbacks:
             if not callable(callback):
                 raise UserError(f"callbacks: got {callback!r}, expected functions of an Event")
-        self._callbacks, self._say = list(callbacks), say
+        self._callbacks, self._report_failure = list(callbacks), report_failure
         self.stop_cause: str | None = None
 
     def report(self, event: Event) -> None:
@@ -110,7 +110,4 @@ class Callbacks:
                     self.stop_cause = name
             except Exception as error:
                 self._callbacks.remove(callback)
-                self._say(
-                    f"the callback {name} failed after step {event.step} and is not called again: "
-                    f"{type(error).__name__}: {error}"
-                )
+                self._report_failure(event.step, name, f"{type(error).__name__}: {error}")

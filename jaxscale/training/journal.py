@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, folder: Any, display: Display, callbacks: Sequence[Any] = ()) -> None:
         self.folder, self._display = folder, display
-        self.callbacks = Callbacks(callbacks, self.say)
+        self.callbacks = Callbacks(callbacks, self._report_failure)
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
@@ -57,6 +57,11 @@ class Journal:
         """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
 
+    def _report_failure(self, step: int, callback: str, error: str) -> None:
+        """Show and log that a callback failed after a step."""
+        self.say(f"the callback {callback} failed after step {step} and is not called again: {error}")
+        self.log_event(step, "callback_failed", callback=callback, error=error)
+
     def report(self, kind: EventKind, step: int, values: Mapping[str, float]) -> None:
         """Call the callbacks with an event of this kind, after a step."""
         self.callbacks.report(Event(kind, step, values, self.folder))
@@ -67,7 +72,7 @@ class Journal:
         self._display.show(step, row)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
-        """Log and show the held-out metrics after a step; `is_best` says whether the loss is the lowest so far."""
+        """Log and show the held-out metrics after a step; `is_best` is whether the loss is the lowest so far."""
         self._append(step, "eval", **metrics)
         accuracy_text = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy_text}{' (best)' if is_best else ''}")

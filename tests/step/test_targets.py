@@ -120,7 +120,14 @@ def test_a_score_of_your_own_may_weigh_its_targets():
 
 
 def test_weights_of_another_shape_than_the_losses_are_refused():
-    score = lambda module, batch: (module(batch["images"])[:, 0], 1.0)  # noqa: E731
+    def score(module, batch):
+        return module(batch["images"])[:, 0], 1.0
+
     step = built(jx.models.ForeignModel(lambda rngs: Net(rngs), score))
     with pytest.raises(jx.UserError, match="score returned weights float for losses of shape"):
         step.place(IMAGES)
+
+
+def test_targets_that_are_no_classes_are_not_read():
+    batch = TEXT | {"targets": np.full((4, 8), 99.5, np.float32)}
+    assert float(built(DECODER).place(batch)["targets"][0, 0]) == 99.5

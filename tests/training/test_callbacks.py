@@ -35,6 +35,10 @@ def test_a_run_reports_its_events_and_goes_on_without_a_callback_that_fails(toy,
     assert {str(event.folder) for event in events} == {str(tmp_path / "run")}
     output = "".join(capsys.readouterr())
     assert output.count("the callback failing failed after step 1 and is not called again: ValueError: no place") == 1
+    failures = [row for row in rows_of(tmp_path / "run") if row.get("name") == "callback_failed"]
+    assert [(row["step"], row["callback"], row["error"]) for row in failures] == [
+        (1, "failing", "ValueError: no place for step")
+    ]
 
 
 def test_a_callback_stops_the_run_which_can_be_continued(toy, whole, tmp_path):

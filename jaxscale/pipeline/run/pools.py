@@ -17,7 +17,7 @@ STEP_FROM_ORIGIN = {"from_left": 1, "from_right": -1}
 
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
-    """Return a tree whose type says that its leaves vary over manual axes; their values are unchanged.
+    """Return a tree with leaves of types that vary over manual axes; their values are unchanged.
 
     If a leaf is the same on all devices, `vjp` sums its gradient over the devices with a collective. In a branch that
     not all devices take, this collective would hang. So every leaf is marked as varying outside the branches.
