@@ -11,6 +11,8 @@ from jaxscale.errors import near_miss
 def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
     """Return the function `__getattr__` of a package, which imports the module of a name at its first use.
 
+    `dir` of the package lists these names before their first use too, so that shells complete them.
+
     Args:
         package: name of the package.
         module_by_name: name of the module that defines each name of the package.
@@ -28,4 +30,9 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
         setattr(sys.modules[package], name, attribute)
         return attribute
 
+    def names() -> list[str]:
+        """Return the names of the package, loaded or not."""
+        return sorted({*vars(sys.modules[package]), *module_by_name, *packages})
+
+    setattr(sys.modules[package], "__dir__", names)  # noqa: B010
     return load
