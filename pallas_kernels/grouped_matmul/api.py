@@ -18,7 +18,7 @@ from pallas_kernels import arguments, dispatch
 from pallas_kernels.compat import Interpret, align_varying
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.grouped_matmul import ragged, reference
-from pallas_kernels.grouped_matmul.cases import Case
+from pallas_kernels.grouped_matmul.cases import ROW_MULTIPLE, Case
 from pallas_kernels.target import Target
 from pallas_kernels.target import target as target_of
 
@@ -28,9 +28,6 @@ def _why_unsupported_on_gpu(target: Target, case: Case) -> str | None:
 
     return gpu.why_unsupported(target, case)
 
-
-ROW_MULTIPLE = 8
-"""The GPU kernel takes a number of rows that is a multiple of this, the rows of a tile that Mosaic copies by TMA."""
 
 IMPLEMENTATIONS = (
     Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),

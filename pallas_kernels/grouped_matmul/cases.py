@@ -3,6 +3,10 @@
 import dataclasses
 from typing import Literal
 
+ROW_MULTIPLE = 8
+"""The GPU kernel takes a number of rows that is a multiple of this, and its TMA copies start at a multiple: these are the
+rows of a tile that Mosaic copies. The interpreter does not check where a copy starts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -1,9 +1,10 @@
 """Grouped matmul on Hopper (Mosaic GPU): each row times the matrix of its group, and the gradient of the matrices.
 
 After MegaBlocks (Gale et al., arXiv 2211.15841). Groups need no padding. In the product, a tile of 128 rows belongs to
-one group, which a table specifies. The tile reads rows after the end of its group, but stores only its own rows, in
-slices whose lengths are powers of two, because a TMA copy has a static shape. In the gradient of the matrices, a block
-sums over the rows of one group; in the last chunk, the copying warpgroup clears the rows of the next group before the
+one group, which a table specifies. Because a TMA copy into swizzled tiles starts at a multiple of 8 rows, the tile may
+read rows before the start of its group, and it reads rows after the end. It stores only its own rows, in slices whose
+lengths are powers of two, because a TMA copy has a static shape. In the gradient of the matrices, a block sums over the
+rows of one group; in the first and the last chunk, the copying warpgroup clears the rows of other groups before the
 product. One warpgroup copies by TMA into a ring of buffers, two multiply (wgmma) with one product in flight each.
 
 In a kernel, names with `_g` are references to global memory and names with `_s` to shared memory; `ready` and `free`
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import Interpret, cost_estimate, result_struct
-from pallas_kernels.grouped_matmul.cases import Case
+from pallas_kernels.grouped_matmul.cases import ROW_MULTIPLE, Case
 from pallas_kernels.mosaic_gpu import MAX_SHARED_BYTES, WGMMA, feed, launch, load, store, tiled_smem
 from pallas_kernels.target import Target
 
@@ -88,6 +89,11 @@ def default_tiles(columns: int) -> Tiles:
     return Tiles(widest, 3 if widest == 256 else 4)
 
 
+def align_down(rows: Any) -> Any:
+    """Round indices of rows down to multiples of `ROW_MULTIPLE`."""
+    return rows // ROW_MULTIPLE * ROW_MULTIPLE
+
+
 def tile_table(sizes: Any, rows: int) -> Any:
     """List the tiles of rows.
 
@@ -96,21 +102,26 @@ def tile_table(sizes: Any, rows: int) -> Any:
         rows: number of all rows.
 
     Returns:
-        int32 (3, tiles): for each tile its group, its first row, and the end of its rows (exclusive). For rows of no
-        group, the group is E. The number of tiles is the largest that groups may need; unused tiles have no rows.
+        int32 (4, tiles): for each tile its group, the first row that it reads (a multiple of `ROW_MULTIPLE`), and the
+        first row and the end (exclusive) of the rows that it stores. For rows of no group, the group is E. The number
+        of tiles is the largest that groups may need; unused tiles have no rows.
     """
     group_count = sizes.shape[0]
     all_sizes = jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]).astype(jnp.int32)
-    tile_counts = (all_sizes + TILE_ROWS - 1) // TILE_ROWS
+    all_ends = jnp.cumsum(all_sizes)
+    all_starts = all_ends - all_sizes
+    read_rows = jnp.where(all_sizes > 0, all_ends - align_down(all_starts), 0)
+    tile_counts = (read_rows + TILE_ROWS - 1) // TILE_ROWS
     end_tiles = jnp.cumsum(tile_counts)
-    tiles = jnp.arange((rows + (group_count + 1) * (TILE_ROWS - 1)) // TILE_ROWS, dtype=jnp.int32)
+    most_tiles = (rows + (group_count + 1) * (TILE_ROWS + ROW_MULTIPLE - 2)) // TILE_ROWS
+    tiles = jnp.arange(most_tiles, dtype=jnp.int32)
     groups = jnp.minimum(jnp.searchsorted(end_tiles, tiles, side="right"), group_count)
-    group_ends = jnp.cumsum(all_sizes)[groups]
-    first_rows = group_ends - all_sizes[groups] + (tiles - (end_tiles - tile_counts)[groups]) * TILE_ROWS
+    read_starts = align_down(all_starts[groups]) + (tiles - (end_tiles - tile_counts)[groups]) * TILE_ROWS
+    store_starts = jnp.maximum(read_starts, all_starts[groups])
+    store_ends = jnp.minimum(read_starts + TILE_ROWS, all_ends[groups])
     is_used = tiles < end_tiles[-1]
-    used_first_rows = jnp.where(is_used, first_rows, 0)
-    used_end_rows = jnp.where(is_used, jnp.minimum(first_rows + TILE_ROWS, group_ends), 0)
-    return jnp.stack([groups, used_first_rows, used_end_rows]).astype(jnp.int32)
+    rows_of_tiles = jnp.where(is_used, jnp.stack([read_starts, store_starts, store_ends]), 0)
+    return jnp.concatenate([groups[None], rows_of_tiles]).astype(jnp.int32)
 
 
 def _multiply(steps: Any, stages: int, shape: tuple[int, int], ready: Any, operands: Any, free: Any) -> Any:
@@ -158,20 +169,20 @@ def forward(
 
     def body(x_g: Any, w_g: Any, table_g: Any, y_g: Any, x_s: Any, w_s: Any, y_s: Any, ready: Any, free: Any) -> None:
         t, j, wg = lax.axis_index("t"), lax.axis_index("j"), lax.axis_index("wg")
-        group, first_row, end_row = table_g[0, t], table_g[1, t], table_g[2, t]
+        group, read_start, store_start, store_end = (table_g[row, t] for row in range(4))
         steps = jnp.where(group < group_count, jnp.int32(inner // CHUNK), 0)
         tile_columns = pl.ds(j * width, width)
 
-        @pl.when((wg == WARPGROUPS) & (end_row > first_row))
+        @pl.when((wg == WARPGROUPS) & (store_end > store_start))
         def _copy() -> None:
             def list_copies(step: Any, slot: Any) -> Any:
                 chunk = pl.ds(step * CHUNK, CHUNK)
                 matrix = w_g.at[group, tile_columns, chunk] if transposed else w_g.at[group, chunk, tile_columns]
-                return [(x_g.at[pl.ds(first_row, TILE_ROWS), chunk], x_s.at[slot]), (matrix, w_s.at[slot])]
+                return [(x_g.at[pl.ds(read_start, TILE_ROWS), chunk], x_s.at[slot]), (matrix, w_s.at[slot])]
 
             feed(jnp.int32(0), steps, stages, [(list_copies, ready, free)])
 
-        @pl.when((wg < WARPGROUPS) & (end_row > first_row))
+        @pl.when((wg < WARPGROUPS) & (store_end > store_start))
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
 
@@ -182,16 +193,18 @@ def forward(
             total = _multiply(steps, stages, (ROWS, width), ready, operands, free)
             store(y_s.at[wg], total.astype(x.dtype))
             plgpu.commit_smem()
-            start_row = first_row + wg * ROWS
-            row_count = lax.min(lax.max(end_row - start_row, 0), ROWS)
+            warpgroup_start = read_start + wg * ROWS
+            first_stored = lax.max(store_start - warpgroup_start, 0)
+            row_count = lax.max(lax.min(store_end - warpgroup_start, ROWS) - first_stored, 0)
             for bit in reversed(range(int(math.log2(ROWS)) + 1)):
                 slice_rows = 1 << bit
-                rows_before = row_count & ~(2 * slice_rows - 1)
+                slice_start = first_stored + (row_count & ~(2 * slice_rows - 1))
 
                 @pl.when((row_count & slice_rows) != 0)
-                def _store_slice(slice_rows: int = slice_rows, rows_before: Any = rows_before) -> None:
-                    source = y_s.at[wg, pl.ds(rows_before, slice_rows)]
-                    plgpu.copy_smem_to_gmem(source, y_g.at[pl.ds(start_row + rows_before, slice_rows), tile_columns])
+                def _store_slice(slice_rows: int = slice_rows, slice_start: Any = slice_start) -> None:
+                    source = y_s.at[wg, pl.ds(slice_start, slice_rows)]
+                    rows_g = pl.ds(warpgroup_start + slice_start, slice_rows)
+                    plgpu.copy_smem_to_gmem(source, y_g.at[rows_g, tile_columns])
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -217,13 +230,14 @@ def forward(
     )
 
 
-def _clear_rows(ref: Any, first_row: Any) -> None:
-    """Set the rows of a buffer (CHUNK, columns) to 0 from `first_row` on, 64 columns at a time."""
+def _keep_rows(ref: Any, first_row: Any, end_row: Any) -> None:
+    """Set the rows of a buffer (CHUNK, columns) outside of `first_row` to `end_row` to 0, 64 columns at a time."""
     for first_column in range(0, ref.shape[1], 64):
         part = ref.at[:, pl.ds(first_column, 64)]
         elements = load(part)
         row_index = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=WGMMA)
-        part[...] = jnp.where(row_index < first_row, elements.astype(F32), 0.0).astype(ref.dtype)
+        is_kept = (row_index >= first_row) & (row_index < end_row)
+        part[...] = jnp.where(is_kept, elements.astype(F32), 0.0).astype(ref.dtype)
 
 
 def gradient_of_weights(
@@ -251,37 +265,38 @@ def gradient_of_weights(
         dy_s: Any,
         dw_s: Any,
         ready: Any,
-        last_chunk_ready: Any,
+        partial_chunk_ready: Any,
         free: Any,
     ) -> None:
         group, i, j, wg = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
         first_row, end_row = ranges_g[0, group], ranges_g[1, group]
-        row_count = end_row - first_row
-        steps, last_chunk_rows = lax.div(row_count + CHUNK - 1, CHUNK), lax.rem(row_count, CHUNK)
+        read_start = align_down(first_row)
+        steps = jnp.where(end_row > first_row, lax.div(end_row - read_start + CHUNK - 1, CHUNK), 0)
 
         @pl.when(wg == WARPGROUPS)
         def _copy() -> None:
-            def copy_chunk(step: Any, slot: Any, barrier: Any) -> None:
+            def copy_chunk(step: Any, _: None) -> None:
+                slot, chunk_start = lax.rem(step, stages), read_start + step * CHUNK
+                is_whole = (chunk_start >= first_row) & (chunk_start + CHUNK <= end_row)
+
+                def start_copies(barrier: Any) -> None:
+                    rows = pl.ds(chunk_start, CHUNK)
+                    plgpu.copy_gmem_to_smem(x_g.at[rows, pl.ds(i * TILE_ROWS, TILE_ROWS)], x_s.at[slot], barrier)
+                    plgpu.copy_gmem_to_smem(dy_g.at[rows, pl.ds(j * width, width)], dy_s.at[slot], barrier)
+
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                rows = pl.ds(first_row + step * CHUNK, CHUNK)
-                plgpu.copy_gmem_to_smem(x_g.at[rows, pl.ds(i * TILE_ROWS, TILE_ROWS)], x_s.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(dy_g.at[rows, pl.ds(j * width, width)], dy_s.at[slot], barrier)
+                pl.when(is_whole)(lambda: start_copies(ready.at[slot]))
 
-            def copy_whole_chunk(step: Any, _: None) -> None:
-                slot = lax.rem(step, stages)
-                copy_chunk(step, slot, ready.at[slot])
+                @pl.when(~is_whole)
+                def _copy_partial_chunk() -> None:
+                    start_copies(partial_chunk_ready)
+                    plgpu.barrier_wait(partial_chunk_ready)
+                    for buffer in (x_s.at[slot], dy_s.at[slot]):
+                        _keep_rows(buffer, first_row - chunk_start, end_row - chunk_start)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(ready.at[slot])
 
-            lax.fori_loop(0, lax.div(row_count, CHUNK), copy_whole_chunk, None)
-
-            @pl.when(last_chunk_rows != 0)
-            def _copy_last_chunk() -> None:
-                slot = lax.rem(steps - 1, stages)
-                copy_chunk(steps - 1, slot, last_chunk_ready)
-                plgpu.barrier_wait(last_chunk_ready)
-                for buffer in (x_s.at[slot], dy_s.at[slot]):
-                    _clear_rows(buffer, last_chunk_rows)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(ready.at[slot])
+            lax.fori_loop(0, steps, copy_chunk, None)
 
             def wait_for_readers(step: Any, _: None) -> None:
                 plgpu.barrier_wait(free.at[lax.rem(step, stages)])

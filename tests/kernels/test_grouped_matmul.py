@@ -73,15 +73,29 @@ def test_a_group_is_a_matmul_of_its_own():
         first += size
 
 
-@pytest.mark.parametrize("sizes", [(100, 0, 211, 201), (0, 0, 0, 0), (512, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 512)])
+@pytest.mark.parametrize(
+    "sizes", [(100, 0, 211, 201), (0, 0, 0, 0), (512, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 512), (7, 122, 129, 127)]
+)
 def test_the_table_covers_every_row_once(sizes):
-    group, first, last = np.asarray(jax.jit(tile_table, static_argnums=1)(jnp.array(sizes), 512))
+    table = np.asarray(jax.jit(tile_table, static_argnums=1)(jnp.array(sizes), 512))
     owner = np.full(512, -1)
-    for e, a, b in zip(group, first, last, strict=True):
-        assert b - a <= 128
-        assert (owner[a:b] == -1).all()
-        owner[a:b] = e
+    for group, read_start, store_start, store_end in table.T:
+        # TMA cuts a tile of 8 rows that starts elsewhere; JAX's interpreter reads it whole
+        assert read_start % 8 == 0
+        assert read_start <= store_start <= store_end <= read_start + 128
+        assert (owner[store_start:store_end] == -1).all()
+        owner[store_start:store_end] = group
     np.testing.assert_array_equal(owner, np.repeat(range(5), [*sizes, 512 - sum(sizes)]))
+
+
+def test_the_table_has_room_for_the_worst_groups():
+    """Every group starts one row before a multiple of 8, and its last tile has one row."""
+    rng = np.random.default_rng()
+    for _ in range(50):
+        sizes = rng.integers(0, 300, 9)
+        rows = int(sizes.sum()) + int(rng.integers(0, 3)) * 100 + 8
+        table = np.asarray(tile_table(jnp.array(sizes), rows))
+        assert (table[3] - table[2]).sum() == rows, f"sizes {sizes.tolist()} of {rows} rows"
 
 
 X, W, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 6)), jnp.array([3, 5])
