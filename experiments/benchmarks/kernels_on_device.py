@@ -1,6 +1,6 @@
 """All kernels on the Hopper GPU of this machine: are they right, and how long do they take against XLA and cuDNN.
 
-    python experiments/benchmarks/kernels_on_device.py [--only norm,adam8] [--tiny]
+    python experiments/benchmarks/kernels_on_device.py [--only norm,adam8] [--part values] [--tiny]
 
 First every case tagged "small" or "bench" is run by our kernel, values and gradients, and compared with the reference
 on the same numbers in float32. Then cases tagged "bench" are timed on random data: seconds of the device from JAX's
@@ -398,17 +398,19 @@ def times(program: Program, copy: float) -> Iterator[Figure]:
             yield Figure(f"{program.name} against {name}", taken[name] / taken[ours], "x", factor, ">=")
 
 
-def measure(chosen: list[str], tiny: bool) -> Iterator[Figure]:
-    """Values of every program, then times; if `tiny`, values of small ones alone."""
+def measure(chosen: list[str], part: str, share: str, tiny: bool) -> Iterator[Figure]:
+    """Values of every program, then times, or a part of both; if `tiny`, values of small ones alone."""
+    index, count = map(int, share.split("/"))
     programs = [program for name in chosen for program in KERNELS[name]() if not (tiny and program.timed)]
-    for program in programs:
+    programs = programs[index::count]
+    for program in programs if part != "times" else []:
         try:
             found = values(program)
         except Exception as error:  # a kernel that fails is a figure that does not hold; the others are run
             print(f"{program.name}: {type(error).__name__}: {str(error)[:600]}")
             found = math.inf
         yield Figure(f"{program.name} is off by", found, "of max", TOLERANCE)
-    if tiny:
+    if tiny or part == "values":
         return
     copy = copy_bandwidth()
     yield Figure("copy", copy, "bytes/s")
@@ -421,6 +423,8 @@ def main() -> int:
     """The command line; 0 where every bar holds, or nothing could be run."""
     parser = argparse.ArgumentParser(description="Kernels on the Hopper GPU of this machine")
     parser.add_argument("--only", default=",".join(KERNELS), help=f"some of {', '.join(KERNELS)}")
+    parser.add_argument("--part", choices=("all", "values", "times"), default="all", help="what to find out")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th program, from the I-th on")
     parser.add_argument("--tiny", action="store_true", help="values of small cases alone, no times")
     asked = parser.parse_args()
     chosen = asked.only.split(",")
@@ -433,7 +437,7 @@ def main() -> int:
         show([Figure("hopper_gpus", 0, "devices")], title)
         return 0
     title = f"Kernels on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}"
-    return 0 if show(measure(chosen, asked.tiny), title) else 1
+    return 0 if show(measure(chosen, asked.part, asked.share, asked.tiny), title) else 1
 
 
 if __name__ == "__main__":

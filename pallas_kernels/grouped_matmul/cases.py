@@ -4,8 +4,8 @@ import dataclasses
 from typing import Literal
 
 ROW_MULTIPLE = 8
-"""The GPU kernel takes a number of rows that is a multiple of this, and its TMA copies start at a multiple: these are the
-rows of a tile that Mosaic copies. The interpreter does not check where a copy starts."""
+"""Rows of a tile that Mosaic GPU copies: the kernel takes a multiple of them, and its copies start at one,
+which the interpreter does not check."""
 
 
 @dataclasses.dataclass(frozen=True)
