@@ -35,6 +35,10 @@ SCALAR_BYTES = 256
 PADDED_SCALAR_BYTES = 4096
 """Upper bound on the bytes of a step's single numbers on a TPU, which sends each number in at least 512 bytes."""
 
+LEAST_KEPT_ON_HOST = 0.5
+"""Least share of the planned bytes that a compiled step keeps on the host. It may be below 1: the compiler keeps a value
+that is equal in all blocks, such as a table of rotary positions, once."""
+
 
 class NoEffect(AssertionError):
     """The compiled program does not do what the plan requests: a defect of jaxscale or of the compiler."""
@@ -125,12 +129,12 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
         temp_bytes: bytes of temporaries of the compiled step that are on the host.
 
     Raises:
-        NoEffect: fewer bytes are on the host than the decision requires.
+        NoEffect: fewer bytes are on the host than `LEAST_KEPT_ON_HOST` of those that the decision requires.
     """
     planned_bytes = 0 if decision is None else decision.host_bytes
     if not planned_bytes or is_rehearsal([device_of(layout.mesh)]):
         return
-    if temp_bytes < planned_bytes:
+    if temp_bytes < LEAST_KEPT_ON_HOST * planned_bytes:
         raise NoEffect(
             f"memory {layout.plan.memory}: the compiled step keeps {temp_bytes} bytes on the host for its backward "
             f"pass, but the plan requires {planned_bytes} bytes there"
