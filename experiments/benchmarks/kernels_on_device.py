@@ -9,7 +9,10 @@ says so), beside the reference compiled by XLA, `jax.lax.ragged_dot`, or cuDNN. 
 It needs JAX 0.11 or newer and an H100 or H200; `pip install jax[cuda13]` is enough, cuDNN included. Where there is no
 such GPU it says so and runs nothing.
 
-Measured: nothing yet. These kernels have been proved in interpreters and by compilers alone.
+On an H200, JAX 0.11.2, 2026-11-26: values of norms, AdamW, codes and grouped matmul hold (grouped matmul was wrong with
+uneven groups before its copies started at multiples of 8 rows). Attention reaches 312 to 561 TFLOP/s forward, 0.84 to
+0.88 of cuDNN's speed. Grouped matmul reaches 344 to 642 TFLOP/s, 5.6 to 35 times the speed of `jax.lax.ragged_dot`, but
+with 64 groups less than its bar of 400. Norms, codes and AdamW have not been timed.
 """
 
 import argparse
@@ -398,32 +401,54 @@ def times(program: Program, copy: float) -> Iterator[Figure]:
             yield Figure(f"{program.name} against {name}", taken[name] / taken[ours], "x", factor, ">=")
 
 
+def compile_only(program: Program) -> None:
+    """Compile every way of a program, into JAX's compile cache if there is one."""
+    for name, way in program.ways.items():
+        try:
+            shapes = jax.eval_shape(program.make, jax.random.key(1))
+            jax.jit(way, donate_argnums=program.donate).lower(*shapes).compile()
+        except Exception as error:
+            print(f"{program.name} by {name}: {type(error).__name__}: {str(error)[:300]}")
+
+
+def shown(figure: Figure) -> Figure:
+    """Print a figure at once, since the table comes after the last one."""
+    print(*figure.columns(), sep="  ", file=sys.stderr, flush=True)
+    return figure
+
+
 def measure(chosen: list[str], part: str, share: str, tiny: bool) -> Iterator[Figure]:
     """Values of every program, then times, or a part of both; if `tiny`, values of small ones alone."""
     index, count = map(int, share.split("/"))
     programs = [program for name in chosen for program in KERNELS[name]() if not (tiny and program.timed)]
     programs = programs[index::count]
+    if part == "compile":
+        for program in programs:
+            if program.timed:
+                compile_only(program)
+        yield Figure("compiled", sum(program.timed for program in programs), "programs")
+        return
     for program in programs if part != "times" else []:
         try:
             found = values(program)
         except Exception as error:  # a kernel that fails is a figure that does not hold; the others are run
             print(f"{program.name}: {type(error).__name__}: {str(error)[:600]}")
             found = math.inf
-        yield Figure(f"{program.name} is off by", found, "of max", TOLERANCE)
+        yield shown(Figure(f"{program.name} is off by", found, "of max", TOLERANCE))
     if tiny or part == "values":
         return
     copy = copy_bandwidth()
     yield Figure("copy", copy, "bytes/s")
     for program in programs:
         if program.timed:
-            yield from times(program, copy)
+            yield from map(shown, times(program, copy))
 
 
 def main() -> int:
     """The command line; 0 where every bar holds, or nothing could be run."""
     parser = argparse.ArgumentParser(description="Kernels on the Hopper GPU of this machine")
     parser.add_argument("--only", default=",".join(KERNELS), help=f"some of {', '.join(KERNELS)}")
-    parser.add_argument("--part", choices=("all", "values", "times"), default="all", help="what to find out")
+    parser.add_argument("--part", choices=("all", "values", "compile", "times"), default="all", help="what to do")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th program, from the I-th on")
     parser.add_argument("--tiny", action="store_true", help="values of small cases alone, no times")
     asked = parser.parse_args()
