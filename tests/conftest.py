@@ -24,9 +24,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-from jaxtyping import install_import_hook
+import jaxtyping
+from typecheck import check_dims_where_given
 
-_hook = install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
+jaxtyping.jaxtyped = check_dims_where_given
+_hook = jaxtyping.install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
 
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
