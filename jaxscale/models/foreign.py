@@ -22,6 +22,7 @@ from jaxscale.errors import UserError
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
 from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks, run_as_one_block
+from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
@@ -115,6 +116,12 @@ class ForeignModel:
             `language_model()`.
         blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default the submodules that
             repeat. With `()`, or if no submodule repeats, the whole forward pass is one block.
+        axes: logical axis of jaxscale for each axis name of the module's parameters, such as `{"tp": "heads"}`; a name
+            that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names stay whole, and the run
+            reports those names.
+
+    Raises:
+        UserError: `axes` maps a name to what is no logical axis.
 
     Example:
         >>> import jax
@@ -128,9 +135,14 @@ class ForeignModel:
     make: Callable[[nnx.Rngs], nnx.Module]
     score: Score
     blocks: tuple[str, ...] | None = None
+    axes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
+
+    def __post_init__(self) -> None:
+        for logical_axis in self.axes.values():
+            AxisRules().axes(logical_axis)  # raises if there is no such axis
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
         """Build the user's module without padding: a dim that a mesh axis cannot divide stays whole."""
@@ -145,6 +157,8 @@ class ForeignModel:
                 f"make returned a {type(module).__name__} without any nnx.Param to train; "
                 "a Linen module gets its parameters by lazy_init, as linen_model(...) does"
             )
+        for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+            _set_logical_axes(variable, self.axes)
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
@@ -258,6 +272,25 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
     """
     abstract_inputs = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs)
     return ForeignModel(FromLinen(module, abstract_inputs), score)
+
+
+def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> None:
+    """Replace a parameter's axis names by logical axes; dims of other names, or without one, are `None`.
+
+    The names that are no logical axes become the metadata `ignored_axes`.
+
+    Args:
+        variable: the parameter.
+        axes: logical axis by the module's axis name.
+    """
+    names = variable.get_metadata().get("out_sharding")
+    if not isinstance(names, tuple) or len(names) > len(variable.shape):
+        return
+    logical_axes = [axes.get(name, name) if isinstance(name, str) else None for name in names]
+    ignored_axes = [name for name, axis in zip(names, logical_axes, strict=True) if name and axis not in LOGICAL_AXES]
+    known_axes = [axis if axis in LOGICAL_AXES else None for axis in logical_axes]
+    unnamed_dims = (None,) * (len(variable.shape) - len(names))
+    variable.set_metadata(out_sharding=(*known_axes, *unnamed_dims), ignored_axes=tuple(map(str, ignored_axes)))
 
 
 def _bind_mode(module: nnx.Module, is_training: bool) -> Callable[..., Any]:

@@ -74,9 +74,10 @@ class AxisRules:
         """Return the mesh axes of the logical axis `name`; a dim without a name is whole."""
         if name is None:
             return ()
-        if name not in _NAMES:
-            raise unknown("logical axis", name, _NAMES)
+        if name not in LOGICAL_AXES:
+            raise unknown("logical axis", name, LOGICAL_AXES)
         return getattr(self, name)
 
 
-_NAMES = frozenset(field.name for field in dataclasses.fields(AxisRules))
+LOGICAL_AXES = frozenset(field.name for field in dataclasses.fields(AxisRules))
+"""Names of all logical axes."""

@@ -61,6 +61,7 @@ class PureModel:
             for a row of zeros that pads a shorter stage. () if the rows are the layers in order.
         copies: under an asynchronous pipeline, a number for the copy of each stage, by the name of the shared
             parameter: 0 for the stage that reads the parameter, -1 for each other stage, whose copy is zero.
+        ignored_axes: axis names of a foreign module's parameters that are no logical axes.
     """
 
     model: Model
@@ -73,6 +74,7 @@ class PureModel:
     group_depths: tuple[int, ...] = ()
     layer_of_row: tuple[int, ...] = ()
     copies: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    ignored_axes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -93,14 +95,18 @@ class PureModel:
             layer_of_row: the layer in each row of a stacked parameter; () if the rows are the layers in order.
 
         Raises:
-            UserError: the number of a parameter's axis names differs from the number of its dims.
+            UserError: the number of a parameter's axis names differs from the number of its dims, a parameter is not
+                of a real floating-point type, or two variables have one name.
         """
         nnx.use_eager_sharding(False)
         abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
         graphdef, param_state, rest_state = nnx.split(abstract_module, nnx.Param, ...)
+        _check_names_and_types(param_state, rest_state)
         axis_names: dict[str, AxisNames] = {}
+        ignored_axes: set[str] = set()
         for path, variable in nnx.to_flat_state(param_state):
             axes = variable.get_metadata().get("out_sharding")
+            ignored_axes.update(variable.get_metadata().get("ignored_axes", ()))
             if axes is not None:
                 if len(axes) != len(variable.shape):
                     raise UserError(
@@ -119,6 +125,7 @@ class PureModel:
             nnx.to_pure_dict(rest_state),
             group_depths,
             layer_of_row,
+            ignored_axes=tuple(sorted(ignored_axes)),
         )
         if not layer_of_row:
             return pure_model
@@ -193,6 +200,37 @@ class PureModel:
     def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its parameters, as a nested dict."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+
+
+def _check_names_and_types(param_state: nnx.State, rest_state: nnx.State) -> None:
+    """Refuse parameters that cannot be trained, and variables whose paths have one name.
+
+    Args:
+        param_state: parameters of a module.
+        rest_state: its other variables.
+    """
+    path_by_name: dict[str, tuple[object, ...]] = {}
+    for path, _ in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(rest_state)):
+        name = "/".join(map(str, path))
+        if name in path_by_name:
+            raise UserError(
+                f"variables {path_by_name[name]} and {path} of the model have one name, {name}: names are paths joined "
+                "by '/'; rename one of them"
+            )
+        path_by_name[name] = path
+    for path, variable in nnx.to_flat_state(param_state):
+        for leaf in jax.tree.leaves(variable):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                continue
+            advice = (
+                "store its real and imaginary parts as two parameters"
+                if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+                else "it has no gradient, so make it an nnx.Variable of another type than nnx.Param"
+            )
+            raise UserError(
+                f"parameter {'/'.join(map(str, path))}: got type {leaf.dtype}, expected a real floating-point type, "
+                f"which can be trained: {advice}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

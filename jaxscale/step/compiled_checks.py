@@ -36,8 +36,8 @@ PADDED_SCALAR_BYTES = 4096
 """Upper bound on the bytes of a step's single numbers on a TPU, which sends each number in at least 512 bytes."""
 
 LEAST_KEPT_ON_HOST = 0.5
-"""Least share of the planned bytes that a compiled step keeps on the host. It may be below 1: the compiler keeps a value
-that is equal in all blocks, such as a table of rotary positions, once."""
+"""Least share of the planned bytes that a compiled step keeps on the host. It is below 1 because the compiler keeps a
+value that is equal in all blocks, such as a table of rotary positions, once."""
 
 
 class NoEffect(AssertionError):

@@ -9,6 +9,7 @@ from flax import linen, nnx
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
+from jaxscale.state.pure_model import PureModel
 from tests.models.foreign_nets import LinenNet, Net, assert_close, data, numbers, pure, rngs, sgd_step
 
 
@@ -41,6 +42,46 @@ def test_nnx_training_equals_a_plain_nnx_loop():
     assert_close(params, nnx.to_pure_dict(plain_params), 1e-5)
     assert_close(numbers(rest), numbers(nnx.to_pure_dict(plain_rest)), 1e-5)
     assert int(rest["layers"][0]["calls"]) == 4
+
+
+class Named(nnx.Module):
+    """Axis names of its own: one that is mapped, one that is known, one that is neither, and fewer than dims."""
+
+    def __init__(self, rngs, odd="odd", dtype=None):
+        glorot = nnx.initializers.glorot_normal()
+        self.hidden = nnx.Linear(4, 8, rngs=rngs, kernel_init=nnx.with_partitioning(glorot, (odd, "tp")))
+        self.head = nnx.Linear(8, 4, rngs=rngs, kernel_init=nnx.with_partitioning(glorot, ("mlp",)))
+        if dtype is not None:
+            self.extra = nnx.Param(jnp.ones(3, dtype))
+
+    def __call__(self, images):
+        return self.head(jax.nn.relu(self.hidden(images)))
+
+
+def test_axis_names_that_are_not_ours_are_mapped_or_ignored():
+    model = ForeignModel(lambda rngs: Named(rngs), classification(), axes={"tp": "mlp"})
+    pure_model = PureModel.of(model, 0)
+    assert pure_model.axis_names == {"hidden/kernel": (None, "mlp"), "head/kernel": ("mlp", None)}
+    assert pure_model.ignored_axes == ("odd",)
+    with pytest.raises(UserError, match=r"unknown logical axis 'mpl'.*mlp"):
+        ForeignModel(lambda rngs: Named(rngs), classification(), axes={"tp": "mpl"})
+    assert hash(model) == hash(model)
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [("complex64", "real and imaginary"), ("int32", "no gradient")])
+def test_parameters_that_cannot_be_trained_are_named(dtype, advice):
+    with pytest.raises(UserError, match=rf"parameter extra: got type {dtype}.*{advice}"):
+        PureModel.of(ForeignModel(lambda rngs: Named(rngs, dtype=dtype), classification()), 0)
+
+
+def test_variables_of_one_name_are_refused():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.Dict({"b": nnx.Param(jnp.ones(2))})
+            setattr(self, "a/b", nnx.Param(jnp.ones(2)))
+
+    with pytest.raises(UserError, match="have one name, a/b"):
+        PureModel.of(ForeignModel(lambda rngs: Twice(rngs), classification()), 0)
 
 
 def test_linen_training_equals_a_plain_linen_loop():
