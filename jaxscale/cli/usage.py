@@ -6,6 +6,7 @@ For these fields, tyro reads a dataclass that is created with the file's values 
 
 import collections.abc
 import dataclasses
+import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,9 +111,11 @@ def _metavar(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     member_types = [member for member in typing.get_args(hint) if member is not type(None)]
-    if type(None) in typing.get_args(hint):
-        return "|".join([*map(_metavar, member_types), "none"])
     origin = typing.get_origin(hint) or hint
+    if origin in (typing.Union, types.UnionType):
+        if Path in member_types and str in member_types:
+            member_types.remove(str)  # on the command line, a path is a text
+        return "|".join([*map(_metavar, member_types), *["none"] * (type(None) in typing.get_args(hint))])
     if origin in (tuple, list):
         return f"{_metavar(member_types[0])},..." if member_types else "LIST"
     metavar_by_type = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", Any: "VALUE", Path: "PATH"}

@@ -57,6 +57,12 @@ def test_an_experiment_shows_its_fields_and_their_defaults(toy: Path, capsys, mo
     assert "(default: fancy)" in text
 
 
+def test_a_field_of_several_types_has_a_placeholder_for_each(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, "train", "experiments/shakespeare.py", "--help")
+    assert "--data.path PATH|PATH,..." in text
+    assert "UnionType" not in text
+
+
 def test_what_the_help_spells_sets_the_same(toy: Path):
     experiment, _ = load_file(toy)
     for path, value in {"plan.mesh": experiment.plan.mesh, "plan.rules.seq": ("sequence", "tensor")}.items():
