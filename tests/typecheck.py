@@ -51,6 +51,8 @@ def check_dims_where_given(*, typechecker: Callable[..., Any]) -> Callable[[Any]
 
 def _has_dims(annotation: Any, function: Callable[..., Any]) -> bool:
     """Whether an annotation holds one of jaxtyping's types, or may do so: a text with names that are not there yet."""
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
         known = {*function.__globals__, *vars(builtins), function.__qualname__.partition(".")[0]}
         names = re.findall(r"(?<![.\w])[A-Za-z_]\w*", annotation)

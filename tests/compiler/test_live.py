@@ -6,12 +6,14 @@ import pytest
 
 from jaxscale.compiler.live import MOMENTS, live_at_the_peak
 from jaxscale.compiler.live_names import clean_name, phase_of
+from tests.kept_programs import kept
 
 
 def dumped(folder, fn, *shapes, donate=()):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    compiled = jax.jit(fn, donate_argnums=donate).lower(*arguments).compile(compiler_options=options)
+    with kept(folder.with_name(f"{folder.name}_programs")):  # a program that is loaded leaves no dump
+        compiled = jax.jit(fn, donate_argnums=donate).lower(*arguments).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     live = live_at_the_peak(folder, "cpu")
     assert live is not None
