@@ -3,7 +3,7 @@
 The exit code is 0 if all went well, 1 if the doctor reports a missing item, 2 after a user's mistake, which a message
 reports, and 3 if the step does not fit. It is 4 if the loss diverged, 75 if the run was interrupted and saved, 130 if
 the run was interrupted with nothing to save, and 141 if the reader of the output, such as `head`, ended first. Any
-other error is a crash with a traceback.
+other error is a crash, exit code 1: with a report if it arose in the user's code, else with a traceback.
 """
 
 import os
@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.cli import arguments
+from jaxscale.cli import arguments, user_code
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
 from jaxscale.errors import Diverged, Preempted, UserError
 
-MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED, UNREAD = 2, 4, 75, 130, 141
+CRASHED, MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED, UNREAD = 1, 2, 4, 75, 130, 141
 EXIT_CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, KeyboardInterrupt: INTERRUPTED}
 
 
@@ -35,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except tuple(EXIT_CODES) as error:
         print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
         return next(code for error_type, code in EXIT_CODES.items() if isinstance(error, error_type))
+    except Exception as error:
+        user_code_report = user_code.report(error)
+        if user_code_report is None:
+            raise
+        print(f"jaxscale: {user_code_report}", file=sys.stderr)
+        return CRASHED
     except SystemExit as system_exit:  # tyro has shown the help
         return system_exit.code if isinstance(system_exit.code, int) else 0
     finally:

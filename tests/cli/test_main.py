@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.cli import main
+from jaxscale.cli import main, user_code
 from jaxscale.errors import Diverged, Preempted
 from jaxscale.recipe.plan import Plan
 
@@ -212,8 +212,12 @@ def test_exit_codes(toy: Path, trained: list, capsys, error, code):
     assert capsys.readouterr().err == f"jaxscale: {str(error) or 'interrupted'}\n"
 
 
-def test_a_crash_keeps_its_traceback(toy: Path, trained: list):
-    trained.append(RuntimeError("ours"))
+def test_a_crash_of_our_own_keeps_its_traceback(toy: Path, monkeypatch):
+    def read(words):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(user_code, "PACKAGE_FOLDERS", (*user_code.PACKAGE_FOLDERS, str(Path(__file__).parent)))
+    monkeypatch.setattr("jaxscale.cli.arguments.read", read)
     with pytest.raises(RuntimeError, match="ours"):
         main(["train", str(toy)])
 
