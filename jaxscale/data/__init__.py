@@ -5,6 +5,11 @@
 | `Text` | text files, a tokenizer and a layout: windows, or packed documents |
 | `Mixture` | several texts, mixed by weight |
 | `Images` | labeled images from an .npz file |
+| `Arrays` | NumPy arrays of equally many rows |
+| `Rows` | a dataset with `len(rows)` and `rows[i]` |
+| `Stream` | an iterable of batches that are ready to use |
+
+An experiment takes a dict of arrays as `Arrays`, and an iterable of batches as `Stream`.
 
 `value.open(batch, seed)` checks the files and returns `Opened`, with `train()`, `evaluation()`, `tokenizer` and
 `facts`. `tokenizer.from_json` restores a tokenizer from the text that its `to_json` returned.
@@ -12,7 +17,20 @@
 
 from jaxscale.data.images import Images
 from jaxscale.data.loader import Batches, HeldOut, Opened
+from jaxscale.data.rows import Arrays, Rows
+from jaxscale.data.stream import Stream
 from jaxscale.data.text import Mixture, Text
 from jaxscale.data.tokenizer import Tokenizer
 
-__all__ = ["Batches", "HeldOut", "Images", "Mixture", "Opened", "Text", "Tokenizer"]
+__all__ = [
+    "Arrays",
+    "Batches",
+    "HeldOut",
+    "Images",
+    "Mixture",
+    "Opened",
+    "Rows",
+    "Stream",
+    "Text",
+    "Tokenizer",
+]

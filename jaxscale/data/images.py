@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxscale.data import source
 from jaxscale.data.loader import Opened
+from jaxscale.data.shuffle import split_rows
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values import check_types
@@ -69,16 +70,8 @@ class Images:
         (file,) = source.find_files((str(self.path),))
         content = source.read(file)
         pixels, labels = self._read_arrays(content)
-        # a fixed generator's raw bits are the same in every version of numpy, and so is their order
-        order = np.argsort(np.random.PCG64(0).random_raw(len(labels)), kind="stable")
-        train_count = int((1 - self.held_out) * len(labels))
-        if train_count == 0 or (self.held_out and train_count == len(labels)):
-            raise UserError(
-                f"{self.path} holds {len(labels)} images: held_out {self.held_out:g} leaves none "
-                f"to {'evaluate' if train_count else 'train'} on; change held_out"
-            )
-        split_rows = (order[:train_count], order[train_count:])
-        train, held_out = (LabeledImages(pixels[rows], labels[rows], self.scale) for rows in split_rows)
+        split_indices = split_rows(len(labels), self.held_out, f"{self.path} holds {len(labels)} images")
+        train, held_out = (LabeledImages(pixels[rows], labels[rows], self.scale) for rows in split_indices)
         facts = {
             "kind": "images",
             "shape": list(train.shape),

@@ -1,6 +1,13 @@
-"""Derived seeds: every random choice about data depends only on the experiment's seed and on the choice's purpose."""
+"""Derived seeds, and the rows that are held out.
+
+Every random choice about data depends only on the experiment's seed and on the choice's purpose.
+"""
 
 import hashlib
+
+import numpy as np
+
+from jaxscale.errors import UserError
 
 
 def derive(seed: int, *words: str | int) -> int:
@@ -11,3 +18,24 @@ def derive(seed: int, *words: str | int) -> int:
         (True, False)
     """
     return int.from_bytes(hashlib.sha256(repr((seed, *words)).encode()).digest()[:4], "big")
+
+
+def split_rows(row_count: int, held_out: float, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the rows to train on, and of the rows held out; which they are depends on `row_count`.
+
+    Args:
+        row_count: number of rows.
+        held_out: share of the rows to hold out, 0 <= held_out < 1.
+        name: description of the rows, for messages, such as "digits.npz holds 100 images".
+
+    Raises:
+        UserError: no row is left to train on, or to evaluate on.
+    """
+    # a fixed generator's raw bits are the same in every version of numpy, and so is their order
+    order = np.argsort(np.random.PCG64(0).random_raw(row_count), kind="stable")
+    train_count = int((1 - held_out) * row_count)
+    if train_count == 0 or (held_out and train_count == row_count):
+        raise UserError(
+            f"{name}: held_out {held_out:g} leaves none to {'evaluate' if train_count else 'train'} on; change held_out"
+        )
+    return order[:train_count], order[train_count:]

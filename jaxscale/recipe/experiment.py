@@ -116,7 +116,8 @@ class Experiment:
     Args:
         name: name of the run's folder.
         model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
-        data: a frozen dataclass that opens the batches (`jaxscale.data`).
+        data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
+            iterable of batches for `data.Stream`.
         optimizer: the optimizer and its schedule.
         steps: number of updates.
         batch: number of rows of the global batch.
@@ -143,6 +144,10 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _check(self, "", steps=1, batch=1, seed=0)
+        if self.data is not None and not hasattr(self.data, "open"):
+            from jaxscale.data.stream import as_data
+
+            object.__setattr__(self, "data", as_data(self.data))
         for name in ("steps", "batch", "seed"):  # these numbers are int32 on the devices
             if getattr(self, name) >= 2**31:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")

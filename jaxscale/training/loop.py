@@ -283,6 +283,8 @@ class _Training:
             with contextlib.ExitStack() as cleanup:
                 # end the threads that prefetch data, if there are any
                 cleanup.callback(getattr(batches, "close", lambda: None))
+                if (note := getattr(batches, "note", None)) is not None:
+                    self.journal.say(note)
                 batch = self.step.place(next(batches))
                 self.data_state = batches.get_state()
                 if self.earlier is not None:

@@ -10,8 +10,11 @@ import importlib
 from jaxscale.errors import UserError, near_miss
 
 _MODULE_BY_NAME = {
+    "data.Arrays": "jaxscale.data.rows",
     "data.Images": "jaxscale.data.images",
     "data.Mixture": "jaxscale.data.text",
+    "data.Rows": "jaxscale.data.rows",
+    "data.Stream": "jaxscale.data.stream",
     "data.Text": "jaxscale.data.text",
     "models.CrossEntropy": "jaxscale.models.foreign",
     "models.Decoder": "jaxscale.models.decoder",

@@ -1,0 +1,79 @@
+"""Arrays and batches of a user's own, checked as they arrive: names, dtypes and numbers of rows."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.loader import NumpyBatch
+from jaxscale.errors import UserError
+
+
+class Listed:
+    """A list of rows or batches, which experiment.json does not spell out."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def checked_batch(batch: Any, where: str) -> NumpyBatch:
+    """Return a batch as NumPy arrays with the dtypes that devices have."""
+    if not isinstance(batch, Mapping) or not batch:
+        raise UserError(f"{where}: got a {type(batch).__name__}, expected a dict of arrays, such as {{'x': x, 'y': y}}")
+    return {name: checked_array(name, array, where) for name, array in batch.items()}
+
+
+def common_row_count(batch: NumpyBatch, where: str) -> int:
+    """Return the number of rows that all arrays of a batch have."""
+    row_counts = {name: len(array) for name, array in batch.items()}
+    if len(set(row_counts.values())) > 1:
+        raise UserError(
+            f"{where} has numbers of rows {row_counts}, expected the rows of the batch in all arrays: repeat an array "
+            "that is the same for all rows, or make it a part of the score"
+        )
+    return next(iter(row_counts.values()))
+
+
+def checked_array(name: Any, array: Any, where: str) -> np.ndarray:
+    """Return an array of numbers with rows, in a dtype that devices have: 64-bit numbers become 32-bit ones.
+
+    Raises:
+        UserError: it is not of numbers or has no rows, its name is no text, or an integer does not fit 32 bits.
+    """
+    array = np.asarray(array)
+    if not isinstance(name, str):
+        raise UserError(f"{where}: got the name {name!r}, expected names that are texts")
+    is_number = array.dtype.kind in "biuf" or array.dtype.name.startswith(("bfloat16", "float8", "int4", "uint4"))
+    if not is_number or not array.ndim:
+        raise UserError(
+            f"{where}: {name} is {array.dtype}{list(array.shape)}, expected an array of numbers with one row for each "
+            "example"
+        )
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    if array.dtype in (np.int64, np.uint64):
+        target = np.dtype(np.int32 if array.dtype == np.int64 else np.uint32)
+        limits = np.iinfo(target)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise UserError(
+                f"{where}: {name} has numbers from {array.min()} to {array.max()}, expected numbers of 32 "
+                "bits: devices compute with these"
+            )
+        return array.astype(target)
+    return array
+
+
+def with_row_weights(batch: NumpyBatch) -> NumpyBatch:
+    """Return the batch, with a weight of 1 for each row if it has no weights."""
+    if "weights" in batch:
+        return batch
+    return {**batch, "weights": np.ones(len(next(iter(batch.values()))), np.float32)}

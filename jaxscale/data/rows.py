@@ -1,0 +1,222 @@
+"""Rows of a user's own: arrays, and datasets that are read by an index.
+
+Both are shuffled and shared between processes as our own data, and a continued run continues exactly.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.arrays import Listed, checked_array, with_row_weights
+from jaxscale.data.loader import NumpyBatch, Opened
+from jaxscale.data.shuffle import split_rows
+from jaxscale.data.text import check_share
+from jaxscale.errors import UserError
+from jaxscale.values import check_types
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Arrays of equally many rows, one row for each example.
+
+    Args:
+        arrays: NumPy arrays [N, ...] of numbers, by name.
+        held_out: share of the rows held out for evaluation; which rows they are depends only on their number.
+
+    Raises:
+        UserError: an array is not of numbers, or the arrays differ in their numbers of rows.
+
+    Example:
+        >>> data = Arrays({"x": np.zeros((10, 3)), "y": np.arange(10)}, held_out=0.2)
+        >>> batch = next(iter(data.open(4, seed=0).train()))
+        >>> {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
+        {'x': ((4, 3), 'float32'), 'y': ((4,), 'int32')}
+    """
+
+    arrays: Any
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_held_out(self.held_out)
+        if not isinstance(self.arrays, Mapping) or not self.arrays:
+            got = "an empty dict" if isinstance(self.arrays, Mapping) else f"a {type(self.arrays).__name__}"
+            raise UserError(f"arrays: got {got}, expected a dict of NumPy arrays, such as {{'x': x, 'y': y}}")
+        checked_arrays = {name: checked_array(name, array, "arrays") for name, array in self.arrays.items()}
+        row_counts = {name: len(array) for name, array in checked_arrays.items()}
+        if len(set(row_counts.values())) > 1:
+            raise UserError(
+                f"arrays: got numbers of rows {row_counts}, expected one row for each example in all arrays"
+            )
+        object.__setattr__(self, "arrays", checked_arrays)
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+        """Return the batches of these arrays; see `Rows.open`."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self.arrays.items()):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        row_count = len(next(iter(self.arrays.values())))
+        return _open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
+
+    def _read(self, indices: np.ndarray) -> NumpyBatch:
+        """Return the rows with these indices."""
+        return {name: array[indices] for name, array in self.arrays.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A dataset with `len(rows)` and `rows[i]`, in which each row is a dict of arrays or numbers.
+
+    The rows are read in a thread while the devices compute. `rows.__getitems__(indices)`, which the datasets of PyTorch
+    and Hugging Face may have, is preferred to one call for each row.
+
+    Args:
+        rows: the dataset. All its rows have the same names, shapes and dtypes.
+        held_out: share of the rows held out for evaluation; which rows they are depends only on their number.
+        names: names of the items if each row is a tuple, such as ("images", "labels").
+
+    Raises:
+        UserError: `rows` has no length or cannot be indexed; or, while it is read, a row is not as described.
+
+    Example:
+        >>> squares = [{"x": float(i), "y": float(i * i)} for i in range(10)]
+        >>> sorted(next(iter(Rows(squares).open(4, seed=0).train())))
+        ['x', 'y']
+    """
+
+    rows: Any
+    held_out: float = 0.1
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_held_out(self.held_out)
+        if not hasattr(self.rows, "__len__") or not hasattr(self.rows, "__getitem__"):
+            raise UserError(
+                f"rows: got {type(self.rows).__name__}, expected a dataset with len(rows) and rows[i]; an iterable of "
+                "batches is a Stream"
+            )
+        if isinstance(self.rows, list | tuple):
+            object.__setattr__(self, "rows", Listed(self.rows))
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+        """Return the batches of this dataset.
+
+        Args:
+            batch: number of rows in the global batch.
+            seed: seed of the order of the rows.
+            process: index of this process.
+            processes: number of processes that share the batch; each process gets contiguous rows.
+
+        Raises:
+            UserError: too few rows are left to train or evaluate on, or a row is no dict of numbers.
+        """
+        digest = hashlib.sha256(str(len(self.rows)).encode())
+        for array in self._read(np.zeros(1, np.int64)).values() if len(self.rows) else ():
+            digest.update(array.tobytes())
+        return _open_rows("rows", len(self.rows), self._read, self.held_out, digest, batch, seed, process, processes)
+
+    def _read(self, indices: np.ndarray) -> NumpyBatch:
+        """Return the rows with these indices, stacked."""
+        many_at_once = getattr(self.rows, "__getitems__", None)
+        index_list = indices.tolist()
+        rows = [self.rows[index] for index in index_list] if many_at_once is None else many_at_once(index_list)
+        row_dicts = [self._row(index, row) for index, row in zip(index_list, rows, strict=True)]
+        return {name: self._stacked(name, index_list, row_dicts) for name in row_dicts[0]}
+
+    def _row(self, index: int, row: Any) -> dict[str, Any]:
+        """Return a row as a dict."""
+        if self.names and isinstance(row, tuple | list) and len(row) == len(self.names):
+            return dict(zip(self.names, row, strict=True))
+        if self.names or not isinstance(row, Mapping):
+            length_text = f" of {len(row)}" if isinstance(row, tuple | list) else ""
+            expected_text = f"a tuple of {', '.join(self.names)}" if self.names else "a dict of arrays or numbers"
+            way_out = "" if self.names else "; a tuple needs names=(...)"
+            raise UserError(
+                f"rows[{index}]: got a {type(row).__name__}{length_text}, expected {expected_text}{way_out}"
+            )
+        return dict(row)
+
+    def _stacked(self, name: str, indices: list[int], rows: list[dict[str, Any]]) -> np.ndarray:
+        """Return the arrays of this name in the rows, as one array."""
+        for index, row in zip(indices, rows, strict=True):
+            if row.keys() != rows[0].keys():
+                raise UserError(
+                    f"rows[{index}] has {', '.join(map(str, row))}, but rows[{indices[0]}] has "
+                    f"{', '.join(map(str, rows[0]))}: expected the same names in all rows"
+                )
+        arrays = [np.asarray(row[name]) for row in rows]
+        for index, array in zip(indices, arrays, strict=True):
+            if array.shape != arrays[0].shape:
+                raise UserError(
+                    f"rows[{index}][{name!r}] has shape {array.shape}, but rows[{indices[0]}][{name!r}] "
+                    f"{arrays[0].shape}: expected one shape in all rows; pad or cut them"
+                )
+        return checked_array(name, np.stack(arrays), "rows")
+
+
+def _check_held_out(held_out: float) -> None:
+    """Raise an error if `held_out` is no share of the rows."""
+    if not 0 <= held_out < 1:
+        raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out < 1")
+
+
+def _open_rows(
+    kind: str,
+    row_count: int,
+    read: Callable[[np.ndarray], NumpyBatch],
+    held_out: float,
+    digest: Any,
+    batch: int,
+    seed: int,
+    process: int,
+    processes: int,
+) -> Opened:
+    """Return the opened data of `row_count` rows that `read` returns by their indices."""
+    check_share(batch, process, processes)
+    train_indices, held_out_indices = split_rows(row_count, held_out, f"the data has {row_count} rows")
+    train, evaluation = IndexedRows(read, train_indices), IndexedRows(read, held_out_indices, is_weighted=True)
+    facts = {
+        "kind": kind,
+        "rows": len(train),
+        "targets": len(train),
+        "held_out_rows": len(evaluation),
+        "held_out_targets": len(evaluation),
+        "hash": digest.hexdigest()[:16],
+    }
+    return Opened((train,), (1.0,), (evaluation,), batch, seed, process, processes, None, facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedRows:
+    """The rows of one split (`EpochRows`), read by a function of indices.
+
+    Args:
+        read_indices: function that returns the rows with some indices of the dataset.
+        indices: indices of the rows of this split, [N] int64.
+        is_weighted: whether a row without a weight gets the weight 1.
+    """
+
+    read_indices: Callable[[np.ndarray], NumpyBatch]
+    indices: np.ndarray
+    is_weighted: bool = False
+
+    def __len__(self) -> int:
+        """Number of rows in one epoch."""
+        return len(self.indices)
+
+    @property
+    def targets(self) -> int:
+        """Number of rows in one epoch."""
+        return len(self)
+
+    def read(self, rows: np.ndarray) -> NumpyBatch:
+        """Read the rows with these indices, [B] int64, in the endless sequence of epochs."""
+        if not len(rows):  # the names, dtypes and shapes are those of any row
+            return {name: array[:0] for name, array in self.read(np.zeros(1, np.int64)).items()}
+        batch = self.read_indices(self.indices[rows % len(self)])
+        return with_row_weights(batch) if self.is_weighted else batch

@@ -1,0 +1,320 @@
+"""Batches of a user's own, which come ready to use from an iterable or from a function that returns one."""
+
+import base64
+import dataclasses
+import inspect
+import json
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.data.arrays import Listed, checked_batch, common_row_count, with_row_weights
+from jaxscale.data.loader import NumpyBatch
+from jaxscale.data.rows import Arrays
+from jaxscale.data.text import check_share
+from jaxscale.errors import UserError
+from jaxscale.values import check_types
+
+_STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+"""Pairs of methods that return and set the state of an iterator: those of Grain, and those of torchdata."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """An iterable of batches, or a function that returns one; each batch is a dict of arrays with the same shapes.
+
+    A batch is the global one, of which every process takes its rows. A function with parameters `process` and
+    `processes` returns the batches of one process, with its part of the rows. At its end, the iterable is iterated
+    again, which an iterator, such as a generator, does not allow: a function that returns it does.
+
+    A continued run sets the state of data that has one: `get_state()` and `set_state(state)`, or `state_dict()` and
+    `load_state_dict(state)`, of the iterator or of the iterable, with a state of JSON values or bytes. Without a state,
+    the batches that the run was trained on are read again and dropped, which is exact if they are the same every time.
+
+    Args:
+        batches: the iterable, or a function that returns it.
+        held_out: iterable of batches to evaluate on, or a function that returns one; the last batch may be shorter.
+
+    Raises:
+        UserError: `batches` is no iterable; or, while they are read, a batch is not as described, or the batches end.
+
+    Example:
+        >>> def batches():
+        ...     rng = np.random.default_rng(0)
+        ...     while True:
+        ...         x = rng.normal(size=(4, 3)).astype("float32")
+        ...         yield {"x": x, "y": x.sum(1)}
+        >>> sorted(next(Stream(batches).open(4, seed=0).train()))
+        ['x', 'y']
+    """
+
+    batches: Any
+    held_out: Any = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if isinstance(self.held_out, Iterator):
+            raise UserError(
+                "held_out: got an iterator, which can be evaluated on only once: give a list, or a function that "
+                "returns the iterator"
+            )
+        for name in ("batches", "held_out"):
+            source = getattr(self, name)
+            if source is None and name == "held_out":
+                continue
+            if isinstance(source, str | bytes | Mapping) or not (callable(source) or isinstance(source, Iterable)):
+                raise UserError(
+                    f"{name}: got a {type(source).__name__}, expected an iterable of batches, each a dict of arrays, "
+                    "or a function that returns one"
+                )
+            if isinstance(source, list | tuple):
+                object.__setattr__(self, name, Listed(source))
+            elif isinstance(source, Iterator) and not isinstance(source, OnePass):
+                object.__setattr__(self, name, OnePass(source))
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> "OpenedStream":
+        """Return the opened batches.
+
+        Args:
+            batch: number of rows in the global batch.
+            seed: not used: the order is the iterable's own.
+            process: index of this process.
+            processes: number of processes that share the batch.
+        """
+        check_share(batch, process, processes)
+        return OpenedStream(self, batch, process, processes)
+
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and dtype of each array in a batch, by name; the first batch of an iterator is not lost."""
+        if isinstance(self.batches, OnePass):
+            first_batch = checked_batch(self.batches.peek(), "batch 0")
+        else:
+            first_batch = next(self.open(batch, 0).train())
+        return {name: ((batch, *array.shape[1:]), str(array.dtype)) for name, array in first_batch.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedStream:
+    """The opened batches of a `Stream`.
+
+    Args:
+        stream: the stream.
+        batch: number of rows in the global batch.
+        process: index of this process.
+        processes: number of processes that share the batch.
+    """
+
+    stream: Stream
+    batch: int
+    process: int
+    processes: int
+    tokenizer: None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"kind": "stream"})
+
+    def train(self, start: dict[str, Any] | None = None) -> "StreamBatches":
+        """Return the endless training batches, starting at the first one or at a state from `get_state`."""
+        return StreamBatches(self, start)
+
+    def evaluation(self) -> Iterator[NumpyBatch]:
+        """Yield the held-out batches, with weights; the rows that fill up a shorter batch have weight 0."""
+        if self.stream.held_out is None:
+            return
+        iterable, is_local = self.iterable("held_out")
+        row_count = self.batch // (self.processes if is_local else 1)
+        for index, batch in enumerate(iterable):
+            where = f"batch {index} of held_out"
+            weighted_batch = with_row_weights(checked_batch(batch, where))
+            missing_count = row_count - common_row_count(weighted_batch, where)
+            if missing_count < 0:
+                raise UserError(f"{where} has {row_count - missing_count} rows, expected at most {row_count}")
+            padded_batch = {
+                name: np.pad(array, [(0, missing_count)] + [(0, 0)] * (array.ndim - 1))
+                for name, array in weighted_batch.items()
+            }
+            yield padded_batch if is_local else self.own_rows(padded_batch)
+
+    def iterable(self, name: str) -> tuple[Any, bool]:
+        """Return the iterable that "batches" or "held_out" gives, and whether it has this process's rows alone."""
+        source = getattr(self.stream, name)
+        if isinstance(source, Iterable):
+            return source, False
+        is_local = {"process", "processes"} <= inspect.signature(source).parameters.keys()
+        iterable = source(process=self.process, processes=self.processes) if is_local else source()
+        if not isinstance(iterable, Iterable):
+            raise UserError(f"{name}: the function returned a {type(iterable).__name__}, expected an iterable")
+        return iterable, is_local
+
+    def own_rows(self, batch: NumpyBatch) -> NumpyBatch:
+        """Return this process's rows of a global batch."""
+        row_count = self.batch // self.processes
+        first_row = self.process * row_count
+        return {name: array[first_row : first_row + row_count] for name, array in batch.items()}
+
+
+class StreamBatches(Iterator[NumpyBatch]):
+    """The endless batches of a `Stream`.
+
+    Args:
+        opened: the opened stream.
+        start: initial state; `None` for the first batch.
+
+    Attributes:
+        note: what a continued run does if the data has no state; `None` if it has one.
+    """
+
+    def __init__(self, opened: OpenedStream, start: dict[str, Any] | None) -> None:
+        self._opened = opened
+        self._batch_count = 0  # in all epochs
+        self._shapes: dict[str, Any] | None = None
+        self._iterable, self._is_local = opened.iterable("batches")
+        self._iterator = iter(self._iterable)
+        self.note = (
+            None if self._state_owner() else "the data has no state: a continued run reads batches and drops them"
+        )
+        if start is not None:
+            self._continue_from(start)
+
+    def __next__(self) -> NumpyBatch:
+        where = f"batch {self._batch_count}"
+        batch = checked_batch(self._next(), where)
+        row_count = self._opened.batch // (self._opened.processes if self._is_local else 1)
+        if (found_count := common_row_count(batch, where)) != row_count:
+            raise UserError(
+                f"{where} has {found_count} rows, expected {row_count}"
+                f"{' for each process' if self._is_local else ''}: the experiment's batch is {self._opened.batch}"
+            )
+        shapes = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
+        if self._shapes not in (None, shapes):
+            raise UserError(f"{where} has {shapes}, but the first batch {self._shapes}: expected one shape and dtype")
+        self._shapes = shapes
+        self._batch_count += 1
+        return batch if self._is_local else self._opened.own_rows(batch)
+
+    def _next(self) -> Any:
+        """Return the next batch as the iterable returns it; at its end, iterate again."""
+        for batch in self._iterator:
+            return batch
+        if isinstance(self._iterable, OnePass):
+            raise UserError(
+                f"the data ended after {self._iterable.count} batches, as an iterator can be read only once: give a "
+                "function that returns the iterator, or set fewer steps"
+            )
+        self._iterable, _ = self._opened.iterable("batches")
+        self._iterator = iter(self._iterable)
+        for batch in self._iterator:
+            return batch
+        raise UserError("batches: the iterable has no batch, expected at least one")
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state after the last batch, for `OpenedStream.train`, as JSON values."""
+        state_owner = self._state_owner()
+        own_state = {} if state_owner is None else {"state": _to_json(state_owner.get())}
+        return {"next": self._batch_count, **own_state}
+
+    def _continue_from(self, start: dict[str, Any]) -> None:
+        """Continue with the batch that followed when `get_state` returned this state."""
+        state_owner = self._state_owner()
+        if state_owner is not None and "state" in start:
+            state_owner.set(_from_json(start["state"]))
+            if state_owner.value is self._iterable:
+                self._iterator = iter(self._iterable)
+            elif isinstance(self._iterator, OnePass):
+                self._iterator.forget()
+        else:
+            if isinstance(self._iterable, OnePass) and self._iterable.count:
+                raise UserError(
+                    "the run cannot continue with an iterator that has been read: give a function that returns it anew"
+                )
+            for _ in range(start["next"]):
+                self._next()
+            self.note = f"the data has no state: read {start['next']:,} batches and dropped them"
+        self._batch_count = start["next"]
+
+    def _state_owner(self) -> "StateOwner | None":
+        """Return the iterator, or else the iterable, if it has a state."""
+        iterator = self._iterator.iterator if isinstance(self._iterator, OnePass) else self._iterator
+        for value in (iterator, self._iterable):
+            for get_name, set_name in _STATE_METHODS:
+                if hasattr(value, get_name) and hasattr(value, set_name):
+                    return StateOwner(value, getattr(value, get_name), getattr(value, set_name))
+        return None
+
+
+class StateOwner(NamedTuple):
+    """An iterator or iterable with a state, and its methods that return the state and set it."""
+
+    value: Any
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+class OnePass(Iterator[Any]):
+    """An iterator whose next batch can be seen without being taken.
+
+    Args:
+        iterator: the iterator.
+
+    Attributes:
+        count: number of batches taken.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self._seen_batches: list[Any] = []
+        self.count = 0
+
+    def peek(self) -> Any:
+        """Return the next batch."""
+        if not self._seen_batches:
+            self._seen_batches = [next(self.iterator)]
+        return self._seen_batches[0]
+
+    def forget(self) -> None:
+        """Drop the batch that was seen, after the iterator's state was set."""
+        self._seen_batches.clear()
+
+    def __next__(self) -> Any:
+        batch = self._seen_batches.pop() if self._seen_batches else next(self.iterator)
+        self.count += 1
+        return batch
+
+
+def _to_json(state: Any) -> dict[str, Any]:
+    """Return the state of a user's data as JSON values."""
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode()}
+    try:
+        return {"json": json.loads(json.dumps(state))}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the state of the data cannot be stored: {error}; expected JSON values or bytes") from None
+
+
+def _from_json(stored: dict[str, Any]) -> Any:
+    """Return the state that `_to_json` stored."""
+    return base64.b64decode(stored["bytes"]) if "bytes" in stored else stored["json"]
+
+
+def as_data(source: Any) -> Any:
+    """Return what an experiment's `data` stands for: a dict of arrays as `Arrays`, an iterable of batches as `Stream`.
+
+    `None` and values that have `open` or `shapes` are returned as they are.
+
+    Raises:
+        UserError: `source` is none of these.
+
+    Example:
+        >>> type(as_data({"x": np.zeros((8, 2))})).__name__, type(as_data([{"x": np.zeros((4, 2))}])).__name__
+        ('Arrays', 'Stream')
+    """
+    if source is None or hasattr(source, "open") or hasattr(source, "shapes"):
+        return source
+    if isinstance(source, Mapping):
+        return Arrays(source)
+    if callable(source) or (isinstance(source, Iterable) and not isinstance(source, str | bytes)):
+        return Stream(source)
+    raise UserError(
+        f"data: got {reprlib.repr(source)}, expected data such as jaxscale.data.Text, a dict of arrays, or an "
+        "iterable of batches"
+    )
