@@ -6,6 +6,7 @@ the submodules that repeat (`foreign_blocks.py`). Left out: packing (a foreign m
 the vocabulary, generation.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,7 +22,7 @@ from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
-from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks, run_as_one_block
+from jaxscale.models.foreign_blocks import arguments_cast, blocks_wrapped, repeated_blocks, run_as_one_block
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float
 
@@ -108,7 +109,8 @@ class ForeignModel:
     In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
     `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. Batch statistics are those of the
     microbatch, over all devices, and dropout follows from seed, step and microbatch. So both depend on the number of
-    microbatches, but not on the mesh.
+    microbatches, but not on the mesh. With the precision bfloat16, the parameters and the float arrays of two or more
+    dims that the module is called with are cast; what the score reads itself, such as regression targets, is not.
 
     Args:
         make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
@@ -215,13 +217,15 @@ class ForeignModel:
         module_copy.train() if is_training else module_copy.eval()
         if context.key is not None:
             _reseed(module_copy, context)
-        batch = dict(batch)
-        if context.dtype is not None:
-            batch = _set_dtype(jnp.dtype(context.dtype), module_copy, batch)
+        batch, dtype = dict(batch), None if context.dtype is None else jnp.dtype(context.dtype)
+        if dtype is not None:
+            _set_dtype(dtype, module_copy)
         block_paths = repeated_blocks(module_copy) if self.blocks is None else self.blocks
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
-            return score(_bind_mode(module, is_training), batch)
+            casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
+            with casting:
+                return score(_bind_mode(module, is_training), batch)
 
         with blocks_wrapped(module_copy, block_paths):
             target_scores = (
@@ -332,17 +336,13 @@ def _reseed(module: nnx.Module, context: Context) -> None:
             stream.count[...] = jnp.zeros(stream.count.shape, stream.count.dtype)
 
 
-def _set_dtype(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Set `dtype` in the module's layers that have none, and cast the module's parameters; return the cast batch."""
+def _set_dtype(dtype: Any, module: nnx.Module) -> None:
+    """Set `dtype` in the layers of Flax that have none, and cast the module's parameters."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
         elif isinstance(node, nnx.Param) and jnp.issubdtype(node.dtype, jnp.floating):
             node.set_value(node[...].astype(dtype))  # node[...] = x would keep the old type
-    return {
-        name: jnp.asarray(x, dtype) if name != "weights" and jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
-        for name, x in batch.items()
-    }
 
 
 def _copy_variables(target: nnx.Module, source: nnx.Module) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale import blocks
@@ -83,7 +84,7 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
     # the lock is held while tracing: a patch of another thread must not be restored out of order
     with _patch_lock, contextlib.ExitStack() as patches:
         for cls in {type(module_by_path[path]) for path in paths}:
-            patches.enter_context(_patch_calls(cls, block_ids, called_ids))
+            patches.enter_context(_patch_calls(cls, _block_call(block_ids, called_ids)))
         yield
     if not called_ids:
         raise UserError(
@@ -129,18 +130,53 @@ def _is_untreated() -> bool:
 
 
 @contextlib.contextmanager
-def _patch_calls(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
-    """Return a context in which calls of the instances `block_ids` of `cls` run as blocks; they join `called_ids`."""
+def arguments_cast(module: nnx.Module, dtype: Any) -> Iterator[None]:
+    """Return a context in which calls of this instance get their float arrays of two or more dims in `dtype`.
+
+    A vector, such as the time steps of a diffusion model, keeps its dtype, as does what the score itself reads.
+    """
+
+    def cast(x: Any) -> Any:
+        is_cast = getattr(x, "ndim", 0) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.asarray(x, dtype) if is_cast else x
+
+    def make_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = (
+                (args, kwargs) if self is not module else jax.tree.map(cast, (args, kwargs), is_leaf=_is_module)
+            )
+            return original_call(self, *args, **kwargs)
+
+        return call
+
+    with _patch_lock, _patch_calls(type(module), make_call):
+        yield
+
+
+def _block_call(block_ids: set[int], called_ids: set[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a function of a class's `__call__` that returns one which runs the instances `block_ids` as blocks.
+
+    The instances that are called join `called_ids`.
+    """
+
+    def make_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(self) not in block_ids:  # another module, or its own copy inside the block
+                return original_call(self, *args, **kwargs)
+            called_ids.add(id(self))
+            return run_as_one_block(lambda self, args, kwargs: original_call(self, *args, **kwargs), self, args, kwargs)
+
+        return call
+
+    return make_call
+
+
+@contextlib.contextmanager
+def _patch_calls(cls: type, make_call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Return a context in which `__call__` of a class is what `make_call` returns for the class's own `__call__`."""
     original_call: Any = cls.__call__
     has_own_call = "__call__" in vars(cls)
-
-    def call_as_block(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in block_ids:  # another module, or its own copy inside the block
-            return original_call(self, *args, **kwargs)
-        called_ids.add(id(self))
-        return run_as_one_block(lambda self, args, kwargs: original_call(self, *args, **kwargs), self, args, kwargs)
-
-    setattr(cls, "__call__", call_as_block)  # noqa: B010 - a method of a foreign class
+    setattr(cls, "__call__", make_call(original_call))  # noqa: B010 - a method of a foreign class
     try:
         yield
     finally:
@@ -148,6 +184,11 @@ def _patch_calls(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterat
             setattr(cls, "__call__", original_call)  # noqa: B010
         else:
             del cls.__call__
+
+
+def _is_module(value: Any) -> bool:
+    """Return whether a value is a module, which is a pytree, too."""
+    return isinstance(value, nnx.Module)
 
 
 def _submodules(module: nnx.Module) -> dict[ModulePath, nnx.Module]:

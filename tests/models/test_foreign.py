@@ -1,5 +1,7 @@
 """Modules with none of our layers, against plain Flax loops."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -322,3 +324,32 @@ def test_a_variable_that_changes_shape_is_refused():
     model = ForeignModel(lambda rngs: Growing(rngs), classification())
     with pytest.raises(UserError, match="must keep its shape"):
         model.loss(model.build(rngs()), data(), Context(key=jax.random.key(0)))
+
+
+def test_bfloat16_casts_what_the_module_multiplies_and_not_targets_or_time_steps():
+    seen = {}
+
+    class Denoiser(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x, times):
+            seen.update(x=x.dtype, times=times.dtype)
+            return self.linear(x) * jnp.cos(times)[:, None]
+
+    def score(module, batch):
+        seen["noise"] = batch["noise"].dtype
+        return ((module(batch["x"], times=batch["times"]) - batch["noise"]) ** 2).mean(1)
+
+    model = ForeignModel(Denoiser, score)
+    batch = {"x": np.ones((2, 4), np.float32), "times": np.float32([999, 1001]), "noise": np.ones((2, 4), np.float32)}
+    for blocks in (None, ("linear",)):
+        loss = dataclasses.replace(model, blocks=blocks).loss(model.build(rngs()), batch, Context(dtype="bfloat16"))
+        assert {name: str(dtype) for name, dtype in seen.items()} == {
+            "x": "bfloat16",
+            "times": "float32",
+            "noise": "float32",
+        }
+        exact = model.loss(model.build(rngs()), batch, Context())
+        np.testing.assert_allclose(loss.total, exact.total, rtol=0.02)
+    assert Denoiser.__call__.__qualname__.endswith("Denoiser.__call__")
