@@ -1,7 +1,7 @@
 """What plans and checks of data read from a model besides its module and its loss."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,8 @@ class ModelTraits:
         windows: attention windows of successive layers, repeated over the layers; with `None`, a layer sees all
             positions.
         foreign: whether the module has layers of its own, so that options of `jaxscale.layers` do not apply.
+        over: "rows" if the loss is a sum over rows, "batch" if it couples the rows of a batch, as a contrastive loss
+            does; `None` if that is unknown.
         generates: whether the model decodes with a cache: it has a method `init_cache`.
 
     Example:
@@ -40,6 +42,7 @@ class ModelTraits:
     channels: int | None = None
     windows: tuple[int | None, ...] = ()
     foreign: bool = False
+    over: Literal["rows", "batch"] | None = None
     generates: bool = False
 
     @classmethod

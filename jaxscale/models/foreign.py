@@ -12,7 +12,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -121,9 +121,12 @@ class ForeignModel:
         axes: logical axis of jaxscale for each axis name of the module's parameters, such as `{"tp": "heads"}`; a name
             that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names stay whole, and the run
             reports those names.
+        over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed of whole
+            batches only. "rows" if the loss of a row may be computed without the others. With `None`, that is measured
+            before it matters: with microbatches, codecs and DiLoCo, and in a held-out batch that is filled up.
 
     Raises:
-        UserError: `axes` maps a name to what is no logical axis.
+        UserError: `over` is something else, or `axes` maps a name to what is no logical axis.
 
     Example:
         >>> import jax
@@ -138,11 +141,14 @@ class ForeignModel:
     score: Score
     blocks: tuple[str, ...] | None = None
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    over: Literal["rows", "batch"] | None = None
 
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
     def __post_init__(self) -> None:
+        if self.over not in (None, "rows", "batch"):
+            raise UserError(f"over: got {self.over!r}, expected rows, batch or None")
         for logical_axis in self.axes.values():
             AxisRules().axes(logical_axis)  # raises if there is no such axis
 

@@ -38,6 +38,11 @@ class Incompatible(UserError):
         self.rule = rule
 
 
+def cut_of_batch(facts: Facts) -> str | None:
+    """Return the text of the first request under which the loss is computed of parts of a batch; `None` without any."""
+    return next((text for request in CUTS_THE_BATCH if (text := request(facts)) is not None), None)
+
+
 def check(facts: Facts) -> None:
     """Refuse a combination of requests for which there is a rule.
 
@@ -64,6 +69,9 @@ weights lie there too; add offload.weights host (jaxscale docs choosing/combinat
 OWN_COPIES = "the pipeline's stages update their own copies of the weights on the device, in the middle of a step"
 OF_THE_WHOLE_BATCH = "batch statistics and generators belong to the whole batch, but each replica would have its own"
 LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale cannot see whether a model has any"
+
+CUTS_THE_BATCH = (requests.microbatches, requests.codec, requests.diloco)
+"""Requests under which the loss is computed of parts of a batch: microbatches, or the rows of one replica."""
 
 RULES: tuple[Rule, ...] = (
     # requests that need an axis of the mesh, or a pipeline
@@ -209,6 +217,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         requests.combination(requests.diloco, requests.foreign_model_over_tensor),
         f"{LOOK_UPS}; take a mesh without tensor",
+    ),
+    # losses that couple the rows of a batch
+    *(
+        Rule(
+            requests.combination(requests.loss_over_batch, cut),
+            "the loss of parts of a batch is another loss; leave one of the two out, and take memory full or zero 3 "
+            "if memory is short",
+        )
+        for cut in CUTS_THE_BATCH
     ),
     # pipelines
     Rule(

@@ -181,6 +181,11 @@ foreign_model_over_tensor = request_when(
     lambda facts: foreign_model(facts) is not None and (facts.size("tensor") or 1) > 1,
 )
 """A model that is not built of jaxscale's layers, on several devices along the tensor axis."""
+loss_over_batch = request_when(
+    "a loss over the whole batch",
+    lambda facts: facts.experiment is not None and ModelTraits.of(facts.experiment.model).over == "batch",
+)
+"""A model whose loss is declared to couple the rows of a batch."""
 diloco = request_when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
 """Replicas that train alone, and synchronize every few steps."""
 zero = request_when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)

@@ -3,6 +3,9 @@
 import itertools
 from typing import Any
 
+import numpy as np
+
+from jaxscale.data.loader import NumpyBatch
 from jaxscale.errors import UserError
 
 _IN_FLIGHT_LIMIT = 8
@@ -32,6 +35,10 @@ def held_out_means(
     batch_sums: list[Any] = []
     for batch in itertools.islice(data.evaluation(), batches):
         device_batch = step.place(batch)
+        if filled_count := _fill_count(batch):
+            device_batch = _without_fill(step, state, batch, device_batch, filled_count)
+            if device_batch is None:
+                continue
         weighted_loss = step.evaluate(state, device_batch)
         if one_at_a_time:
             jax.block_until_ready(weighted_loss)
@@ -48,6 +55,32 @@ def held_out_means(
         correct_sums, weight_sums = zip(*(accuracy_sums for _, _, accuracy_sums in host_sums), strict=True)
         means["accuracy"] = sum(map(float, correct_sums)) / sum(map(float, weight_sums))
     return means
+
+
+def _fill_count(batch: NumpyBatch) -> int:
+    """Return the number of rows at the end of a batch that have weight 0, with which the last batch is filled up."""
+    weights = batch.get("weights")
+    if weights is None:
+        return 0
+    counted_rows = np.flatnonzero(np.any(np.asarray(weights).reshape(len(weights), -1), axis=1))
+    return len(weights) - (int(counted_rows[-1]) + 1 if len(counted_rows) else 0)
+
+
+def _without_fill(step: Any, state: Any, batch: NumpyBatch, device_batch: Any, filled_count: int) -> Any:
+    """Return a batch that was filled up, for a loss that couples rows without the rows that fill it.
+
+    Returns:
+        The arrays on the devices; `None` if the loss couples rows, and the devices cannot share the other rows evenly.
+    """
+    import jax
+
+    if not step.couples_rows(state, device_batch):
+        return device_batch
+    row_count = len(batch["weights"]) - filled_count
+    is_shared_evenly = row_count and not row_count % step.row_shards
+    if not is_shared_evenly or jax.process_count() > 1:
+        return None
+    return step.place({name: array[:row_count] for name, array in batch.items()})
 
 
 def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dict[str, Any]:

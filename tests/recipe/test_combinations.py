@@ -30,6 +30,7 @@ ONE_BIT, FOREIGN = (
     experiment("one_bit_adam"),
     experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification())),
 )
+CONTRASTIVE = experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification(), over="batch"))
 REPLICAS = "mesh=replica:2 "
 UNLIKE = {"has_unlike_blocks": True}
 EXAMPLES = (
@@ -66,6 +67,9 @@ EXAMPLES = (
     (REPLICAS + "diloco=every=2 precision=bfloat16 master=split", {}, "take state.master float32"),
     (REPLICAS + "diloco=every=2", {"state": ("bn/mean",)}, "leave diloco out"),
     ("mesh=replica:2,tensor:2 diloco=every=2", {"experiment": FOREIGN}, "without tensor"),
+    ("microbatches=2", {"experiment": CONTRASTIVE}, "the loss of parts of a batch is another loss"),
+    (REPLICAS + "reduce=int8", {"experiment": CONTRASTIVE}, "take memory full or zero 3 if memory is short"),
+    (REPLICAS + "diloco=every=2", {"experiment": CONTRASTIVE}, "leave one of the two out"),
     ("pipeline=1f1b:2x4 microbatches=2", {}, "leave microbatches out"),
     ("pipeline=auto:2 microbatches=2", {}, "leave microbatches out"),
     ("pipeline=1f1b:2x4 anneal=3", {}, "take pipemare:P"),

@@ -1,0 +1,136 @@
+"""Losses that couple the rows of a batch: refused where a batch is cut, and evaluated on whole batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale import Experiment, Optimizer, build
+from jaxscale.data import Arrays
+from jaxscale.errors import UserError
+from jaxscale.models.foreign import ForeignModel
+from jaxscale.training.evaluate import held_out_means
+from tests.plans import plan_of
+
+ROWS = 8
+
+
+class TwoTowers(nnx.Module):
+    """A tower for each side; `norm` and `rate` add batch statistics and dropout."""
+
+    def __init__(self, rngs, norm=False, rate=0.0):
+        self.left, self.right = nnx.Linear(3, 64, rngs=rngs), nnx.Linear(5, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs) if norm else None
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+
+    def __call__(self, x, y):
+        left, right = self.left(x), self.right(y)
+        left = left if self.norm is None else self.norm(left)
+        return left if self.dropout is None else self.dropout(left), right
+
+
+def contrastive(module, batch):
+    left, right = module(batch["x"], batch["y"])
+    return -jnp.diag(jax.nn.log_softmax(left @ right.T))
+
+
+def ranking(module, batch):
+    left, right = module(batch["x"], batch["y"])
+    scores = (left * right).sum(1)
+    return jax.nn.softplus(scores[None, :] - scores[:, None]).mean(1)
+
+
+def standardized(module, batch):
+    x = batch["x"]
+    left, right = module((x - x.mean(0, keepdims=True)) / (x.std(0, keepdims=True) + 1e-5), batch["y"])
+    return ((left - right) ** 2).mean(1)
+
+
+def weighted_by_rank(module, batch):
+    left, right = module(batch["x"], batch["y"])
+    losses = ((left - right) ** 2).mean(1)
+    return losses, (losses > jnp.median(losses, keepdims=True)).astype(jnp.float32)
+
+
+def distance(module, batch):
+    left, right = module(batch["x"], batch["y"])
+    return ((left - right) ** 2).mean(1)
+
+
+COUPLED = (contrastive, ranking, standardized, weighted_by_rank)
+
+
+def arrays(rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(rows, 3)).astype("float32"), "y": rng.normal(size=(rows, 5)).astype("float32")}
+
+
+def step_of(score, mesh="1", over=None, data=None, norm=False, rate=0.0, **fields):
+    model = ForeignModel(lambda rngs: TwoTowers(rngs, norm, rate), score, over=over)
+    experiment = Experiment("pairs", model, data, optimizer=Optimizer(learning_rate=1e-2), steps=4, batch=ROWS)
+    return build(experiment, plan_of(mesh=mesh, **fields))
+
+
+CUTS = {
+    "microbatches": {"microbatches": 4},
+    "a codec": {"mesh": "replica:2", "reduce": "int8"},
+    "diloco": {"mesh": "replica:2", "diloco": "every=2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("score", "cut"), [*((score, "microbatches") for score in COUPLED), (contrastive, "a codec"), (ranking, "diloco")]
+)
+def test_a_coupled_loss_is_refused_before_the_first_step_where_a_batch_is_cut(score, cut):
+    step = step_of(score, **CUTS[cut])
+    state, batch = step.init(), step.place(arrays())
+    with pytest.raises(UserError, match=r"the loss of this model couples the rows of a batch \(its second difference"):
+        step(state, batch)
+    with pytest.raises(UserError, match=r"a loss over the whole batch with .*the loss of parts of a batch is another"):
+        step_of(score, over="batch", **CUTS[cut])
+
+
+@pytest.mark.parametrize("fields", [{}, {"mesh": "data:4"}, {"mesh": "fsdp:4", "zero": 3, "memory": "full"}])
+def test_a_whole_batch_has_the_contrastive_loss_of_plain_code(fields):
+    step = step_of(contrastive, **fields)
+    state, batch = step.init(), arrays()
+    module = step.module(state)
+    plain = float(contrastive(module, batch).mean())
+    _, metrics = step(state, step.place(batch))
+    np.testing.assert_allclose(metrics["loss"], plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cut", "options"),
+    [
+        *((cut, {}) for cut in CUTS),
+        ("microbatches", {"norm": True}),
+        ("microbatches", {"rate": 0.5}),
+        ("microbatches", {"over": "rows", "score": contrastive}),
+    ],
+)
+def test_sums_over_rows_and_batch_statistics_are_trained(cut, options):
+    step = step_of(**{"score": distance, **options}, **CUTS[cut])
+    _, metrics = step(step.init(), step.place(arrays()))
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize(("mesh", "expected_targets"), [("1", 11), ("data:2", 8)])
+def test_a_held_out_batch_that_is_filled_up_is_scored_by_its_rows_alone(mesh, expected_targets):
+    data = Arrays(arrays(44), held_out=0.25)
+    step = step_of(contrastive, mesh=mesh, data=data)
+    state, opened = step.init(), data.open(ROWS, 0)
+    means = held_out_means(step, opened, state, one_at_a_time=True)
+    module, losses = step.module(state), []
+    for batch in opened.evaluation():
+        rows = batch["weights"] > 0
+        if rows.sum() == ROWS or mesh == "1":
+            losses += contrastive(module, {name: batch[name][rows] for name in ("x", "y")}).tolist()
+    assert means["targets"] == expected_targets == len(losses)
+    np.testing.assert_allclose(means["loss"], np.mean(losses), rtol=1e-5)
+
+
+def test_over_is_checked():
+    with pytest.raises(UserError, match="over: got 'row', expected rows, batch or None"):
+        ForeignModel(lambda rngs: TwoTowers(rngs), contrastive, over="row")
