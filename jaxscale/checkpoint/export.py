@@ -28,14 +28,17 @@ def export(
         raise UserError(f"{folder} is the directory of a run: give a new folder for the model")
     from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
     from jaxscale.models import huggingface
+    from jaxscale.models.lora import LoRA
 
     trained = restore_parameters(run, best=best)
     trained_model = trained.experiment.model
-    exported_model = getattr(trained_model, "model", trained_model)  # `Pretrained` wraps a model in `model`
     arrays = trained.step.to_canonical(trained.state)
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")
     }
+    if isinstance(trained_model, LoRA):
+        params, trained_model = trained_model.merged(params), trained_model.model
+    exported_model = getattr(trained_model, "model", trained_model)  # `Pretrained` wraps a model in `model`
     huggingface.save(folder, exported_model, params, dtype)
     tokenizer = read_tokenizer(run)
     if tokenizer is not None and tokenizer.kind == "subword":

@@ -127,6 +127,9 @@ class Linear(nnx.Module):
         (2, 4)
     """
 
+    lora: Any = None
+    """The layer's `layers.lora.Adapter`, which is a function of `x`; `None` without one."""
+
     def __init__(
         self,
         in_size: int,
@@ -145,4 +148,6 @@ class Linear(nnx.Module):
         """Return `x W + b` in the type of `x`; the context's recipe, if any, rounds the operands of the product."""
         w = self.weight[...]
         y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
+        if self.lora is not None:
+            y = y + self.lora(x)
         return y if self.bias is None else add_bias(y, self.bias[...])

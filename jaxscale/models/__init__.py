@@ -9,6 +9,7 @@
 | classify | cross-entropy and accuracy of image classifiers |
 | huggingface | `load`, `save`, `Pretrained`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
+| lora | `LoRA`: a model with adapters of low rank, which alone are trained |
 | foreign, foreign_blocks | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
 The names of this module load on first use; `Decoder`, `ViT` and `ResNet` import neither JAX nor Flax.
@@ -23,6 +24,7 @@ _MODULE_BY_NAME = {
     "Decoder": "jaxscale.models.decoder",
     "ForeignModel": "jaxscale.models.foreign",
     "Llama3Scaling": "jaxscale.models.decoder",
+    "LoRA": "jaxscale.models.lora",
     "Pretrained": "jaxscale.models.huggingface",
     "ResNet": "jaxscale.models.resnet",
     "ViT": "jaxscale.models.vit",
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
     from jaxscale.models.decoder import Decoder, Llama3Scaling
     from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
     from jaxscale.models.huggingface import Pretrained, describe, read_config
+    from jaxscale.models.lora import LoRA
     from jaxscale.models.resnet import ResNet
     from jaxscale.models.vit import ViT
 
 __all__ = [
-    "CrossEntropy", "Decoder", "ForeignModel", "Llama3Scaling", "Pretrained", "ResNet", "ViT", "classification",
+    "CrossEntropy", "Decoder", "ForeignModel", "Llama3Scaling", "LoRA", "Pretrained", "ResNet", "ViT", "classification",
     "describe", "language_model", "linen_model", "read_config",
 ]  # fmt: skip
 

@@ -234,7 +234,8 @@ class Decoder:
 
         Args:
             module: the result of `build`, or a copy with other parameters.
-            batch: int32 `tokens` and `targets` [B, T]; optionally `positions`, `segments` and float32 `weights`.
+            batch: int32 `tokens` and `targets` [B, T]; optionally `positions`, `segments`, and float32 `weights` of the
+                targets or, [B], of the rows.
             context: context of the forward pass, with the key, the compute dtype and the implementations.
         """
         from jaxscale.models.decoder_module import decoder_loss

@@ -220,11 +220,14 @@ class DecoderModule(nnx.Module):
 def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
     """Return the summed cross-entropy of a batch, as `Decoder.loss` documents."""
     settings = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
+    weights = batch.get("weights")
+    if weights is not None and jnp.ndim(weights) == 1:  # one for each row
+        weights = jnp.broadcast_to(jnp.asarray(weights)[:, None], batch["targets"].shape)
     return cross_entropy(
         module.hidden(batch["tokens"], **settings),
         module.table,
         batch["targets"],
-        batch.get("weights"),
+        weights,
         vocab=module.config.vocab,
         chunk=context.loss_chunk,
         z_loss=module.config.z_loss,

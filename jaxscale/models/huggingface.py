@@ -214,7 +214,7 @@ class Pretrained:
         UserError: config.json is invalid. `initial_params` checks the weights.
     """
 
-    folder: str = dataclasses.field(metadata={"place": "name"})
+    folder: str | Path = dataclasses.field(metadata={"place": "name"})
     dropout: float = 0.0
     z_loss: float = 0.0
 

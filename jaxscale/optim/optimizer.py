@@ -5,6 +5,7 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -85,6 +86,9 @@ class Optimizer:
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function that returns any optax transformation for a schedule (step to learning rate); it replaces
             `name` and its options. Gradients are first clipped to `clip`, as for other rules.
+        train: which parameters are trained: a regular expression that is searched for in their names, such as
+            "lora|head", or the name of their type, such as "LoRAParam". The others have no gradient and no state; they
+            are kept as they are, in the precision of the plan. `None` trains all.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -116,6 +120,7 @@ class Optimizer:
     decay: Literal["matrices", "all"] = "matrices"
     clip: float | None = 1.0
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
+    train: str | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.custom, "init") and hasattr(self.custom, "update"):
@@ -124,6 +129,7 @@ class Optimizer:
                 "rate, such as lambda rate: optax.adam(rate)"
             )
         check_types(self)
+        self._check_train()
         self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
         self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")
         self._check_range(_DECAY_FIELDS, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
@@ -146,6 +152,17 @@ class Optimizer:
                     f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
+
+    def _check_train(self) -> None:
+        """Raise UserError if `train` is no regular expression, or empty."""
+        if self.train is None:
+            return
+        try:
+            re.compile(self.train)
+        except re.error as error:
+            raise UserError(f"optimizer.train: got {self.train!r}, expected a regular expression: {error}") from None
+        if not self.train:
+            raise UserError("optimizer.train: got an empty text, expected a part of names; leave it out to train all")
 
     def _check_range(self, fields: Sequence[str], is_in_range: Callable[[float], bool], expected: str) -> None:
         """Raise UserError if a field with one of these names is out of range."""

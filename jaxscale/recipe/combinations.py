@@ -218,6 +218,17 @@ RULES: tuple[Rule, ...] = (
         requests.combination(requests.diloco, requests.foreign_model_over_tensor),
         f"{LOOK_UPS}; take a mesh without tensor",
     ),
+    # parameters that are not trained
+    Rule(
+        requests.combination(requests.frozen_parameters, requests.pipeline),
+        "a pipeline divides the trained parameters into stages, and the others would be whole on every device; take a "
+        "mesh of fsdp devices with zero 3, or leave the pipeline out",
+    ),
+    Rule(
+        requests.combination(requests.frozen_parameters, requests.weights_host),
+        "weights are streamed to be updated, and parameters that are not trained stay on the device; take "
+        "offload.weights device, or zero 3",
+    ),
     # losses that couple the rows of a batch
     *(
         Rule(

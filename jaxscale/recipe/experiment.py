@@ -154,6 +154,11 @@ class Experiment:
         if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\\0"):
             raise UserError(f"name: got {self.name!r}, expected the name of a folder, without / and \\")
 
+    @property
+    def train(self) -> str | None:
+        """Which parameters are trained: the optimizer's setting, or else the model's; `None` for all."""
+        return self.optimizer.train or getattr(self.model, "train", None)
+
 
 def plan_of(experiment: Any, plan: Any) -> Plan:
     """Return `plan`, or the experiment's own plan if `plan` is `None`.

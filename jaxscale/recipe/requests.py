@@ -181,6 +181,10 @@ foreign_model_over_tensor = request_when(
     lambda facts: foreign_model(facts) is not None and (facts.size("tensor") or 1) > 1,
 )
 """A model that is not built of jaxscale's layers, on several devices along the tensor axis."""
+frozen_parameters = request_when(
+    "train {experiment.train}", lambda facts: facts.experiment is not None and facts.experiment.train is not None
+)
+"""Parameters that are not trained."""
 loss_over_batch = request_when(
     "a loss over the whole batch",
     lambda facts: facts.experiment is not None and ModelTraits.of(facts.experiment.model).over == "batch",

@@ -95,7 +95,7 @@ class Canonical:
                 lambda part: len(part.shape) > 0 and part.shape != (1,),
             ),
             rest=_in_one_stack(
-                map_with_path(lambda path, leaf: part_of_whole(f"{REST}/{path_name(path)}", leaf), abstract.rest),
+                map_with_path(lambda path, leaf: naming.part_of_state(REST, path, leaf), abstract.rest),
                 lambda part: True,
             ),
             watch=map_with_path(lambda path, leaf: part_of_whole(f"watch/{path_name(path)}", leaf), abstract.watch),

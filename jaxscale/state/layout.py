@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 
 from jaxscale.blocks import Model
@@ -146,6 +146,16 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
     return placements
 
 
+def frozen_specs_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
+    """Return the placement of each parameter that is not trained, by name: that of the copies that passes read."""
+    rules = effective_rules(plan)
+    return {
+        name: placement(leaf.shape, pure_model.axis_names.get(name), plan.zero, True, mesh, rules).compute
+        for name, leaf in named_leaves(pure_model.abstract_model_state).items()
+        if name in pure_model.frozen
+    }
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """The mesh, and the placement of every leaf of the train state on it.
@@ -224,7 +234,14 @@ class Layout:
             abstract_step, abstract_params, abstract_optimizer, pure_model.abstract_model_state, abstract_watch
         )
         whole_shardings = jax.tree.map(lambda _: whole_sharding, unplaced_state)
-        state_shardings = dataclasses.replace(whole_shardings, params=master_shardings, optimizer=optimizer_shardings)
+        frozen_specs = frozen_specs_of(pure_model, plan, mesh)
+        model_state_shardings = jax.tree_util.tree_map_with_path(
+            lambda path, _: NamedSharding(mesh, frozen_specs.get(path_name(path), PartitionSpec())),
+            pure_model.abstract_model_state,
+        )
+        state_shardings = dataclasses.replace(
+            whole_shardings, params=master_shardings, optimizer=optimizer_shardings, rest=model_state_shardings
+        )
         abstract_state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             unplaced_state,
@@ -373,7 +390,7 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
     if load is None:
         return params, model_state
 
-    def place_array(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+    def place_array(array: LazyArray, abstract: Array, sharding: Sharding) -> Array:
         """Put a host array on the devices shard by shard; dims that are padded in the model get zeros."""
         padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
         padded_array = np.pad(np.asarray(array), padding) if array.shape != abstract.shape else array
@@ -381,8 +398,21 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
             abstract.shape, sharding, lambda index: np.asarray(padded_array[index or ()], abstract.dtype)
         )
 
-    loaded_params = pure_model.in_rows(in_groups(load(), pure_model.group_depths))
-    return jax.tree.map(place_array, loaded_params, pure_model.abstract_params, layout.master_shardings), model_state
+    loaded_arrays = named_leaves(pure_model.in_rows(in_groups(load(), pure_model.group_depths)))
+
+    def loaded_leaf(path: KeyPath, drawn: Array) -> Array:
+        """Return the loaded array of a parameter; adapters, and state that is no parameter, are what was drawn."""
+        name = path_name(path)
+        array = loaded_arrays.pop(name, None)
+        if array is not None:
+            return place_array(array, drawn, drawn.sharding)
+        is_param = name in layout.placements or name in pure_model.frozen
+        assert not is_param or "lora" in name.split("/"), f"{name} was not loaded"
+        return drawn
+
+    params, model_state = (jax.tree_util.tree_map_with_path(loaded_leaf, tree) for tree in (params, model_state))
+    assert not loaded_arrays, f"loaded, but no parameters: {', '.join(loaded_arrays)}"
+    return params, model_state
 
 
 def local_bytes(tree: PyTree, *, is_on_host: bool = False) -> int:

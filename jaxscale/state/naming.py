@@ -69,12 +69,17 @@ class Naming:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter without padding, by name."""
+        """Shape of each parameter without padding, by name, including those that are not trained."""
         padded = unpadded = self.pure_model
         if padded.vocab_multiple > 1:
-            unpadded = PureModel.of(padded.model, padded.seed, 1, padded.group_depths, padded.layer_of_row)
+            unpadded = PureModel.of(
+                padded.model, padded.seed, 1, padded.group_depths, padded.layer_of_row, padded.train
+            )
             unpadded = unpadded.with_copies(padded.copies)
-        return {name: tuple(leaf.shape) for name, leaf in named_leaves(unpadded.abstract_params).items()}
+        leaves = named_leaves(unpadded.abstract_params)
+        other_leaves = named_leaves(unpadded.abstract_model_state)
+        leaves |= {name: leaf for name, leaf in other_leaves.items() if name in unpadded.frozen}
+        return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
 
     def part_of_param(
         self, prefix: str, path: KeyPath, name: str | None, leaf: jax.ShapeDtypeStruct, role: str = ""
@@ -110,6 +115,19 @@ class Naming:
         layers = [layer_of_row[row] for row in row_of_name] if layer_of_row else range(leaf.shape[layer_dim])
         names = tuple(layer_name(full_name, layer) + suffix for layer in layers)
         return Part(names, layer_dim, shape, row_of_name=row_of_name, dtype=dtype)
+
+    def part_of_state(self, prefix: str, path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
+        """Return the `Part` of a leaf of the model's state: a parameter that is not trained has a parameter's names.
+
+        Args:
+            prefix: prefix of the names of the arrays that are no parameters.
+            path: path of the leaf, which follows the prefix.
+            leaf: shape and dtype of the leaf.
+        """
+        name = path_name(path)
+        if name not in self.pure_model.frozen:
+            return part_of_whole(f"{prefix}/{name}", leaf)
+        return dataclasses.replace(self.part_of_param("params", path, name, leaf), dtype=np.dtype(np.float32))
 
     def with_replica_dim(
         self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]

@@ -7,13 +7,15 @@ definition of the module.
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.typing import PathParts
 from jax.tree_util import KeyPath
 
 from jaxscale import blocks
@@ -62,6 +64,9 @@ class PureModel:
         copies: under an asynchronous pipeline, a number for the copy of each stage, by the name of the shared
             parameter: 0 for the stage that reads the parameter, -1 for each other stage, whose copy is zero.
         ignored_axes: axis names of a foreign module's parameters that are no logical axes.
+        train: pattern of the names of the parameters that are trained; `None` if all are.
+        frozen_dtype: dtype of the parameters that are not trained.
+        frozen: names of the parameters that are not trained, which are a part of the model's other state.
     """
 
     model: Model
@@ -75,6 +80,9 @@ class PureModel:
     layer_of_row: tuple[int, ...] = ()
     copies: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     ignored_axes: tuple[str, ...] = ()
+    train: str | None = None
+    frozen_dtype: str = "float32"
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -84,6 +92,8 @@ class PureModel:
         vocab_multiple: int = 1,
         group_depths: tuple[int, ...] = (),
         layer_of_row: tuple[int, ...] = (),
+        train: str | None = None,
+        frozen_dtype: str = "float32",
     ) -> "PureModel":
         """Trace the construction of a model's module, and return the model as pure functions; nothing is allocated.
 
@@ -93,18 +103,22 @@ class PureModel:
             vocab_multiple: the size of the vocabulary is padded to a multiple of this number.
             group_depths: number of layers in each group of the model's stack; () for one group.
             layer_of_row: the layer in each row of a stacked parameter; () if the rows are the layers in order.
+            train: which parameters are trained, as in `Optimizer`; `None` for all of them.
+            frozen_dtype: dtype of the parameters that are not trained.
 
         Raises:
-            UserError: the number of a parameter's axis names differs from the number of its dims, a parameter is not
-                of a real floating-point type, or two variables have one name.
+            UserError: no parameter is trained, the number of a parameter's axis names differs from the number of its
+                dims, a parameter is not of a real floating-point type, or two variables have one name.
         """
         nnx.use_eager_sharding(False)
         abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
-        graphdef, param_state, rest_state = nnx.split(abstract_module, nnx.Param, ...)
-        _check_names_and_types(param_state, rest_state)
+        graphdef, param_state, frozen_state, rest_state = nnx.split(abstract_module, _trained(train), nnx.Param, ...)
+        _check_names_and_types(param_state, frozen_state, rest_state)
+        if not param_state:
+            _refuse_train(train, frozen_state)
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
-        for path, variable in nnx.to_flat_state(param_state):
+        for path, variable in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(frozen_state)):
             axes = variable.get_metadata().get("out_sharding")
             ignored_axes.update(variable.get_metadata().get("ignored_axes", ()))
             if axes is not None:
@@ -122,10 +136,13 @@ class PureModel:
             graphdef,
             abstract_params,
             axis_names,
-            nnx.to_pure_dict(rest_state),
+            jax.eval_shape(functools.partial(_other_state, frozen_dtype), frozen_state, rest_state),
             group_depths,
             layer_of_row,
             ignored_axes=tuple(sorted(ignored_axes)),
+            train=train,
+            frozen_dtype=frozen_dtype,
+            frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
         )
         if not layer_of_row:
             return pure_model
@@ -190,27 +207,64 @@ class PureModel:
     def create(self) -> tuple[Params, Params]:
         """Return the parameters and the other state of a new module: a function to jit with `out_shardings`."""
         module = _build(self.model, self.seed, self.vocab_multiple, self.group_depths)
-        _, param_state, rest_state = nnx.split(module, nnx.Param, ...)
-        return self.in_rows(_float32(nnx.to_pure_dict(param_state))), nnx.to_pure_dict(rest_state)
+        _, param_state, frozen_state, rest_state = nnx.split(module, _trained(self.train), nnx.Param, ...)
+        model_state = _other_state(self.frozen_dtype, frozen_state, rest_state)
+        return self.in_rows(_float32(nnx.to_pure_dict(param_state))), model_state
 
     def module(self, params: Params, model_state: Params) -> nnx.Module:
         """Return a new module with these parameters and this other state; works inside JAX's transformations too."""
         return nnx.merge(self.graphdef, params, model_state, copy=True)
 
     def model_state_of(self, module: nnx.Module) -> Params:
-        """Return the state of a module apart from its parameters, as a nested dict."""
-        return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+        """Return the state of a module apart from its trained parameters, as a nested dict."""
+        return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
 
 
-def _check_names_and_types(param_state: nnx.State, rest_state: nnx.State) -> None:
+def _trained(train: str | None) -> nnx.filterlib.Predicate:
+    """Return a filter of Flax for the variables that are trained.
+
+    Args:
+        train: a pattern that is searched for in the names of parameters, or the name of a type of variables; `None` for
+            all parameters.
+    """
+
+    def is_trained(path: PathParts, variable: nnx.Variable) -> bool:
+        variable_type = getattr(variable, "type", type(variable))
+        if train is None or not issubclass(variable_type, nnx.Param):
+            return issubclass(variable_type, nnx.Param) if train is None else variable_type.__name__ == train
+        return variable_type.__name__ == train or re.search(train, "/".join(map(str, path))) is not None
+
+    return is_trained
+
+
+def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:
+    """Return parameters that are not trained, in their dtype, and other state, as one nested dict."""
+    frozen_params = jax.tree.map(
+        lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, frozen_state
+    )
+    return nnx.to_pure_dict(nnx.merge_state(frozen_params, rest_state))
+
+
+def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
+    """Raise the error for a model of which nothing is trained."""
+    names = sorted({"/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)})
+    if not names:
+        raise UserError("the model has no parameter to train: expected an nnx.Param")
+    raise UserError(
+        f"optimizer.train: {train!r} is found in no name of a parameter; the parameters are {', '.join(names[:6])}"
+        f"{', ...' if len(names) > 6 else ''}"
+    )
+
+
+def _check_names_and_types(param_state: nnx.State, *other_states: nnx.State) -> None:
     """Refuse parameters that cannot be trained, and variables whose paths have one name.
 
     Args:
-        param_state: parameters of a module.
-        rest_state: its other variables.
+        param_state: parameters of a module that are trained.
+        other_states: its other variables.
     """
     path_by_name: dict[str, tuple[object, ...]] = {}
-    for path, _ in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(rest_state)):
+    for path, _ in itertools.chain.from_iterable(map(nnx.to_flat_state, (param_state, *other_states))):
         name = "/".join(map(str, path))
         if name in path_by_name:
             raise UserError(

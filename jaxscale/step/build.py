@@ -106,7 +106,15 @@ class Assembly:
         """
         experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
         layer_of_row = () if stages is None else stages.layer_of_row
-        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), group_depths, layer_of_row)
+        pure_model = PureModel.of(
+            experiment.model,
+            experiment.seed,
+            vocab_multiple(plan),
+            group_depths,
+            layer_of_row,
+            train=experiment.train,
+            frozen_dtype=plan.precision,
+        )
         update = Update.of(experiment, plan, pure_model, mesh)
         return cls(resolved, pure_model, update, Layout.of(pure_model, update.clipped_rule, plan, mesh))
 
@@ -130,7 +138,11 @@ class Assembly:
         facts = Facts(
             plan,
             self.resolved.experiment,
-            state=tuple(named_leaves(self.pure_model.abstract_model_state)),
+            state=tuple(
+                name
+                for name in named_leaves(self.pure_model.abstract_model_state)
+                if name not in self.pure_model.frozen
+            ),
             has_unlike_blocks=stages is not None and stages.chain is not None,
             has_copies=stages is not None and bool(stages.copies),
             mixing=None if is_mixed_within_layers else mixing_operation,
@@ -178,7 +190,7 @@ class Assembly:
             devices: the devices to run on.
         """
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
-        lines = [self.resolved.line]
+        lines = [self.resolved.line, *describe_frozen(self.pure_model)]
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
         lines += describe_products(plan, devices[0])
@@ -224,6 +236,20 @@ class Assembly:
             decision=decision,
             lines=tuple(lines),
         )
+
+
+def describe_frozen(pure_model: PureModel) -> list[str]:
+    """Return a line on which parameters are trained; none if all are."""
+    if not pure_model.frozen:
+        return []
+    names = list(named_leaves(pure_model.abstract_params))
+    frozen_leaves = named_leaves(pure_model.abstract_model_state)
+    frozen_count = sum(math.prod(frozen_leaves[name].shape) for name in pure_model.frozen)
+    more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return [
+        f"train {pure_model.train}: {pure_model.parameters:,} of {pure_model.parameters + frozen_count:,} parameters, "
+        f"in {', '.join(names[:4])}{more_text}; the others are kept as they are, in {pure_model.frozen_dtype}"
+    ]
 
 
 def _update_shared_weights(

@@ -13,9 +13,17 @@ found. Batch statistics in training, which are documented, are not looked at: th
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
+from flax import nnx
 
 from jaxscale.blocks import Loss
+from jaxscale.errors import UserError
+from jaxscale.model_traits import ModelTraits
+from jaxscale.recipe.combinations import cut_of_batch
+from jaxscale.recipe.requests import Facts
+from jaxscale.step.planned_model import PlannedModel
+from jaxscale.typing import Array, Batch, Params
 
 TOLERANCE = 1e-4
 """Second difference, relative to the loss, above which rows count as coupled."""
@@ -61,3 +69,57 @@ def _second_difference(
         return 0.0
     differences = np.abs(np.array([1, -1, -1, 1]) @ corners)
     return float((differences / np.maximum(np.abs(corners).max(0), 1e-30)).max())
+
+
+class Coupling:
+    """Whether the loss of a model couples the rows of a batch: declared, or measured once if it is not declared.
+
+    Args:
+        planned: the model under its plan.
+    """
+
+    def __init__(self, planned: PlannedModel) -> None:
+        self._planned = planned
+        model, traits = planned.experiment.model, ModelTraits.of(planned.experiment.model)
+        is_ours = type(model).__module__.startswith("jaxscale.") and not traits.foreign
+        self._over = "rows" if is_ours else traits.over
+        self._difference: float | None = None
+
+    def check(self, make_module: Callable[[], nnx.Module], batch: Batch) -> None:
+        """Refuse a plan that computes the loss of parts of a batch if the loss couples rows.
+
+        Args:
+            make_module: function that returns the module with the weights before the first step.
+            batch: device arrays of the first batch.
+        """
+        cut_text = cut_of_batch(Facts(self._planned.plan, self._planned.experiment))
+        if cut_text is None or self._over == "rows" or not self.is_found(make_module(), batch):
+            return
+        raise UserError(
+            f"{cut_text}: the loss of this model couples the rows of a batch (its second difference over sets of rows "
+            f"is {self._difference:.2g} of it), so the loss of parts of a batch is another loss; leave this out, or "
+            'declare ForeignModel(over="rows") if that is meant',
+            page="start/own_model",
+        )
+
+    def is_found(self, module: nnx.Module, batch: Batch) -> bool:
+        """Return whether the loss couples rows; four to twelve forward passes of a batch measure it, the first time.
+
+        Args:
+            module: the module with its weights.
+            batch: device arrays of a batch.
+        """
+        if self._over is not None:
+            return self._over == "batch"
+        if self._difference is None:
+            graphdef, variables = nnx.split(module)
+            planned = self._planned
+
+            @jax.jit
+            def loss_of_rows(variables: Params, batch: Batch, rows: Array) -> Loss:
+                chosen_rows = {name: array[rows] for name, array in batch.items()}
+                return planned.loss(nnx.merge(graphdef, variables), chosen_rows, planned.context(None))
+
+            row_count = len(next(iter(batch.values())))
+            self._difference = second_difference(lambda rows: loss_of_rows(variables, batch, rows), row_count)
+        return self._difference > TOLERANCE

@@ -23,9 +23,7 @@ from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
 from jaxscale.model_traits import ModelTraits
 from jaxscale.programs.flop import model_flop
-from jaxscale.recipe.combinations import cut_of_batch
 from jaxscale.recipe.kernels import KernelChoice
-from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
@@ -35,7 +33,7 @@ from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
-from jaxscale.step.coupling import TOLERANCE, second_difference
+from jaxscale.step.coupling import Coupling
 from jaxscale.step.gradients import Objective, accuracy, evaluate
 from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
@@ -43,6 +41,7 @@ from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.traced_checks import KernelTrace, check_kernel_choices, check_traced
 from jaxscale.step.update import Update
+from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Batch, Float, Params
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -129,9 +128,7 @@ class TrainStep:
             self.meetings = Meetings(parts.replicas, layout, step_count, recording)
         self._executable: jax.stages.Compiled | None = None
         self._class_counts: dict[str, int] | None = None  # counted for the first batch
-        self._cut_of_batch = cut_of_batch(Facts(self.plan, self.experiment))
-        self._is_loss_checked = self._cut_of_batch is None
-        self._coupling: float | None = None  # second difference of the loss over two rows, once measured
+        self._coupling, self._is_loss_checked = Coupling(planned), False
         # whether each program waits for the one before: up to JAX 0.10, collectives of some fifty programs in flight
         # starve one another of a CPU's threads
         self._is_serial = layout.mesh.size > 1 and layout.platform == "cpu"
@@ -192,10 +189,14 @@ class TrainStep:
     def memory(self, batch: Batch) -> dict[str, int]:
         """Return the bytes that each device holds in its own memory between steps, by kind of tensor."""
         abstract = self.layout.abstract
+        rest_leaves, frozen = named_leaves(abstract.rest), self.pure_model.frozen
+        frozen_bytes = {"frozen parameters": local_bytes([rest_leaves[name] for name in frozen])} if frozen else {}
+        other_state = [leaf for name, leaf in rest_leaves.items() if name not in frozen]
         return {
             "parameters": local_bytes(abstract.params),
+            **frozen_bytes,
             "optimizer": local_bytes(abstract.optimizer),
-            "model state": local_bytes((abstract.rest, abstract.watch, abstract.step)),
+            "model state": local_bytes((other_state, abstract.watch, abstract.step)),
             **{extra.label: local_bytes(abstract.extra[extra.name]) for extra in self.extras},
             "batch": local_bytes(self.abstract_batch(batch)),
         }
@@ -405,8 +406,9 @@ class TrainStep:
         """
         if self._is_serial:
             jax.block_until_ready(state.watch)
-        if not self._is_loss_checked:
-            self._check_loss(state, batch)
+        if not self._is_loss_checked:  # before the first step
+            self._coupling.check(lambda: self.module(state), batch)
+            self._is_loss_checked = True
         run_step = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
         if self.meetings is None:
             return run_step(state, batch)
@@ -414,44 +416,9 @@ class TrainStep:
         next_state, metrics = run_step(state, batch)
         return self.meetings.run_due(step, next_state, metrics, by_jit=self._is_run_by_jit)
 
-    def _check_loss(self, state: TrainState, batch: Batch) -> None:
-        """Refuse, before the first step, a plan that computes the loss of parts of a batch if the loss couples rows."""
-        self._is_loss_checked = True
-        if self.couples_rows(state, batch):
-            raise UserError(
-                f"{self._cut_of_batch}: the loss of this model couples the rows of a batch (its second difference over "
-                f"sets of rows is {self._coupling:.2g} of it), so the loss of parts of a batch is another loss; "
-                'leave this out, or declare ForeignModel(over="rows") if that is meant',
-                page="start/own_model",
-            )
-
     def couples_rows(self, state: TrainState, batch: Batch) -> bool:
-        """Return whether the loss couples the rows of a batch, as the model declares, or as measured on this batch.
-
-        Models of jaxscale do not. What is measured once, by four forward passes of the whole batch, is not measured
-        again.
-
-        Args:
-            state: the train state.
-            batch: device arrays, from `place`.
-        """
-        model = self.experiment.model
-        over = ModelTraits.of(model).over
-        if over is not None:
-            return over == "batch"
-        is_ours = type(model).__module__.startswith("jaxscale.") and not ModelTraits.of(model).foreign
-        if self._coupling is None and not is_ours:
-            planned = self.objective.planned
-            graphdef, variables = nnx.split(self.module(state))
-
-            @jax.jit
-            def loss_of_rows(variables: Params, batch: Batch, rows: Array) -> Loss:
-                chosen_rows = {name: array[rows] for name, array in batch.items()}
-                return planned.loss(nnx.merge(graphdef, variables), chosen_rows, planned.context(None))
-
-            row_count = len(next(iter(batch.values())))
-            self._coupling = second_difference(lambda rows: loss_of_rows(variables, batch, rows), row_count)
-        return (self._coupling or 0.0) > TOLERANCE
+        """Return whether the loss couples the rows of a batch, as the model declares, or as measured on this batch."""
+        return self._coupling.is_found(self.module(state), batch)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Return the sums of the loss over a batch, without dropout, computed by microbatches as in training."""

@@ -20,6 +20,7 @@ _MODULE_BY_NAME = {
     "models.Decoder": "jaxscale.models.decoder",
     "models.ForeignModel": "jaxscale.models.foreign",
     "models.FromLinen": "jaxscale.models.foreign",
+    "models.LoRA": "jaxscale.models.lora",
     "models.Pretrained": "jaxscale.models.huggingface",
     "models.ResNet": "jaxscale.models.resnet",
     "models.ViT": "jaxscale.models.vit",

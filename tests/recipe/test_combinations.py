@@ -5,7 +5,7 @@ import re
 import pytest
 from flax import nnx
 
-from jaxscale.models import ForeignModel, classification
+from jaxscale.models import ForeignModel, LoRA, classification
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.combinations import RULES, Incompatible, check
@@ -31,6 +31,7 @@ ONE_BIT, FOREIGN = (
     experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification())),
 )
 CONTRASTIVE = experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification(), over="batch"))
+ADAPTED = experiment(model=LoRA(Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), rank=2))
 REPLICAS = "mesh=replica:2 "
 UNLIKE = {"has_unlike_blocks": True}
 EXAMPLES = (
@@ -67,6 +68,8 @@ EXAMPLES = (
     (REPLICAS + "diloco=every=2 precision=bfloat16 master=split", {}, "take state.master float32"),
     (REPLICAS + "diloco=every=2", {"state": ("bn/mean",)}, "leave diloco out"),
     ("mesh=replica:2,tensor:2 diloco=every=2", {"experiment": FOREIGN}, "without tensor"),
+    ("pipeline=1f1b:2x4", {"experiment": ADAPTED}, "take a mesh of fsdp devices with zero 3"),
+    ("weights=host", {"experiment": ADAPTED}, "parameters that are not trained stay on the device"),
     ("microbatches=2", {"experiment": CONTRASTIVE}, "the loss of parts of a batch is another loss"),
     (REPLICAS + "reduce=int8", {"experiment": CONTRASTIVE}, "take memory full or zero 3 if memory is short"),
     (REPLICAS + "diloco=every=2", {"experiment": CONTRASTIVE}, "leave one of the two out"),

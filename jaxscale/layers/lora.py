@@ -1,0 +1,82 @@
+"""Adapters of low rank: what `Linear` adds to its product if it has one.
+
+    y = x W + (alpha / r) (x A) B,    A in R^(I x r), B in R^(r x O)
+
+`B` is zero at first, so that the adapted model is the model. `add_adapters` gives them to the layers of a module that
+is built already, whose own weights it leaves as they are.
+
+References:
+    Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+"""
+
+import math
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.errors import UserError
+from jaxscale.layers.linear import Linear, matmul
+from jaxscale.layers.stack import in_one_stack
+from jaxscale.typing import Array, Float, Key
+
+
+class Adapter(nnx.Module):
+    """The product `scale (x A) B`; in a stack of layers, `A` and `B` have the layers along their first dim.
+
+    Args:
+        a: A, [I, r].
+        b: B, [r, O].
+        scale: factor of the product.
+        axes: logical axes of the dims of the weight that is adapted.
+    """
+
+    def __init__(
+        self, a: Float[Array, "*L I r"], b: Float[Array, "*L r O"], scale: float, axes: tuple[str | None, ...]
+    ) -> None:
+        *layer_axes, in_axis, out_axis = axes
+        self.a = nnx.LoRAParam(a, out_sharding=(*layer_axes, in_axis, None))
+        self.b = nnx.LoRAParam(b, out_sharding=(*layer_axes, None, out_axis))
+        self.scale = scale
+
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        """Return what the adapter adds to the product, in the type of `x`."""
+        return self.scale * matmul(matmul(x, self.a[...]), self.b[...])
+
+
+def add_adapters(module: nnx.Module, rank: int, alpha: float, on: str, key: Key) -> None:
+    """Give each `Linear` whose path has the pattern `on` an adapter, in place.
+
+    Args:
+        module: the module.
+        rank: rank r of the adapters.
+        alpha: scale times the rank.
+        on: regular expression that is searched for in the paths of layers.
+        key: key from which every `A` is drawn; the draw of a layer depends on neither the groups nor the number of
+            layers of a stack.
+
+    Raises:
+        UserError: no layer's path has the pattern, or a layer is narrower than the rank.
+    """
+    layer_by_path = {
+        "/".join(map(str, path)): node for path, node in nnx.iter_graph(module) if isinstance(node, Linear)
+    }
+    chosen = {path: layer for path, layer in layer_by_path.items() if re.search(on, path)}
+    if not chosen:
+        names = ", ".join(sorted(layer_by_path)) or "none"
+        raise UserError(f"on: {on!r} is found in no path of a Linear layer; the paths are {names}")
+    for path, layer in chosen.items():
+        weight = layer.weight
+        *layer_shape, in_size, out_size = weight.shape
+        if rank > min(in_size, out_size):
+            raise UserError(f"rank: got {rank}, but {path} is {in_size} x {out_size}: expected at most the smaller one")
+        stack_path, first_layer = in_one_stack(path)
+        layer_key = jax.random.fold_in(key, zlib.crc32(stack_path.encode()) & 0x7FFFFFFF)
+        count = math.prod(layer_shape)
+        keys = jax.vmap(lambda index, key=layer_key: jax.random.fold_in(key, index))(first_layer + jnp.arange(count))
+        draw = jax.vmap(lambda key, shape=(in_size, rank): jax.random.normal(key, shape, jnp.float32))
+        a = draw(keys).reshape(*layer_shape, in_size, rank) / math.sqrt(in_size)
+        axes = weight.get_metadata().get("out_sharding") or (None,) * len(weight.shape)
+        layer.lora = Adapter(a, jnp.zeros((*layer_shape, rank, out_size), jnp.float32), alpha / rank, tuple(axes))

@@ -1,0 +1,74 @@
+"""Adapters of a pretrained model through a whole run: trained, cut and continued, evaluated, and exported merged."""
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxscale as jx
+from jaxscale.blocks import Context
+from jaxscale.checkpoint.export import export
+from jaxscale.models import LoRA, Pretrained
+from jaxscale.models.huggingface import load
+from jaxscale.training.evaluate import evaluate
+from tests.models.goldens import GOLDEN
+
+
+def flat(params, prefix=""):
+    """Parameters by path."""
+    for name, value in params.items():
+        path = f"{prefix}/{name}" if prefix else name
+        yield from flat(value, path) if isinstance(value, dict) else [(path, value)]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """Function of a plan and a number of steps to a finished run of adapters on a small Llama."""
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 50)
+
+    @functools.cache
+    def run(name: str, plan: jx.Plan, stop_after: int | None = None) -> Path:
+        experiment = jx.Experiment(
+            name="adapters",
+            model=LoRA(Pretrained(GOLDEN / "llama"), rank=4),
+            data=jx.data.Text(folder / "text.txt", tokenizer="char", context=16),
+            optimizer=jx.Optimizer(learning_rate=1e-2),
+            steps=6,
+            batch=8,
+        )
+        stop = [lambda event: event.kind == "step" and event.step == stop_after]
+        jx.train(experiment, plan, out=folder / name, quiet=True, callbacks=stop)
+        return folder / name
+
+    return run
+
+
+def test_the_base_is_the_folder_and_merged_weights_are_the_adapted_model(run_of, tmp_path):
+    run = jx.Run.open(run_of("whole", jx.Plan(mesh="1")))
+    base = {path: np.asarray(array[...], np.float32) for path, array in flat(load(GOLDEN / "llama")[1])}
+    frozen = dict(flat(run.state.rest))
+    assert base.keys() <= frozen.keys()
+    for path, array in base.items():
+        np.testing.assert_array_equal(np.asarray(frozen[path]), array)
+    folder = export(run.dir, tmp_path / "merged")
+    merged = jx.Experiment("merged", Pretrained(folder), None, steps=1, batch=8)
+    step = jx.build(merged, jx.Plan(mesh="1"))
+    tokens = jnp.arange(8 * 16, dtype=jnp.int32).reshape(8, 16) % 30
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
+    expected = run.experiment.model.loss(run.module, batch, Context())
+    found = merged.model.loss(step.module(step.init()), batch, Context())
+    np.testing.assert_allclose(found.total, expected.total, rtol=1e-5)
+    assert evaluate(run.dir)["loss"] == pytest.approx(run.held_out_loss, rel=1e-6)
+    assert len(run.generate("the", tokens=4)) >= 4
+
+
+def test_a_cut_run_continues_on_another_mesh(run_of):
+    plan = jx.Plan(mesh="fsdp:2", zero=3)
+    run_of("cut", plan, stop_after=3)
+    continued = jx.Run.open(run_of("cut", plan))
+    assert continued.step == 6
+    whole = jx.Run.open(run_of("whole", jx.Plan(mesh="1")))
+    np.testing.assert_allclose(continued.held_out_loss, whole.held_out_loss, rtol=1e-4)
