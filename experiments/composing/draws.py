@@ -41,6 +41,8 @@ EXCLUDED = ("custom", "file", "fit", "splash")
 """Values that need a file, a callable, a limit or another platform, by name."""
 WIDTH = 32
 """Of the model's residual stream."""
+FROZEN_SHARE = 0.1
+"""Share of the combinations without a pipeline and weights on the host in which a part of the parameters is trained."""
 SGD = {
     "optimizer.name": "sgd",
     "optimizer.momentum": "0.9",
@@ -114,6 +116,9 @@ def draw(seed: int, index: int) -> Draw:
         techniques.setdefault(name, _value(rng, [text]))
     other = {"optimizer.name": rng.choice(OPTIMIZERS), "optimizer.learning_rate": "0.003"}
     techniques |= SGD if rng.random() < 0.5 else other
+    is_whole = "plan.pipeline" not in techniques and techniques.get("plan.offload.weights") != "host"
+    if is_whole and random.Random(f"{seed}/{index}/train").random() < FROZEN_SHARE:
+        techniques["optimizer.train"] = "attention|up"
     long = rng.random() < 0.08
     one = Draw(
         tuple(sorted(completed(without_conflicts(techniques, rng), sizes, rng).items())),

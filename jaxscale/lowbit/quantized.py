@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -105,6 +105,39 @@ class StatePolicy:
             raise UserError(f"skip: {self.skip!r} is not a regular expression: {error}") from None
 
 
+def map_params(
+    function: Callable[..., Any],
+    rule: optax.GradientTransformation,
+    state: Any,
+    *param_trees: Any,
+    transform_non_params: Callable[[Any], Any],
+) -> Any:
+    """Map a function over the leaves of an optimizer's state that belong to parameters, as `optax.tree.map_params`.
+
+    A quantized array is one leaf. The function is not called for parameters that `optax.masked`, `multi_transform` or
+    `partition` keep away from a rule.
+
+    Args:
+        function: function of a leaf, and of the node of each of `param_trees` for the leaf's parameter.
+        rule: the transformation.
+        state: its state.
+        param_trees: trees like the parameters.
+        transform_non_params: function of every other leaf.
+    """
+
+    def map_node(node: Any, *param_nodes: Any) -> Any:
+        return node if isinstance(node, optax.MaskedNode) else function(node, *param_nodes)
+
+    return optax.tree.map_params(
+        rule,
+        map_node,
+        state,
+        *param_trees,
+        transform_non_params=transform_non_params,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode) or is_quantized(node),
+    )
+
+
 def quantize_state(
     rule: optax.GradientTransformation,
     states: MomentsFormat = "int8",
@@ -116,7 +149,7 @@ def quantize_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation with its moments in 8 or 4 bits between steps.
 
-    `optax.tree.map_params` works on the transformation's state with `is_leaf=is_quantized`.
+    `map_params` works on the transformation's state.
 
     Args:
         rule: any optax transformation, including chains, masks, `multi_transform` and `inject_hyperparams`.

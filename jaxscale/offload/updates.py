@@ -26,6 +26,7 @@ import optax
 
 from jaxscale.compat import compute_on_host, rebind, scan_counts
 from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantized import map_params
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut, cut, sweep
 from jaxscale.programs.elementwise import check_elementwise
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
@@ -341,13 +342,12 @@ def _apply_rule(
 
 def owner_indices_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
     """Return for each leaf of a state the index of its parameter; -1 if the leaf belongs to no parameter."""
-    return optax.tree.map_params(
-        rule,
+    return map_params(
         lambda node, index: jax.tree.map(lambda _: index, node),  # a quantized node has two leaves
+        rule,
         state,
         treedef.unflatten(range(treedef.num_leaves)),
         transform_non_params=lambda _: -1,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode) or is_quantized(leaf),
     )
 
 

@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
-from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantized import map_params
 from jaxscale.model_traits import ModelTraits
 from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
@@ -218,16 +218,15 @@ class Layout:
                 lambda p: narrow(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, abstract_params
             )
         abstract_optimizer = jax.eval_shape(optimizer.init, abstract_params)
-        optimizer_shardings = optax.tree.map_params(
-            optimizer,
+        optimizer_shardings = map_params(
             # factored and scalar states, whose shape is not the parameter's, stay whole; codes and scales of a
             # quantized state have one sharding, because blocks divide a shard
             lambda leaf, param, sharding: _labeled(leaf, sharding if leaf.shape == param.shape else whole_sharding),
+            optimizer,
             abstract_optimizer,
             abstract_params,
             shardings_by_param("state", lambda _: plan.offload.optimizer_state != "device"),
             transform_non_params=lambda _: whole_sharding,
-            is_leaf=is_quantized,
         )
         abstract_step, abstract_watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
         unplaced_state = TrainState(
@@ -320,14 +319,13 @@ class Layout:
         """
         abstract_params = self.abstract.params
         name_tree = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), abstract_params)
-        owner_tree = optax.tree.map_params(
-            optimizer,
+        owner_tree = map_params(
             lambda leaf, param, name: _labeled(leaf, name if leaf.shape == param.shape else ""),
+            optimizer,
             self.abstract.optimizer,
             abstract_params,
             name_tree,
             transform_non_params=lambda _: "",
-            is_leaf=is_quantized,
         )
         return jax.tree.leaves(owner_tree)
 

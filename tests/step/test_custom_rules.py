@@ -1,0 +1,79 @@
+"""Rules of optax that hold parameters back, as `custom`: the numbers of a plain loop under ZeRO and on the host."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale import Experiment, Optimizer, build
+from jaxscale.models import Decoder
+from jaxscale.trees import named_leaves
+from tests.plans import plan_of
+
+MODEL = Decoder(vocab=16, context=8, layers=2, embed=16, heads=2, tied=False)
+STEPS = 3
+
+
+def is_attention(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "attention" in jax.tree_util.keystr(path), tree)
+
+
+def labels(tree):
+    return jax.tree.map(lambda chosen: "attention" if chosen else "other", is_attention(tree))
+
+
+RULES = {
+    "masked": lambda rate: optax.chain(optax.masked(optax.adam(rate), is_attention), optax.scale(0.5)),
+    "multi_transform": lambda rate: optax.multi_transform(
+        {"attention": optax.adam(rate), "other": optax.sgd(rate, momentum=0.9)}, labels
+    ),
+    "partition": lambda rate: optax.partition({"attention": optax.adam(rate), "other": optax.set_to_zero()}, labels),
+    "selective_transform": lambda rate: optax.transforms.selective_transform(
+        optax.adam(rate), freeze_mask=is_attention
+    ),
+    "frozen by zeros": lambda rate: optax.chain(optax.adam(rate), optax.masked(optax.set_to_zero(), is_attention)),
+}
+
+
+def batches():
+    tokens = np.random.default_rng(0).integers(0, 16, (STEPS, 8, 9)).astype(np.int32)
+    return [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens]
+
+
+def step_of(name, mesh="1", **fields):
+    optimizer = Optimizer(custom=RULES[name], learning_rate=1e-2, clip=None)
+    return build(Experiment("custom", MODEL, None, optimizer, steps=STEPS, batch=8), plan_of(mesh=mesh, **fields))
+
+
+@functools.cache
+def plain(name):
+    """Parameters after the steps of a plain loop."""
+    step = step_of(name)
+    state, rule = step.init(), RULES[name](step.experiment.optimizer.schedule_fn(STEPS))
+    params = jax.tree.map(jnp.array, state.params)
+    rule_state = rule.init(params)
+    for batch in batches():
+        gradients = step.gradients_fn(state, step.place(batch))
+        updates, rule_state = rule.update(gradients, rule_state, params)
+        params = optax.apply_updates(params, updates)
+        state = step.init()
+        state.params.clear()
+        state.params.update(jax.tree.map(jnp.array, params))
+    return named_leaves(params)
+
+
+SHARDED, ON_HOST = {"mesh": "fsdp:2", "zero": 2}, {"optimizer_state": "host"}
+
+
+@pytest.mark.parametrize(("name", "fields"), [*((name, SHARDED) for name in RULES), ("partition", ON_HOST)])
+def test_a_rule_trains_as_in_a_plain_loop_and_its_state_is_restored(name, fields):
+    step = step_of(name, **fields)
+    state = step.init()
+    for batch in batches():
+        state, _ = step(state, step.place(batch))
+    expected = plain(name)
+    for path, leaf in named_leaves(step.from_canonical(step.to_canonical(state)).params).items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(expected[path]), rtol=1e-4, atol=1e-5)
