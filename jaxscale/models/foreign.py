@@ -193,18 +193,25 @@ class ForeignModel:
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
         """Function that returns summed weights of (correct targets, all targets); `None` without `score.correct`."""
         correct_fn = getattr(self.score, "correct", None)
-        return None if correct_fn is None else functools.partial(self._accuracy, correct_fn)
+        return None if correct_fn is None else functools.partial(self.metric, correct_fn)
 
     def logical_sizes(self) -> dict[str, int]:
         """Return an empty dict: the logical axes of a foreign module are unknown."""
         return {}
 
-    def _accuracy(
-        self, correct_fn: Score, module: nnx.Module, batch: Batch, context: Context
+    def metric(
+        self, function: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Return (summed weights of the correct targets, summed weights of all targets)."""
-        correct_targets, target_weights = self._scores(correct_fn, module, batch, context)
-        sums = weighted_sum(correct_targets, batch, target_weights)
+        """Return the weighted sum of a metric over a batch, and the sum of the weights.
+
+        Args:
+            function: function of module and batch that returns one number per row or per target, as a score does.
+            module: the module, which is called in its mode for evaluation.
+            batch: the batch.
+            context: the settings of the forward pass.
+        """
+        values, target_weights = self._scores(function, module, batch, context)
+        sums = weighted_sum(values, batch, target_weights)
         return sums.total, sums.weight
 
     def _scores(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> tuple[Any, Any]:

@@ -124,6 +124,20 @@ class RunRecord:
         steps_and_losses = self._held_out_losses()
         return steps_and_losses[-1] if steps_and_losses else None
 
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the loss, such as "nats per target token"; empty if the score is a user's own."""
+        model = self.experiment.get("model")
+        score = model.get("score") if isinstance(model, dict) else None
+        is_own = score is not None and not (isinstance(score, dict) and score.get("type") == "models.CrossEntropy")
+        return "" if is_own else "nats per target token"
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """Names of the numbers that evaluations report beside the loss, such as "accuracy"."""
+        names = {name for row in self.rows("eval") for name, value in row.items() if isinstance(value, int | float)}
+        return sorted(names - {"step", "time", "loss", "targets"})
+
     def _held_out_losses(self) -> list[tuple[int, float]]:
         """Return pairs of the step and the value of each held-out loss, in the order of their rows."""
         rows = self.rows("eval")

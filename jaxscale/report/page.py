@@ -159,9 +159,10 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         curves = [Series("training", steps, losses, "line", 1)]
     if held_out_rows:
         curves.append(Series("held out", held_out_rows.column("step"), held_out_rows.column("loss"), "dots", 2))
-    loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, is_tall=True)
+    loss_chart = line_chart("Loss", curves, unit=run.loss_unit, marks=marks, is_tall=True)
     speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
+        *(_metric_chart(held_out_rows, name, f"Held-out {name}", color=2, from_zero=False) for name in run.own_metrics),
         _metric_chart(train_rows, "learning_rate", "Learning rate", color=3),
         _metric_chart(train_rows, "tokens_per_second", "Throughput", color=1, **speed_options)
         or _metric_chart(train_rows, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),

@@ -78,7 +78,11 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
     if run.best is not None and run.final is not None:
         best_step, best_loss = run.best
         final_text = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
-        rows.append(("held-out loss", f"{number(best_loss)} nats per target token at step {best_step:,}{final_text}"))
+        unit_text = f" {run.loss_unit}" if run.loss_unit else ""
+        rows.append(("held-out loss", f"{number(best_loss)}{unit_text} at step {best_step:,}{final_text}"))
+    for name in run.own_metrics:
+        values = run.rows("eval").column(name)
+        rows.append((f"held-out {name}", f"{number(values[-1])} at step {run.rows('eval')[-1]['step']:,}"))
     if train_rows:
         rows.append(("training loss", f"{number(train_rows[-1].get('loss'))} at step {train_rows[-1]['step']:,}"))
         token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Context, Loss
+from jaxscale.models.metrics import Metric, metric_sums
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.state.batches import microbatches
@@ -105,6 +106,13 @@ def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Arr
     count_correct = getattr(planned.experiment.model, "accuracy", None)
     assert count_correct is not None
     return objective.sums(lambda module, rows: count_correct(module, rows, planned.context(None)), state, batch)
+
+
+def metric(objective: Objective, function: Metric, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+    """Return the weighted sum of a metric over a batch, and the sum of the weights."""
+    planned = objective.planned
+    model, context = planned.experiment.model, planned.context(None)
+    return objective.sums(lambda module, rows: metric_sums(model, function, module, rows, context), state, batch)
 
 
 @dataclasses.dataclass(eq=False)

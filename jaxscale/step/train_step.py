@@ -22,6 +22,7 @@ from jaxscale.errors import UserError
 from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
 from jaxscale.model_traits import ModelTraits
+from jaxscale.models.metrics import Metric
 from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange
@@ -34,7 +35,7 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.coupling import Coupling
-from jaxscale.step.gradients import Objective, accuracy, evaluate
+from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
 from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
@@ -46,6 +47,8 @@ from jaxscale.typing import Array, Batch, Float, Params
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 """A function from a train state and a global batch to the next state and the metrics of the step."""
+SumsFunction = Callable[[TrainState, Batch], tuple[Array, Array]]
+"""A function from a train state and a global batch to a weighted sum and the sum of the weights."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,6 +125,8 @@ class TrainStep:
         self.gradients_fn = jit(self._mean_gradients, out_shardings=layout.gradient_shardings)
         self.evaluate_fn = jit(self._evaluate, out_shardings=whole_sharding)
         self.accuracy_fn = jit(self._accuracy, out_shardings=whole_sharding)
+        self._jit_sums = functools.partial(jit, out_shardings=whole_sharding)
+        self._metric_fns: dict[Metric, SumsFunction] = {}
         self.meetings = None
         if parts.replicas is not None:
             step_count, recording = self.experiment.steps, self._kernel_trace.recording
@@ -436,6 +441,13 @@ class TrainStep:
         sums = self.accuracy_fn(state, batch)
         return jax.block_until_ready(sums) if self._is_serial else sums
 
+    def metric(self, function: Metric, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array]:
+        """Return the weighted sum over a batch of a metric, `function(module, batch)`, and the sum of the weights."""
+        if function not in self._metric_fns:
+            self._metric_fns[function] = self._jit_sums(functools.partial(self._metric, function))
+        sums = self._metric_fns[function](state, batch)
+        return jax.block_until_ready(sums) if self._is_serial else sums
+
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -470,6 +482,10 @@ class TrainStep:
     def _accuracy(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
         """Return the numbers of correct targets and of all targets: the function that `accuracy` jits."""
         return accuracy(self.objective, self._with_newest_weights(state), batch)
+
+    def _metric(self, function: Metric, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        """Return the sums of a metric over a batch: the function that `metric` jits."""
+        return metric(self.objective, function, self._with_newest_weights(state), batch)
 
     def _with_newest_weights(self, state: TrainState) -> TrainState:
         """Return the state that an evaluation reads, with the newest weights in the form of a synchronous step."""

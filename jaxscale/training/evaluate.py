@@ -1,21 +1,32 @@
 """Measure the held-out loss, and the accuracy if the model reports it, during a run and after it."""
 
 import itertools
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxscale.data.loader import NumpyBatch
 from jaxscale.errors import UserError
 
+if TYPE_CHECKING:
+    from jaxscale.models.metrics import Metric
+
 _IN_FLIGHT_LIMIT = 8
 """Number of batches that may wait on the devices at once."""
 
 
 def held_out_means(
-    step: Any, data: Any, state: Any, batches: int | None = None, *, one_at_a_time: bool
+    step: Any,
+    data: Any,
+    state: Any,
+    batches: int | None = None,
+    *,
+    one_at_a_time: bool,
+    metrics: Mapping[str, "Metric"] = {},
 ) -> dict[str, float] | None:
-    """Measure the held-out loss, and the accuracy if the model reports it.
+    """Measure the held-out loss, the accuracy if the model reports it, and metrics of the user's own.
 
     Args:
         step: the train step, which compiles the evaluation at its first use.
@@ -23,15 +34,17 @@ def held_out_means(
         state: the train state.
         batches: number of held-out batches; all by default.
         one_at_a_time: whether to wait for each batch before starting the next one, as the CPU platform requires.
+        metrics: functions of module and batch, by name.
 
     Returns:
-        A dict of `loss` (nats per target), `targets` (number of targets) and, if the model reports it, `accuracy`;
-        `None` if no data is held out.
+        A dict of `loss` (nats per target), `targets` (number of targets), `accuracy` if the model reports it, and the
+        mean of each metric; `None` if no data is held out.
     """
     import jax
 
     in_flight_limit = 1 if one_at_a_time else _IN_FLIGHT_LIMIT
-    # for each batch: the sum of its losses, its weight, and its accuracy as a pair of sums (`None` if not reported)
+    # for each batch: the sum of its losses, its weight, its accuracy as a pair of sums (`None` if not reported), and a
+    # pair of sums for each metric
     batch_sums: list[Any] = []
     for batch in itertools.islice(data.evaluation(), batches):
         device_batch = step.place(batch)
@@ -43,18 +56,24 @@ def held_out_means(
         if one_at_a_time:
             jax.block_until_ready(weighted_loss)
         # the accuracy needs a second forward pass, since the loss may be computed in chunks, without all logits at once
-        batch_sums.append((weighted_loss.total, weighted_loss.weight, step.accuracy(state, device_batch)))
+        metric_sums = {name: step.metric(metric, state, device_batch) for name, metric in metrics.items()}
+        batch_sums.append((*weighted_loss[:2], step.accuracy(state, device_batch), metric_sums))
         if len(batch_sums) >= in_flight_limit:
             jax.block_until_ready(batch_sums[-in_flight_limit])
     host_sums = jax.device_get(batch_sums)
-    total_weight = sum(float(batch_weight) for _, batch_weight, _ in host_sums)
+    total_weight = sum(float(batch_weight) for _, batch_weight, *_ in host_sums)
     if total_weight == 0:
         return None
-    means = {"loss": sum(float(loss_sum) for loss_sum, _, _ in host_sums) / total_weight, "targets": total_weight}
+    means = {"loss": sum(float(loss_sum) for loss_sum, *_ in host_sums) / total_weight, "targets": total_weight}
     if host_sums[0][2] is not None:
-        correct_sums, weight_sums = zip(*(accuracy_sums for _, _, accuracy_sums in host_sums), strict=True)
-        means["accuracy"] = sum(map(float, correct_sums)) / sum(map(float, weight_sums))
-    return means
+        means["accuracy"] = _mean(accuracy_sums for _, _, accuracy_sums, _ in host_sums)
+    return means | {name: _mean(sums[name] for *_, sums in host_sums) for name in metrics}
+
+
+def _mean(sums: Iterable[tuple[Any, Any]]) -> float:
+    """Return the mean that pairs of a weighted sum and a sum of weights give together; NaN if all weights are 0."""
+    totals, weights = np.array(list(sums), np.float64).sum(0)
+    return float(totals / weights) if weights else math.nan
 
 
 def _fill_count(batch: NumpyBatch) -> int:
@@ -83,29 +102,35 @@ def _without_fill(step: Any, state: Any, batch: NumpyBatch, device_batch: Any, f
     return step.place({name: array[:row_count] for name, array in batch.items()})
 
 
-def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dict[str, Any]:
+def evaluate(
+    run: Any, *, best: bool = False, batches: int | None = None, metrics: Mapping[str, "Metric"] = {}
+) -> dict[str, Any]:
     """Measure the held-out loss of a run's newest checkpoint, or of its best one.
 
     Args:
         run: the run directory.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         batches: number of held-out batches; all by default.
+        metrics: functions of module and batch, by name, as in `train`.
 
     Returns:
-        A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets) and, if the model
-        reports it, `accuracy`.
+        A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets), `accuracy` if the
+        model reports it, and the mean of each metric.
 
     Raises:
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
     """
     from jaxscale.checkpoint.restore import restore_parameters
+    from jaxscale.models.metrics import check_metrics
 
+    check_metrics(metrics)
     trained_run = restore_parameters(run, best=best, split=True)
     experiment = trained_run.experiment
     process_index, process_count = trained_run.step.data_shard()
     data = experiment.data.open(experiment.batch, experiment.seed, process=process_index, processes=process_count)
     is_cpu = trained_run.step.mesh.devices.flat[0].platform == "cpu"
-    means = held_out_means(trained_run.step, data, trained_run.state, batches, one_at_a_time=is_cpu)
+    settings: dict[str, Any] = {"one_at_a_time": is_cpu, "metrics": metrics}
+    means = held_out_means(trained_run.step, data, trained_run.state, batches, **settings)
     if means is None:
         raise UserError(f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0")
     return {"step": trained_run.description.step, **means}

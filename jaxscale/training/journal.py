@@ -74,8 +74,8 @@ class Journal:
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
         """Log and show the held-out metrics after a step; `is_best` is whether the loss is the lowest so far."""
         self._append(step, "eval", **metrics)
-        accuracy_text = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
-        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy_text}{' (best)' if is_best else ''}")
+        others_text = "".join(f", {name} {metrics[name]:.4f}" for name in metrics if name not in ("loss", "targets"))
+        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{others_text}{' (best)' if is_best else ''}")
         self.report("evaluation", step, metrics)
 
     def log_sample(self, step: int, prompt: str, continuation: str) -> None:

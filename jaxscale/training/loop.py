@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
@@ -40,6 +40,9 @@ from jaxscale.values import to_json
 from jaxscale.values.byte_sizes import limit_bytes
 from jaxscale.values.units import size
 
+if TYPE_CHECKING:
+    from jaxscale.models.metrics import Metric
+
 
 def train(
     experiment: Experiment,
@@ -55,6 +58,7 @@ def train(
     quiet: bool = False,
     devices: Sequence[Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    metrics: Mapping[str, "Metric"] = {},
 ) -> Run:
     """Train an experiment, continue its run from the newest checkpoint, or show the result of a finished run.
 
@@ -75,6 +79,9 @@ def train(
         devices: devices to run on; all by default.
         callbacks: functions that are called with an `Event` after each step, evaluation and save. If one returns True,
             such as an `EarlyStopping`, the run saves a checkpoint after the next step and ends.
+        metrics: functions that are evaluated on held-out batches beside the loss, by name. `metric(module, batch)`
+            returns one number per row or per target, or a pair of such numbers and weights; the weighted mean is
+            shown, logged and passed to callbacks.
 
     Returns:
         The run, with its metrics and its last state.
@@ -93,6 +100,10 @@ def train(
         raise UserError(f"resume: got {resume!r}, expected auto or never")
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
+    if metrics:
+        from jaxscale.models.metrics import check_metrics
+
+        check_metrics(metrics)
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
     start_backend()
@@ -100,7 +111,9 @@ def train(
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display, callbacks)
-    training = _Training(experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit)
+    training = _Training(
+        experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit, metrics
+    )
     return training.run()
 
 
@@ -118,6 +131,7 @@ class _Training:
         source: origin of the experiment; `None` if it was given as an object.
         devices: devices to run on; `None` for all.
         device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
+        metrics: functions that are evaluated beside the held-out loss, by name.
         updates: number of updates made.
         tokens: number of target tokens seen.
         skip_count: number of updates that the guard skipped.
@@ -143,6 +157,7 @@ class _Training:
     source: Source | None
     devices: Sequence[Any] | None
     device_limit: int | None
+    metrics: Mapping[str, "Metric"]
     updates: int = 0
     tokens: int = 0
     skip_count: int = 0
@@ -292,9 +307,8 @@ class _Training:
                 self._compile(batch)
                 self._stop_before_first_step(stop)
                 start_time = time.monotonic()
-                pauses = Pauses(
-                    self.experiment, self.step, self.data, self.checkpoints, self.journal, self.best_loss, self.is_cpu
-                )
+                parts = self.experiment, self.step, self.data, self.checkpoints, self.journal
+                pauses = Pauses(*parts, self.best_loss, self.is_cpu, self.metrics)
                 try:
                     state = self._run_steps(state, batches, batch, stop, pauses)
                 except (UserError, Preempted):

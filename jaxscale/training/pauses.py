@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.checkpoint.store import Checkpoints, Description
@@ -24,6 +25,7 @@ class Pauses:
         best_loss: the lowest held-out loss so far; `None` before the first evaluation.
         one_at_a_time: whether to wait for each held-out batch before starting the next one, as the CPU platform
             requires.
+        metrics: functions of module and batch that are evaluated beside the loss, by name.
         held_out_loss: held-out loss of the newest pause; `None` if that pause measured none.
     """
 
@@ -34,6 +36,7 @@ class Pauses:
     journal: Journal
     best_loss: float | None
     one_at_a_time: bool
+    metrics: Mapping[str, Any]
     held_out_loss: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,14 +83,15 @@ class Pauses:
     def _evaluate(self, updates: int, state: Any) -> bool:
         """Measure and log the held-out loss, and return whether it is the lowest so far."""
         batch_count = self.experiment.evaluation.batches
-        metrics = held_out_means(self.step, self.data, state, batch_count, one_at_a_time=self.one_at_a_time)
-        if metrics is None:
+        settings: dict[str, Any] = {"one_at_a_time": self.one_at_a_time, "metrics": self.metrics}
+        means = held_out_means(self.step, self.data, state, batch_count, **settings)
+        if means is None:
             return False
-        self.held_out_loss = metrics["loss"]
-        is_best = self.best_loss is None or metrics["loss"] < self.best_loss
+        self.held_out_loss = means["loss"]
+        is_best = self.best_loss is None or means["loss"] < self.best_loss
         if is_best:
-            self.best_loss = metrics["loss"]
-        self.journal.log_evaluation(updates, metrics, is_best=is_best)
+            self.best_loss = means["loss"]
+        self.journal.log_evaluation(updates, means, is_best=is_best)
         return is_best
 
     def _sample(self, updates: int, state: Any) -> None:
