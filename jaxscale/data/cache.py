@@ -79,7 +79,7 @@ def open_corpus(files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) 
                 _VERSION,
                 [source.digest(source.read(file)) for file in files],
                 fingerprint(tokenizer),
-                dataclasses.astuple(recipe),
+                recipe.identity,
             ]
         ).encode()
     ).hexdigest()[:32]
@@ -153,7 +153,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
     held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
     dtype = np.dtype(np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32)
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
+        writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.is_masked)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
         labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
 
@@ -175,7 +175,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
                 writer.add(encoded, split_indices == split_index, is_learned, is_document_start * ~is_continued)
             previous_text_index = encoded.text_indices[-1]
             advance(encoded.character_count)
-    facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=tokenizer.size)
+    facts.update(dtype=dtype.name, masked=recipe.is_masked, vocabulary=tokenizer.size)
     for name, writer in zip(SPLITS, writers, strict=True):
         facts[name] = {"tokens": writer.token_count, "documents": len(writer.document_starts)}
     return facts

@@ -6,11 +6,15 @@ encoded separately, so a prompt has the same ids in training as when a trained m
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.data import source
 from jaxscale.errors import UserError
+
+_BOUNDARY = "\0"
+"""Character between a prompt and its answer; no text of a file contains it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,8 @@ class DocumentRecipe:
             document without the marker. With `None`, all tokens have weight 1.
         held_out: share of the text, at its end, that is held out from training, from 0 to 1.
         is_cut_at_document: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
+        fields: names of the texts in each line of a JSONL file, which is one document: the text, or a prompt, whose
+            tokens have weight 0, and an answer. () for files of plain text.
     """
 
     separator: str | None
@@ -33,13 +39,64 @@ class DocumentRecipe:
     prompt_end: str | None
     held_out: float
     is_cut_at_document: bool
+    fields: tuple[str, ...] = ()
 
-    def documents(self, text: str) -> list[str]:
-        """Return the documents in the text of one file, without empty ones."""
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The settings, for a hash; that of plain text is the same as in earlier versions."""
+        settings = dataclasses.astuple(self)
+        return settings if self.fields else settings[:-1]
+
+    def alphabet_of(self, text: str, file: str) -> str:
+        """Return the characters of a file's text, each once, in any order; of a JSONL file, those of its documents."""
+        return "".join(set(text) if not self.fields else set().union(*self.documents(text, file)) - {_BOUNDARY})
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens have weight 0."""
+        return self.prompt_end is not None or len(self.fields) == 2
+
+    def documents(self, text: str, file: str) -> list[str]:
+        """Return the documents in the text of one file, without empty ones.
+
+        Args:
+            text: the text.
+            file: path of the file, for messages.
+        """
+        if self.fields:
+            lines = enumerate(text.splitlines(), 1)
+            return [self._document_of_line(line, f"{file}:{number}") for number, line in lines if line.strip()]
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
+
+    def _document_of_line(self, line: str, place: str) -> str:
+        """Return the document in a line of a JSONL file: its text, or prompt and answer with a NUL between them.
+
+        Args:
+            line: the line.
+            place: file and number of the line, for messages.
+
+        Raises:
+            UserError: the line is no JSON object, or lacks a text.
+        """
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: not JSON ({error}); expected an object with {', '.join(self.fields)}") from None
+        texts: list[str] = []
+        for name in self.fields:
+            text = content.get(name) if isinstance(content, dict) else None
+            if not isinstance(text, str) or _BOUNDARY in text:
+                names = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__
+                raise UserError(f"{place}: {name} is {text!r:.40}, expected text; the line has {names}")
+            texts.append(text)
+        return _BOUNDARY.join(texts)
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
         """Yield pairs (text, is_learned): a part of a document to encode, and whether its tokens have weight 1."""
+        if len(self.fields) == 2:
+            prompt, answer = document.split(_BOUNDARY)
+            yield from ((self.beginning, False), (prompt, False), (answer, True), (self.ending, True))
+            return
         if self.prompt_end is None:
             if self.beginning:
                 yield self.beginning, True
@@ -71,10 +128,11 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     added_character_count = len(recipe.beginning) + len(recipe.ending)
     for file in files:
         content = source.read(file)
-        file_documents = recipe.documents(source.decode(content, file))
+        file_documents = recipe.documents(source.decode(content, file), file)
         byte_count += len(content)
         document_count += len(file_documents)
-        character_count += sum(map(len, file_documents)) + added_character_count * len(file_documents)
+        boundary_count = len(file_documents) * (len(recipe.fields) == 2)
+        character_count += sum(map(len, file_documents)) - boundary_count + added_character_count * len(file_documents)
         marked_count += sum(not recipe.prompt_end or recipe.prompt_end in document for document in file_documents)
     if not marked_count:
         raise UserError(
@@ -106,7 +164,7 @@ def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iter
     """
     position = 0  # index of a document if whole documents are held out, otherwise of a character
     for file in files:
-        for document in recipe.documents(source.decode(source.read(file), file)):
+        for document in recipe.documents(source.decode(source.read(file), file), file):
             if recipe.is_cut_at_document:
                 split_index, is_document_start = int(position >= held_out_start), True
                 for text, is_learned in recipe.parts(document):

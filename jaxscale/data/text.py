@@ -39,6 +39,8 @@ class Text:
             to stop.
         prompt_end: marker that ends a prompt, for training on answers alone. Targets up to the end of the marker have
             weight 0, as do all targets of a document without the marker.
+        fields: for JSONL files, the name of the text in each line, such as ("text",), or of a prompt, whose targets
+            have weight 0, and its answer, such as ("prompt", "answer"). Each line is a document. () reads plain text.
 
     Raises:
         UserError: a value is out of range; or, on `open`, a file is missing, empty, binary, not UTF-8 or too short.
@@ -59,6 +61,7 @@ class Text:
     beginning: str = ""
     ending: str = ""
     prompt_end: str | None = None
+    fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -76,6 +79,14 @@ class Text:
         for name in ("separator", "prompt_end"):
             if getattr(self, name) == "":
                 raise UserError(f"{name}: got an empty text, expected a marker; leave {name} out to have none")
+
+        if len(self.fields) > 2:
+            raise UserError(f"fields: got {', '.join(self.fields)}, expected the text, or a prompt and its answer")
+        if self.fields and (self.separator is not None or self.prompt_end is not None):
+            name = "separator" if self.separator is not None else "prompt_end"
+            raise UserError(
+                f"{name}: a line of a JSONL file is a document, and fields names its texts; leave {name} out"
+            )
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -109,7 +120,7 @@ class Text:
         dtypes = {"tokens": "int32", "targets": "int32"}
         if self.layout == "packed":
             dtypes |= {"segments": "int32", "positions": "int32", "weights": "float32"}
-        elif self.prompt_end is not None:
+        elif self.prompt_end is not None or len(self.fields) == 2:
             dtypes |= {"weights": "float32"}
         return {name: ((batch, self.context), dtype) for name, dtype in dtypes.items()}
 
@@ -217,7 +228,9 @@ def _open(
 def _recipe(part: Text) -> DocumentRecipe:
     """Return the recipe by which the files of a text become documents; a packed layout holds out whole documents."""
     is_packed = part.layout == "packed"
-    return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, is_packed)
+    return DocumentRecipe(
+        part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, is_packed, part.fields
+    )
 
 
 def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -> Tokenizer:
@@ -231,14 +244,13 @@ def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -
     if kind_or_path == "byte":
         return Bytes()
     if kind_or_path == "char":
-        texts = (source.decode(source.read(file), file) for files in files_by_part for file in files)
-        return Characters.of([*(part.beginning + part.ending for part in parts), *map(_alphabet, texts)])
+        alphabets = (
+            _recipe(part).alphabet_of(source.decode(source.read(file), file), file)
+            for part, files in zip(parts, files_by_part, strict=True)
+            for file in files
+        )
+        return Characters.of([*(part.beginning + part.ending for part in parts), *alphabets])
     return load_tokenizer(kind_or_path)
-
-
-def _alphabet(text: str) -> str:
-    """Return the characters of a text, each once, in any order."""
-    return "".join(set(text))
 
 
 def _too_short_error(split: str, part: Text, facts: dict[str, Any]) -> UserError:

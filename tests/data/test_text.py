@@ -201,3 +201,70 @@ def test_a_missing_file_and_tokenizer_are_named(tmp_path):
         Text(tmp_path / "b.txt").open(2, 0)
     with pytest.raises(UserError, match=r"no such file: .*tokeniser.json"):
         Text(tmp_path / "a.txt", tokenizer=tmp_path / "tokeniser.json").open(2, 0)
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """A JSONL file of sums, and the pairs of prompt and answer in it."""
+    pairs = [(f"{first} + {second} = ", str(first + second)) for first in range(9) for second in range(9)]
+    lines = [json.dumps({"id": index, "prompt": pair[0], "answer": pair[1]}) for index, pair in enumerate(pairs)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(lines) + "\n\n")
+    return path, pairs
+
+
+@pytest.mark.parametrize("layout", ["packed", "windows"])
+def test_a_line_of_jsonl_is_a_document_and_only_its_answer_is_learned(questions, layout):
+    path, pairs = questions
+    text = Text(
+        path, tokenizer="char", context=32, layout=layout, fields=("prompt", "answer"), ending="\n", held_out=0.2
+    )
+    opened = text.open(4, 0)
+    assert opened.facts["documents"] == len(pairs)
+    assert '"' not in opened.tokenizer.decode(range(opened.tokenizer.size))
+    assert set(text.shapes(4)) == set(next(opened.train()))
+    learned, seen = "", ""
+    for batch in opened.evaluation():
+        for tokens, targets, weights in zip(batch["tokens"], batch["targets"], batch["weights"], strict=True):
+            learned += opened.tokenizer.decode(targets[weights > 0].tolist())
+            seen += opened.tokenizer.decode(tokens.tolist())
+    answers = set(learned.split())
+    assert answers <= {answer for _, answer in pairs}
+    assert len(answers) > 5
+    assert " + " in seen
+    assert "+" not in learned
+
+
+def test_a_line_of_jsonl_with_one_text_is_learned_whole(questions):
+    path, pairs = questions
+    opened = Text(path, tokenizer="char", context=8, fields=("prompt",), held_out=0.0).open(4, 0)
+    assert opened.facts["characters"] == sum(len(prompt) for prompt, _ in pairs)
+    assert "weights" not in next(opened.train())
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "message"),
+    [
+        ('{"text": "a"', ("text",), r"bad\.jsonl:2: not JSON .*; expected an object with text"),
+        ('{"txt": "a"}', ("text",), r"bad\.jsonl:2: text is None, expected text; the line has 'txt'"),
+        ("[1]", ("text",), r"bad\.jsonl:2: text is None, expected text; the line has list"),
+        ('{"text": "a\\u0000"}', ("text",), r"bad\.jsonl:2: text is 'a\\x00', expected text"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path, line, fields, message):
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line)
+    with pytest.raises(UserError, match=message):
+        Text(tmp_path / "bad.jsonl", fields=fields, context=2).open(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fields": ("a", "b", "c")}, "fields: got a, b, c, expected the text, or a prompt and its answer"),
+        ({"fields": ("a",), "separator": "\n"}, "separator: a line of a JSONL file is a document"),
+        ({"fields": ("a",), "prompt_end": ">"}, "prompt_end: a line of a JSONL file is a document"),
+    ],
+)
+def test_fields_of_jsonl_are_checked(options, message):
+    with pytest.raises(UserError, match=message):
+        Text("a.jsonl", **options)
