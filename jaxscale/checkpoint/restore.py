@@ -115,7 +115,7 @@ def restore_parameters(
     # shape, dtype and sharding of each array
     abstract_leaves = step.canonical_abstract()
     abstract_trained = {
-        name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest")
+        name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest", "ema")
     }
     restored = checkpoints.restore_arrays(abstract_trained, step=checkpoint_step)
     assert restored is not None
@@ -152,7 +152,7 @@ def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     kernels = Kernels(named=(("attention", attention),) * is_attention_kept, loss_chunk=loss_chunk)
     plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)
     # plain gradient descent has no optimizer state
-    sgd = Optimizer("sgd", clip=None, weight_decay=0.0)
+    sgd = Optimizer("sgd", clip=None, weight_decay=0.0, train=experiment.optimizer.train, ema=experiment.optimizer.ema)
     sgd_experiment = dataclasses.replace(experiment, optimizer=sgd, plan=plan)
     if split:
         split_plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)

@@ -21,7 +21,7 @@ RateSchedule = Literal["cosine", "linear", "constant"]
 
 _POSITIVE_FIELDS = ("learning_rate", "clip", "trust", "rank", "every", "max_dim", "freeze")
 _NOT_NEGATIVE_FIELDS = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
-_DECAY_FIELDS = ("b1", "b2", "b3")
+_DECAY_FIELDS = ("b1", "b2", "b3", "ema")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,8 @@ class Optimizer:
         train: which parameters are trained: a regular expression that is searched for in their names, such as
             "lora|head", or the name of their type, such as "LoRAParam". The others have no gradient and no state; they
             are kept as they are, in the precision of the plan. `None` trains all.
+        ema: decay of an exponential moving average of the weights, which evaluation, samples and export read, such as
+            0.999; the first updates have the decay (1 + n) / (10 + n) if that is less. `None` keeps no average.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -121,6 +123,7 @@ class Optimizer:
     clip: float | None = 1.0
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
     train: str | None = None
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.custom, "init") and hasattr(self.custom, "update"):

@@ -229,6 +229,24 @@ RULES: tuple[Rule, ...] = (
         "weights are streamed to be updated, and parameters that are not trained stay on the device; take "
         "offload.weights device, or zero 3",
     ),
+    # an average of weights
+    Rule(
+        requests.combination(requests.average, requests.asynchronous),
+        "a stage updates in the middle of a step, so a step has no one set of weights to average; take a synchronous "
+        "pipeline, or leave ema out",
+    ),
+    Rule(
+        requests.combination(requests.average, requests.diloco),
+        "each replica has weights of its own, and the outer update averages them; leave ema or diloco out",
+    ),
+    *(
+        Rule(
+            requests.combination(requests.average, host_request),
+            "the average lies on the device, and float32 weights that are updated from the host do not; keep weights "
+            "and state on the device, or leave ema out",
+        )
+        for host_request in (requests.weights_host, requests.state_off_device)
+    ),
     # losses that couple the rows of a batch
     *(
         Rule(

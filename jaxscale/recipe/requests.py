@@ -181,6 +181,11 @@ foreign_model_over_tensor = request_when(
     lambda facts: foreign_model(facts) is not None and (facts.size("tensor") or 1) > 1,
 )
 """A model that is not built of jaxscale's layers, on several devices along the tensor axis."""
+average = request_when(
+    "optimizer.ema {experiment.optimizer.ema}",
+    lambda facts: facts.experiment is not None and facts.experiment.optimizer.ema is not None,
+)
+"""An average of weights."""
 frozen_parameters = request_when(
     "train {experiment.train}", lambda facts: facts.experiment is not None and facts.experiment.train is not None
 )

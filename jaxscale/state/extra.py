@@ -1,10 +1,10 @@
 """StateExtra: the arrays that a technique adds to a train state, their placement, and their form in a checkpoint.
 
 `TrainState.extra` holds the value of each extra under the extra's name, which is also the prefix of its arrays in a
-checkpoint. There are three extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train
-alone (`step/replicas.py`), and the microbatches in flight of an asynchronous pipeline
-(`step/pipelined/asynchronous.py`). A plan without a technique ignores the technique's extra in a checkpoint. An extra
-that is missing from a checkpoint starts from its initial value.
+checkpoint. There are four extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train
+alone (`step/replicas.py`), the microbatches in flight of an asynchronous pipeline (`step/pipelined/asynchronous.py`),
+and the average of weights (`step/ema.py`). A plan without a technique ignores the technique's extra in a checkpoint. An
+extra that is missing from a checkpoint starts from its initial value.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxscale.state.naming import Naming, Part
 from jaxscale.state.train_state import TrainState
 from jaxscale.typing import PyTree
 
-EXTRAS = ("in_flight", "reduce", "outer")
+EXTRAS = ("in_flight", "reduce", "outer", "ema")
 """Names of all extras."""
 
 

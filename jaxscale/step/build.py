@@ -25,6 +25,7 @@ from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Device, Layout, vocab_multiple
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
+from jaxscale.step.ema import WeightAverage
 from jaxscale.step.exchange import (
     CodecResiduals,
     ExchangeResult,
@@ -222,6 +223,9 @@ class Assembly:
                     gradient_fn = objective.gradients_by_replica
                     exchange = exchange_by_codec(gradient_exchange, update.messages, layout)
                 update_fn = functools.partial(_update_shared_weights, advance)
+                if experiment.optimizer.ema is not None:
+                    average = WeightAverage(experiment.optimizer.ema)
+                    extras, update_fn = (*extras, average), average.updating(update_fn)
             step_function = SynchronousStep(gradient_fn, exchange, update_fn, experiment.guard)
         return StepParts(
             objective,

@@ -35,6 +35,7 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.coupling import Coupling
+from jaxscale.step.ema import averaged
 from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
 from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
@@ -339,8 +340,8 @@ class TrainStep:
         return "".join(extra.note_on_missing(names, self.canonical_abstract()) for extra in self.extras)
 
     def module(self, state: TrainState) -> nnx.Module:
-        """Return the user's module with the parameters of a state, for generation, export or inspection."""
-        params = state.params
+        """Return the user's module with the parameters of a state, or their average, to generate or inspect."""
+        params = averaged(state).params
         if self.plan.offload.masters:
             device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.master_shardings)
             params = jax.device_put(params, device_shardings)
@@ -489,4 +490,4 @@ class TrainStep:
 
     def _with_newest_weights(self, state: TrainState) -> TrainState:
         """Return the state that an evaluation reads, with the newest weights in the form of a synchronous step."""
-        return state if self.async_pipeline is None else self.async_pipeline.newest(state)
+        return averaged(state) if self.async_pipeline is None else self.async_pipeline.newest(state)

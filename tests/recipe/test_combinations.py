@@ -32,6 +32,7 @@ ONE_BIT, FOREIGN = (
 )
 CONTRASTIVE = experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification(), over="batch"))
 ADAPTED = experiment(model=LoRA(Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), rank=2))
+AVERAGED = Experiment("rules", Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), None, Optimizer(ema=0.9))
 REPLICAS = "mesh=replica:2 "
 UNLIKE = {"has_unlike_blocks": True}
 EXAMPLES = (
@@ -70,6 +71,10 @@ EXAMPLES = (
     ("mesh=replica:2,tensor:2 diloco=every=2", {"experiment": FOREIGN}, "without tensor"),
     ("pipeline=1f1b:2x4", {"experiment": ADAPTED}, "take a mesh of fsdp devices with zero 3"),
     ("weights=host", {"experiment": ADAPTED}, "parameters that are not trained stay on the device"),
+    ("pipeline=2bw:2x4", {"experiment": AVERAGED}, "no one set of weights to average"),
+    (REPLICAS + "diloco=every=2", {"experiment": AVERAGED}, "leave ema or diloco out"),
+    ("weights=host", {"experiment": AVERAGED}, "keep weights and state on the device, or leave ema out"),
+    ("optimizer_state=host", {"experiment": AVERAGED}, "keep weights and state on the device, or leave ema out"),
     ("microbatches=2", {"experiment": CONTRASTIVE}, "the loss of parts of a batch is another loss"),
     (REPLICAS + "reduce=int8", {"experiment": CONTRASTIVE}, "take memory full or zero 3 if memory is short"),
     (REPLICAS + "diloco=every=2", {"experiment": CONTRASTIVE}, "leave one of the two out"),

@@ -111,6 +111,7 @@ TECHNIQUES: tuple[Technique, ...] = (
             )
         ),
     ),
+    *_alike("optimizers by name", "--optimizer.ema 0.9", onto="--plan.mesh 1"),
     *_alike("optimizers by name", "--optimizer muon", onto="--plan.mesh 1"),
     *_alike(
         "1-bit Adam",

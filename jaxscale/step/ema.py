@@ -1,0 +1,114 @@
+"""The exponential moving average of weights, which evaluation, samples and export read.
+
+    a_n = d_n a_(n-1) + (1 - d_n) w_n,    d_n = min(d, (1 + n) / (10 + n)),    a_0 = w_0
+
+The average is a `StateExtra`: float32 arrays, placed as optimizer state, and divided in a checkpoint as parameters are.
+Until the decay d_n reaches d, the average is of the last tenth of the updates or so.
+"""
+
+import dataclasses
+from collections.abc import Container, Iterable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
+
+from jaxscale.state.extra import CompiledProgram, lacks
+from jaxscale.state.layout import Layout
+from jaxscale.state.naming import Naming, Part
+from jaxscale.state.train_state import TrainState
+from jaxscale.step.exchange import ExchangeResult
+from jaxscale.step.synchronous import UpdateFn
+from jaxscale.trees import path_name
+from jaxscale.typing import Array, Bool, Params, PyTree
+
+EMA = "ema"
+"""Key of the average in `TrainState.extra`, and prefix of its arrays' names in a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightAverage:
+    """The `StateExtra` of the average of weights.
+
+    Args:
+        decay: d, the decay of the average after many updates.
+        name: key of this extra in `TrainState.extra`.
+        label: name of this extra in tables of memory.
+    """
+
+    decay: float
+    name: str = dataclasses.field(default=EMA, init=False)
+    label: str = dataclasses.field(default="average of weights", init=False)
+
+    def add_to_layout(self, layout: Layout) -> Layout:
+        """Return the layout of a train state with the average, given the layout without it."""
+
+        def abstract_leaf(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
+
+        return layout.with_extra(self.name, jax.tree_util.tree_map_with_path(abstract_leaf, layout.abstract.params))
+
+    def init(self, state: TrainState) -> Params:
+        """Return the weights before the first update."""
+        return jax.tree.map(lambda weight: weight.astype(jnp.float32), state.params)
+
+    def updating(self, update_fn: UpdateFn) -> UpdateFn:
+        """Return an update of weights that also updates the average; a bad step changes neither."""
+
+        def update(result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]) -> TrainState:
+            next_state = update_fn(result, state, is_good)
+            count = state.watch.good.astype(jnp.float32) + 1.0
+            decay = jnp.minimum(self.decay, (1.0 + count) / (10.0 + count))
+            rate = jnp.where(is_good, 1.0 - decay, 0.0)
+            average = jax.tree.map(
+                lambda old, weight: old + rate * (weight.astype(jnp.float32) - old),
+                state.extra[self.name],
+                next_state.params,
+            )
+            return dataclasses.replace(next_state, extra={**next_state.extra, self.name: average})
+
+        return update
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Return the state itself: a checkpoint holds the average as it is."""
+        return state
+
+    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
+        """Return the abstract state itself."""
+        return abstract
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return the state, whose average starts from the weights if the checkpoint lacks it."""
+        average = state.extra[self.name]
+        if not lacks(average):
+            return state
+        return dataclasses.replace(state, extra={**state.extra, self.name: jax.jit(self.init)(state)})
+
+    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """Return the `Part` of each leaf, which a checkpoint divides into arrays as the parameter."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: naming.part_of_param(self.name, path, path_name(path), leaf), abstract.extra[self.name]
+        )
+
+    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
+        """Return a note for the user if the checkpoint lacks the average."""
+        is_missing = any(name.startswith(f"{self.name}/") and name not in saved_names for name in step_names)
+        return "; it has no average of weights, which starts from the weights" if is_missing else ""
+
+    def describe(self) -> list[str]:
+        """Return a line for the user."""
+        return [f"average of weights with decay {self.decay:g}, which evaluation, samples and export read"]
+
+    def check(self, program: CompiledProgram) -> None:
+        """Check nothing: the average is an output of the step."""
+
+
+def averaged(state: TrainState) -> TrainState:
+    """Return the state with the average as its weights; without an average, the state itself."""
+    average = state.extra.get(EMA)
+    if average is None:
+        return state
+    weights = jax.tree.map(lambda mean, weight: mean.astype(weight.dtype), average, state.params)
+    return dataclasses.replace(state, params=weights)
