@@ -29,7 +29,7 @@ def export(
     from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
     from jaxscale.models import huggingface
     from jaxscale.models.lora import LoRA
-    from jaxscale.step.ema import averaged
+    from jaxscale.state.ema import averaged
 
     trained = restore_parameters(run, best=best)
     trained_model = trained.experiment.model

@@ -21,11 +21,11 @@ from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.recipe.requests import Facts
 from jaxscale.sharding.memory_space import check_host_memory
+from jaxscale.state.ema import WeightAverage
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Device, Layout, vocab_multiple
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.ema import WeightAverage
 from jaxscale.step.exchange import (
     CodecResiduals,
     ExchangeResult,

@@ -28,6 +28,7 @@ from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
+from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, first_weights, local_bytes
 from jaxscale.state.naming import Naming
@@ -35,7 +36,6 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.coupling import Coupling
-from jaxscale.step.ema import averaged
 from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
 from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings

@@ -7,7 +7,8 @@ Until the decay d_n reaches d, the average is of the last tenth of the updates o
 """
 
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,10 @@ from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import Layout
 from jaxscale.state.naming import Naming, Part
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.exchange import ExchangeResult
-from jaxscale.step.synchronous import UpdateFn
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Bool, Params, PyTree
 
+Gradients = TypeVar("Gradients")
 EMA = "ema"
 """Key of the average in `TrainState.extra`, and prefix of its arrays' names in a checkpoint."""
 
@@ -54,11 +54,13 @@ class WeightAverage:
         """Return the weights before the first update."""
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), state.params)
 
-    def updating(self, update_fn: UpdateFn) -> UpdateFn:
+    def updating(
+        self, update_fn: Callable[[Gradients, TrainState, Bool[Array, ""]], TrainState]
+    ) -> Callable[[Gradients, TrainState, Bool[Array, ""]], TrainState]:
         """Return an update of weights that also updates the average; a bad step changes neither."""
 
-        def update(result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]) -> TrainState:
-            next_state = update_fn(result, state, is_good)
+        def update(gradients: Gradients, state: TrainState, is_good: Bool[Array, ""]) -> TrainState:
+            next_state = update_fn(gradients, state, is_good)
             count = state.watch.good.astype(jnp.float32) + 1.0
             decay = jnp.minimum(self.decay, (1.0 + count) / (10.0 + count))
             rate = jnp.where(is_good, 1.0 - decay, 0.0)
