@@ -64,7 +64,7 @@ class DocumentRecipe:
             file: path of the file, for messages.
         """
         if self.fields:
-            lines = enumerate(text.splitlines(), 1)
+            lines = enumerate(text.split("\n"), 1)  # other line breaks may stand in a text
             return [self._document_of_line(line, f"{file}:{number}") for number, line in lines if line.strip()]
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 

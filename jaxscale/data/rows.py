@@ -18,7 +18,7 @@ from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
     """Arrays of equally many rows, one row for each example.
 
@@ -67,7 +67,7 @@ class Arrays:
         return {name: array[indices] for name, array in self.arrays.items()}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """A dataset with `len(rows)` and `rows[i]`, in which each row is a dict of arrays or numbers.
 

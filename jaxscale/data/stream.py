@@ -21,7 +21,7 @@ _STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 """Pairs of methods that return and set the state of an iterator: those of Grain, and those of torchdata."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
     """An iterable of batches, or a function that returns one; each batch is a dict of arrays with the same shapes.
 

@@ -121,3 +121,10 @@ def test_a_row_unlike_the_others_is_refused(odd, message):
     rows[5] = odd
     with pytest.raises(UserError, match=message):
         next(Rows(rows, held_out=0.0).open(8, 0).train())
+
+
+def test_data_is_equal_to_itself_alone():
+    data = Arrays({"x": X})
+    assert data == data
+    assert data != Arrays({"x": X})
+    assert len({data, Arrays({"x": X})}) == 2

@@ -206,8 +206,9 @@ def test_a_missing_file_and_tokenizer_are_named(tmp_path):
 @pytest.fixture
 def questions(tmp_path):
     """A JSONL file of sums, and the pairs of prompt and answer in it."""
-    pairs = [(f"{first} + {second} = ", str(first + second)) for first in range(9) for second in range(9)]
-    lines = [json.dumps({"id": index, "prompt": pair[0], "answer": pair[1]}) for index, pair in enumerate(pairs)]
+    pairs = [(f"{first} + {second}\u2028= ", str(first + second)) for first in range(9) for second in range(9)]
+    objects = [{"id": index, "prompt": prompt, "answer": answer} for index, (prompt, answer) in enumerate(pairs)]
+    lines = [json.dumps(content, ensure_ascii=False) for content in objects]
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(lines) + "\n\n")
     return path, pairs
