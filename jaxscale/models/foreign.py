@@ -24,7 +24,7 @@ from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
 from jaxscale.models.foreign_blocks import arguments_cast, blocks_wrapped, repeated_blocks, run_as_one_block
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
-from jaxscale.typing import Array, Batch, Float
+from jaxscale.typing import Array, Batch, Float, Key
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "train": True,
@@ -107,7 +107,8 @@ class ForeignModel:
     """An unmodified NNX module as a model value.
 
     In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
-    `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. Batch statistics are those of the
+    `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. An argument `rngs` of its
+    `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the
     microbatch, over all devices, and dropout follows from seed, step and microbatch. So both depend on the number of
     microbatches, but not on the mesh. With the precision bfloat16, the parameters and the float arrays of two or more
     dims that the module is called with are cast; what the score reads itself, such as regression targets, is not.
@@ -238,7 +239,7 @@ class ForeignModel:
         def forward(module: nnx.Module, batch: Batch) -> Any:
             casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
             with casting:
-                return score(_bind_mode(module, is_training), batch)
+                return score(_bind_mode(module, is_training, _pass_key(context)), batch)
 
         with blocks_wrapped(module_copy, block_paths):
             target_scores = (
@@ -310,8 +311,11 @@ def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> N
     variable.set_metadata(out_sharding=(*known_axes, *unnamed_dims), ignored_axes=tuple(map(str, ignored_axes)))
 
 
-def _bind_mode(module: nnx.Module, is_training: bool) -> Callable[..., Any]:
-    """Return the module's call with its mode arguments bound to their values for training or evaluation."""
+def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[..., Any]:
+    """Return the module's call with its mode arguments bound to their values for training or evaluation.
+
+    A module whose `__call__` has a parameter `rngs` gets random streams made from `key`.
+    """
     if isinstance(module, nnx.bridge.ToNNX):
         mode_arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, is_training))
         variable_types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
@@ -322,7 +326,9 @@ def _bind_mode(module: nnx.Module, is_training: bool) -> Callable[..., Any]:
         }
         mode_arguments["mutable"] = sorted(collection_names) if is_training else False
     else:
-        mode_arguments = _mode_arguments(module, is_training)
+        mode_arguments = dict(_mode_arguments(module, is_training))
+        if "rngs" in inspect.signature(type(module).__call__).parameters:
+            mode_arguments["rngs"] = nnx.Rngs(jax.random.fold_in(key, zlib.crc32(b"rngs") & 0x7FFFFFFF))
     return functools.partial(module, **mode_arguments) if mode_arguments else module
 
 
@@ -336,10 +342,16 @@ def _mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
     }
 
 
+def _pass_key(context: Context) -> Key:
+    """Return the key of a forward pass, which follows from step and microbatch; a fixed key in evaluation."""
+    if context.key is None:
+        return jax.random.key(0)
+    return context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
+
+
 def _reseed(module: nnx.Module, context: Context) -> None:
     """Set the key of every random stream of the module from the step, the microbatch and the path of the stream."""
-    assert context.key is not None
-    key = context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
+    key = _pass_key(context)
     for path, stream in nnx.iter_graph(module):
         if isinstance(stream, nnx.RngStream):
             stream_name = "/".join(map(str, path))

@@ -353,3 +353,31 @@ def test_bfloat16_casts_what_the_module_multiplies_and_not_targets_or_time_steps
         exact = model.loss(model.build(rngs()), batch, Context())
         np.testing.assert_allclose(loss.total, exact.total, rtol=0.02)
     assert Denoiser.__call__.__qualname__.endswith("Denoiser.__call__")
+
+
+def test_a_call_with_rngs_gets_streams_that_follow_from_the_step():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.dropout = nnx.Linear(4, 5, rngs=rngs), nnx.Dropout(0.5)
+
+        def __call__(self, x, *, rngs):
+            return self.linear(self.dropout(x, rngs=rngs))
+
+    model = ForeignModel(Noisy, classification())
+    module = model.build(rngs())
+
+    def total(key=None, examples=None):
+        context = Context(key=None if key is None else jax.random.key(key), examples=examples)
+        return float(model.loss(module, data(), context).total)
+
+    rows = jnp.arange(8)
+    assert total(1) == total(1) != total(2)
+    assert total(1, rows) != total(1, rows + 8)
+    assert total() == pytest.approx(
+        float(
+            -jax.nn.log_softmax(module.linear(data()["images"]))[
+                jnp.arange(len(data()["labels"])), data()["labels"]
+            ].sum()
+        ),
+        rel=1e-5,
+    )
