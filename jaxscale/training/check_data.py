@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment, Samples
 
 
 def check_data(experiment: Experiment, data: Any) -> None:
@@ -26,7 +26,7 @@ def check_data(experiment: Experiment, data: Any) -> None:
             f"set model.vocab to {tokenizer.size} or more"
         )
     if tokenizer is not None:
-        for prompt in experiment.samples.prompts:
+        for prompt in prompts_of(experiment, tokenizer):
             try:
                 has_tokens = len(tokenizer.encode(prompt)) > 0
             except UserError as error:
@@ -57,3 +57,22 @@ def check_data(experiment: Experiment, data: Any) -> None:
             f"data.context is {data_context}, but model.context is {traits.context} positions: "
             f"set data.context to {traits.context}"
         )
+
+
+def prompts_of(experiment: Experiment, tokenizer: Any) -> tuple[str, ...]:
+    """Return the prompts of an experiment's samples.
+
+    The default prompt is a line break. If the data has none, the prompt is the first character of the alphabet.
+
+    Args:
+        experiment: the experiment.
+        tokenizer: tokenizer of the data.
+    """
+    prompts = experiment.samples.prompts
+    if prompts != Samples().prompts:
+        return prompts
+    try:
+        tokenizer.encode(prompts[0])
+    except UserError:
+        return (tokenizer.decode([0]),)
+    return prompts

@@ -15,6 +15,7 @@ import numpy as np
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
+from jaxscale.training.check_data import prompts_of
 
 _LONGEST_STEPWISE = 16
 """Largest number of tokens in a prompt that is fed one token at a time.
@@ -130,9 +131,10 @@ def draw_samples(experiment: Experiment, tokenizer: Any, get_module: Callable[[]
     settings = experiment.samples
     if not settings.prompts or not can_generate(experiment.model, tokenizer):
         return []
+    prompts = prompts_of(experiment, tokenizer)
     sampling = Sampling(settings.tokens, settings.temperature, experiment.seed)
-    continuation_texts = continuations(get_module(), experiment.model, tokenizer, settings.prompts, sampling)
-    return list(zip(settings.prompts, continuation_texts, strict=True))
+    continuation_texts = continuations(get_module(), experiment.model, tokenizer, prompts, sampling)
+    return list(zip(prompts, continuation_texts, strict=True))
 
 
 def decode(
