@@ -16,6 +16,15 @@ from jaxscale.recipe.experiment import Experiment
 HERE = Path(__file__).parent
 
 
+class Lines:
+    """Toy data."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def open(self, batch, seed, *, process=0, processes=1): ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Toy:
     """A toy model.
@@ -42,7 +51,7 @@ class Toy:
 
 def experiment():
     """The toy itself."""
-    return Experiment(name="toy", model=Toy(), data=str(HERE / "text.txt"), steps=3)
+    return Experiment(name="toy", model=Toy(), data=Lines(HERE / "text.txt"), steps=3)
 
 
 def wide():
