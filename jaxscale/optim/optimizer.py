@@ -85,7 +85,8 @@ class Optimizer:
         decay: parameters that decay: "matrices" excludes norms, biases and other vectors; "all" excludes none.
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function that returns any optax transformation for a schedule (step to learning rate); it replaces
-            `name` and its options. Gradients are first clipped to `clip`, as for other rules.
+            `name` and its options. Gradients are first clipped to `clip`, as for other rules. A rule that needs the
+            loss gets that of the step as `value`.
         train: which parameters are trained: a regular expression that is searched for in their names, such as
             "lora|head", or the name of their type, such as "LoRAParam". The others have no gradient and no state; they
             are kept as they are, in the precision of the plan. `None` trains all.
@@ -247,7 +248,9 @@ class Optimizer:
 
         rate = self.schedule_fn(steps)
         if self.custom is not None:
-            return self.custom(rate)
+            from jaxscale.optim.step_loss import with_step_loss
+
+            return with_step_loss(self.custom(rate))
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
         return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxscale.optim.step_loss import step_loss
 from jaxscale.recipe.experiment import Guard
 from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.exchange import Exchange, ExchangeResult
@@ -42,7 +43,8 @@ class SynchronousStep:
         mean_loss = loss_sums.total / positive(loss_sums.weight)
         is_good, watch = state.watch.judge(mean_loss, result.norm, self.guard)
         # a bad step leaves parameters, optimizer, extras and batch statistics unchanged
-        updated_state = self.update_fn(result, state, is_good)
+        with step_loss(mean_loss):
+            updated_state = self.update_fn(result, state, is_good)
         old_extra = {name: state.extra[name] for name in result.extra}
         model_state, extra = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old), (new_model_state, result.extra), (state.rest, old_extra)

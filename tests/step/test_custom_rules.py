@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxscale import Experiment, Optimizer, build
+from jaxscale.errors import UserError
 from jaxscale.models import Decoder
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
@@ -77,3 +78,33 @@ def test_a_rule_trains_as_in_a_plain_loop_and_its_state_is_restored(name, fields
     expected = plain(name)
     for path, leaf in named_leaves(step.from_canonical(step.to_canonical(state)).params).items():
         np.testing.assert_allclose(np.asarray(leaf), np.asarray(expected[path]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_that_needs_the_loss_gets_that_of_the_step():
+    def descend(rate):
+        def update(updates, state, params=None, *, value, **extra):
+            return jax.tree.map(lambda gradient: -1e-2 * value * gradient, updates), state + value
+
+        return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+
+    def step_by(rule, **fields):
+        optimizer = Optimizer(custom=rule, clip=None)
+        return build(Experiment("value", MODEL, None, optimizer, steps=STEPS, batch=8), plan_of(**fields))
+
+    step = step_by(descend, mesh="fsdp:2", zero=2, microbatches=2)
+    state, total = step.init(), 0.0
+    for batch in batches():
+        before, gradients = named_leaves(state.params), named_leaves(step.gradients_fn(state, step.place(batch)))
+        expected = {path: np.asarray(leaf) for path, leaf in before.items()}
+        gradients = {path: np.asarray(leaf) for path, leaf in gradients.items()}
+        state, metrics = step(state, step.place(batch))
+        total += float(metrics["loss"])
+        for path, leaf in named_leaves(state.params).items():
+            change = -1e-2 * float(metrics["loss"]) * gradients[path]
+            np.testing.assert_allclose(np.asarray(leaf), expected[path] + change, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.tree.leaves(state.optimizer)[-1], total, rtol=1e-6)
+    plateau = step_by(lambda rate: optax.chain(optax.adam(rate), optax.contrib.reduce_on_plateau()), mesh="1")
+    state, metrics = plateau(plateau.init(), plateau.place(batches()[0]))
+    assert np.isfinite(float(metrics["loss"]))
+    with pytest.raises(UserError, match="this rule needs the loss of the step, which is unknown where a stage"):
+        step_by(descend, optimizer_state="streamed")
