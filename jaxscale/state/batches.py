@@ -111,10 +111,16 @@ def batch_shapes(experiment: Experiment) -> Batch:
 
 
 def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shape and dtype of each array of a batch (of arrays or of shapes), with `sharding` if it is given."""
-    return {
-        name: jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=sharding) for name, array in batch.items()
-    }
+    """Return the shape and dtype of each array of a batch (of arrays or of shapes), with `sharding` if it is given.
+
+    The dtypes are those on devices: 64-bit numbers of NumPy become 32-bit ones there, unless JAX has these enabled.
+    """
+    shapes_by_name = {}
+    for name, array in batch.items():
+        is_key = not isinstance(array.dtype, np.dtype)
+        dtype = array.dtype if is_key else jax.dtypes.canonicalize_dtype(array.dtype)
+        shapes_by_name[name] = jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=sharding)
+    return shapes_by_name
 
 
 def span(slices: Sequence[slice], row_count: int) -> tuple[int, int]:
