@@ -22,7 +22,14 @@ from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
-from jaxscale.models.foreign_blocks import arguments_cast, blocks_wrapped, repeated_blocks, run_as_one_block
+from jaxscale.models.foreign_blocks import (
+    arguments_cast,
+    blocks_wrapped,
+    members_of,
+    repeated_blocks,
+    run_as_one_block,
+)
+from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 
@@ -117,8 +124,10 @@ class ForeignModel:
         make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
         score: `score(module, batch)` returns one loss per row or per target, such as `classification()` and
             `language_model()`.
-        blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default the submodules that
-            repeat. With `()`, or if no submodule repeats, the whole forward pass is one block.
+        blocks: paths of the submodules that are the blocks ("layers/0", "layers/1"), or the path of a list of them
+            ("encoder/layers"); by default, the submodules that repeat. They are rematerialized one by one, and a
+            pipeline divides them into stages. With `()`, or if no submodule repeats, the whole forward pass is one
+            block.
         axes: logical axis of jaxscale for each axis name of the module's parameters, such as `{"tp": "heads"}`; a name
             that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names stay whole, and the run
             reports those names.
@@ -140,7 +149,7 @@ class ForeignModel:
 
     make: Callable[[nnx.Rngs], nnx.Module]
     score: Score
-    blocks: tuple[str, ...] | None = None
+    blocks: str | tuple[str, ...] | None = None
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     over: Literal["rows", "batch"] | None = None
 
@@ -196,6 +205,10 @@ class ForeignModel:
         correct_fn = getattr(self.score, "correct", None)
         return None if correct_fn is None else functools.partial(self.metric, correct_fn)
 
+    def block_paths(self, module: nnx.Module) -> tuple[str, ...]:
+        """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat."""
+        return repeated_blocks(module) if self.blocks is None else members_of(module, self.blocks)
+
     def logical_sizes(self) -> dict[str, int]:
         """Return an empty dict: the logical axes of a foreign module are unknown."""
         return {}
@@ -234,17 +247,20 @@ class ForeignModel:
         batch, dtype = dict(batch), None if context.dtype is None else jnp.dtype(context.dtype)
         if dtype is not None:
             _set_dtype(dtype, module_copy)
-        block_paths = repeated_blocks(module_copy) if self.blocks is None else self.blocks
+        block_paths = self.block_paths(module_copy)
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
             casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
             with casting:
                 return score(_bind_mode(module, is_training, _pass_key(context)), batch)
 
-        with blocks_wrapped(module_copy, block_paths):
-            target_scores = (
-                forward(module_copy, batch) if block_paths else run_as_one_block(forward, module_copy, batch)
-            )
+        if block_paths and needs_chain():
+            target_scores = run_chain(forward, module_copy, batch, block_paths)
+        else:
+            with blocks_wrapped(module_copy, block_paths):
+                target_scores = (
+                    forward(module_copy, batch) if block_paths else run_as_one_block(forward, module_copy, batch)
+                )
         if is_training:
             _copy_variables(module, module_copy)
         return target_scores

@@ -15,7 +15,7 @@ import contextlib
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,9 @@ from jaxscale import blocks
 from jaxscale.errors import UserError, unknown
 
 ModulePath = tuple[Any, ...]
+PureBlock = Callable[[Any, Any, Any], Any]
+"""A block as a function of parameters, other variables and arrays, which returns its results and the new variables."""
+BlockWrapper = Callable[[PureBlock], PureBlock]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _patch_lock = threading.RLock()
 
@@ -65,26 +68,56 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     return tuple("/".join(map(str, path)) for path in block_paths)
 
 
+def members_of(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of blocks that a user named: the paths themselves, or the members of the list at a path.
+
+    Args:
+        module: the module.
+        blocks: paths of submodules, or the path of a list of submodules, such as "encoder/layers".
+
+    Example:
+        >>> module = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
+        >>> members_of(nnx.Dict(layers=module), "layers")
+        ('layers/0', 'layers/1')
+    """
+    if not isinstance(blocks, str):
+        return tuple(blocks)
+    paths = ["/".join(map(str, path)) for path in _submodules(module)]
+    list_path = blocks.replace(".", "/")
+    members = [path for path in paths if path.startswith(f"{list_path}/") and "/" not in path[len(list_path) + 1 :]]
+    if not members:
+        parents = sorted({path.rsplit("/", 1)[0] for path in paths if path.rsplit("/", 1)[-1].isdecimal()})
+        raise unknown("list of blocks", blocks, parents)
+    return tuple(sorted(members, key=lambda path: int(path.rsplit("/", 1)[1])))
+
+
 @contextlib.contextmanager
-def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
+def blocks_wrapped(
+    module: nnx.Module, paths: Sequence[str], wrapper_of: Callable[[str], BlockWrapper] | None = None
+) -> Iterator[None]:
     """Return a context in which traced calls of the submodules at `paths` go through `blocks.wrap`.
+
+    Args:
+        module: the module.
+        paths: paths of its blocks.
+        wrapper_of: function that returns what wraps the block at a path, instead of `blocks.wrap`.
 
     Raises:
         UserError: a submodule does not exist, or a plan treats blocks but the forward pass called none.
     """
-    if not paths or _is_untreated():
+    if not paths or (wrapper_of is None and _is_untreated()):
         yield
         return
     module_by_path = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
     for path in paths:
         if path not in module_by_path:
             raise unknown("block", path, [name for name in module_by_path if name])
-    block_ids = {id(module_by_path[path]) for path in paths}
+    wrapper_by_id = {id(module_by_path[path]): _treated if wrapper_of is None else wrapper_of(path) for path in paths}
     called_ids: set[int] = set()
     # the lock is held while tracing: a patch of another thread must not be restored out of order
     with _patch_lock, contextlib.ExitStack() as patches:
         for cls in {type(module_by_path[path]) for path in paths}:
-            patches.enter_context(_patch_calls(cls, _block_call(block_ids, called_ids)))
+            patches.enter_context(_patch_calls(cls, _block_call(wrapper_by_id, called_ids)))
         yield
     if not called_ids:
         raise UserError(
@@ -94,13 +127,13 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
         )
 
 
-def run_as_one_block(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)` through `blocks.wrap` as one block, and return its result.
+def run_as_one_block(function: Callable[..., Any], *args: Any, wrapper: BlockWrapper | None = None) -> Any:
+    """Run `function(*args)` through `blocks.wrap`, or through another wrapper, as one block, and return its result.
 
     The variables of modules among the arguments, or inside them, are updated as by a plain call. A variable that the
     call creates (`sow`) is added.
     """
-    if _is_untreated():
+    if wrapper is None and _is_untreated():
         return function(*args)
     graphdef, params, state, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
 
@@ -110,7 +143,7 @@ def run_as_one_block(function: Callable[..., Any], *args: Any) -> Any:
         output = function(*block_args)
         return output, nnx.split(block_args, nnx.Param, nnx.Variable, ...)[2]
 
-    output, new_state = blocks.wrap(block, rolled=False)(params, state, arrays)
+    output, new_state = (wrapper or _treated)(block)(params, state, arrays)
     existing_paths = {path for path, _ in nnx.to_flat_state(state)}
     updated_variables, new_variables = {}, {}
     for path, variable in nnx.to_flat_state(new_state):
@@ -122,6 +155,11 @@ def run_as_one_block(function: Callable[..., Any], *args: Any) -> Any:
             parent = parent[name] if isinstance(name, int) or isinstance(parent, dict) else getattr(parent, name)
         setattr(parent, path[-1], variable)
     return output
+
+
+def _treated(block: PureBlock) -> PureBlock:
+    """Return a block under the treatment of the plan."""
+    return blocks.wrap(block, rolled=False)
 
 
 def _is_untreated() -> bool:
@@ -153,18 +191,28 @@ def arguments_cast(module: nnx.Module, dtype: Any) -> Iterator[None]:
         yield
 
 
-def _block_call(block_ids: set[int], called_ids: set[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function of a class's `__call__` that returns one which runs the instances `block_ids` as blocks.
+def _block_call(
+    wrapper_by_id: Mapping[int, BlockWrapper], called_ids: set[int]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a function of a class's `__call__` that returns one which runs some instances as blocks.
 
-    The instances that are called join `called_ids`.
+    Args:
+        wrapper_by_id: what wraps each of these instances, by its identity.
+        called_ids: set that the identities of the instances that are called join.
     """
 
     def make_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if id(self) not in block_ids:  # another module, or its own copy inside the block
+            if id(self) not in wrapper_by_id:  # another module, or its own copy inside the block
                 return original_call(self, *args, **kwargs)
             called_ids.add(id(self))
-            return run_as_one_block(lambda self, args, kwargs: original_call(self, *args, **kwargs), self, args, kwargs)
+            return run_as_one_block(
+                lambda self, args, kwargs: original_call(self, *args, **kwargs),
+                self,
+                args,
+                kwargs,
+                wrapper=wrapper_by_id[id(self)],
+            )
 
         return call
 

@@ -51,6 +51,7 @@ def collect(
     chip: Chip | None = None,
     mesh: Mapping[str, int] | None = None,
     batch: tuple[str, ...] | None = None,
+    is_sequence: bool = False,
 ) -> tuple[BlockCall, ...]:
     """Trace `fn(*args)`, and return the blocks that it calls, in order.
 
@@ -60,6 +61,7 @@ def collect(
         chip: chip on which the seconds of the graphs are modeled; if `None`, the seconds are 0.
         mesh: number of devices along each mesh axis; the current layout's by default.
         batch: mesh axes along the first dim of activations of unknown placement.
+        is_sequence: whether the blocks will run as one sequence, so that no stack scans them.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -108,7 +110,8 @@ def collect(
 
         return record_and_run
 
-    with blocks.wrapping(recording_wrapper):
+    sequence = blocks.one_after_another if is_sequence else None
+    with blocks.treating(blocks.Treatment(recording_wrapper, sequence=sequence)):
         # a new function each time, because JAX could return a cached trace made without the recorder
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     run_counts: Counter[int] = Counter()  # by index of the recording

@@ -170,6 +170,23 @@ class PureModel:
         """Number of trained numbers: the elements of all parameters."""
         return count(self.abstract_module_params)
 
+    @functools.cached_property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the arrays that training changes besides parameters; keys of random streams are none of them."""
+        module = nnx.merge(self.graphdef, self.abstract_module_params, self.abstract_model_state)
+        paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Not(_random_or_param)))]
+        return tuple("/".join(map(str, path)) for path in paths)
+
+    def random_state(self) -> Params:
+        """Return a state for a model without statistics: each random stream has a fixed key."""
+
+        def fixed(leaf: jax.ShapeDtypeStruct) -> Array:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+            return jnp.zeros(leaf.shape, leaf.dtype)
+
+        return jax.tree.map(fixed, self.abstract_model_state)
+
     def is_stacked(self, name: str) -> bool:
         """Return whether the first dim of a parameter is for the layers of a stack."""
         return (self.axis_names.get(name) or ("",))[0] == "layers"
@@ -218,6 +235,10 @@ class PureModel:
     def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its trained parameters, as a nested dict."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
+
+
+_random_or_param = nnx.Any(nnx.Param, nnx.RngState)
+"""Filter of Flax for parameters, and for keys and counts of random streams."""
 
 
 def _trained(train: str | None) -> nnx.filterlib.Predicate:

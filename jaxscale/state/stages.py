@@ -33,7 +33,7 @@ class Stages:
     Args:
         schedule: the schedule that runs the stages.
         layer_counts: number of layers of each stage, in the model's order.
-        chain: path of the `layers.Chain` in the model, if the blocks are unlike; `None` for a stack.
+        chain: paths of the blocks in the model, if the blocks are not the rows of a stack; () for a stack.
 
     Raises:
         UserError: a stage has no layer, or the length of `layer_counts` is not the schedule's number of stages.
@@ -47,7 +47,7 @@ class Stages:
 
     schedule: Schedule
     layer_counts: tuple[int, ...]
-    chain: str | None = None
+    chain: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layer_counts) != self.schedule.stages or min(self.layer_counts) < 1:
@@ -167,27 +167,28 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     stack_depths = {
         leaf.shape[0] for name, leaf in named_leaves(pure_model.abstract_params).items() if pure_model.is_stacked(name)
     }
-    chain_lengths = chain_lengths_of(pure_model)
-    if not stack_depths and not chain_lengths:
+    chains = chains_of(pure_model)
+    if not stack_depths and not chains:
         raise UserError(
             f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
-            "layers.Chain"
+            "layers.Chain, or name the blocks of a model of your own with ForeignModel(blocks=...)"
         )
     texts = [f"a stack of {depth} blocks" for depth in sorted(stack_depths)]
-    texts += [f"a chain of {length} blocks" for length in chain_lengths.values()]
+    texts += [f"a chain of {len(chain)} blocks ({chain[0]}, ...)" for chain in chains]
     if len(texts) > 1:
         raise UserError(
             f"pipeline {pipeline}: this model has {' and '.join(texts)}, and only one can be cut into stages; "
-            "build the model of one stack, or of one chain"
+            "build the model of one stack, or of one chain, or name the blocks of one with ForeignModel(blocks=...)"
         )
-    statistic_names = list(named_leaves(pure_model.abstract_model_state))
+    statistic_names = pure_model.statistics
     if statistic_names:
         raise UserError(
             f"pipeline {pipeline}: this model holds running statistics ({statistic_names[0]}), which microbatches "
             "would change one after the other, and stages at different times; use layer or group norm, or train "
             "without a pipeline"
         )
-    block_count, chain = max(stack_depths or chain_lengths.values()), next(iter(chain_lengths), None)
+    chain = next(iter(chains), ())
+    block_count = max(stack_depths, default=len(chain))
     schedule = pipeline.schedule()
     period = period_of(experiment.model)
     layer_counts = pipeline.stages
@@ -215,17 +216,26 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     return stages
 
 
-def chain_lengths_of(pure_model: PureModel) -> dict[str, int]:
-    """Return the number of blocks of each chain of unlike blocks in a model, by the path of the chain.
+def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
+    """Return the chains of blocks in a model, each as the paths of its blocks.
 
     Example:
         >>> from jaxscale.models import ResNet
-        >>> chain_lengths_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
-        {'blocks': 3}
+        >>> chains_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
+        [('blocks/layers/0', 'blocks/layers/1', 'blocks/layers/2')]
     """
     module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_model_state)
-    nodes = nnx.iter_graph(module)
-    return {"/".join(map(str, path)): len(node.layers) for path, node in nodes if isinstance(node, Chain)}
+    block_paths = getattr(pure_model.model, "block_paths", None)
+    if block_paths is None:
+        chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
+        return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]
+    paths = block_paths(module)
+    if getattr(pure_model.model, "blocks", None) is not None:
+        return [paths] if paths else []
+    paths_by_list: dict[str, list[str]] = {}
+    for path in paths:
+        paths_by_list.setdefault(path.rstrip("0123456789"), []).append(path)
+    return [tuple(list_paths) for list_paths in paths_by_list.values()]
 
 
 def period_of(model: Model) -> int:

@@ -15,7 +15,6 @@ from jaxscale.errors import UserError
 from jaxscale.memory.apply import treatment_for, wrapper
 from jaxscale.memory.decide import decide, graphs_by_kind
 from jaxscale.memory.decision import Decision, read_decision
-from jaxscale.memory.plan import MemoryPlan
 from jaxscale.model_traits import ModelTraits
 from jaxscale.platforms.detect import chip_of
 from jaxscale.platforms.platform import Chip, chips
@@ -65,7 +64,8 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
     memory_plan = objective.planned.plan.memory
     is_foreign = ModelTraits.of(objective.planned.experiment.model).foreign
     if memory_plan.rule == "file":
-        decision, calls = read_decision(memory_plan.name), traced_blocks(objective)
+        decision = read_decision(memory_plan.name)
+        calls = traced_blocks(objective, is_sequence=is_foreign and decision.chain is not None)
         block_count, block_kinds = sum(call.count for call in calls), tuple(graphs_by_kind(calls))
         if block_count != decision.layers:
             raise UserError(
@@ -78,15 +78,12 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
                 f"{', '.join(block_kinds)} (another model, another version of it, or other shapes); make a new file "
                 "for this model"
             )
-        if is_foreign and decision.chain is not None:
-            raise _segment_error(memory_plan)
         return decision
-    if is_foreign and memory_plan.rule in _SEGMENT_RULES:
-        raise _segment_error(memory_plan)
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if memory_plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSAL_CHIP]
-    calls, stage_count = traced_blocks(objective, chip), objective.stages_per_device
+    calls = traced_blocks(objective, chip, is_sequence=is_foreign and memory_plan.rule in _SEGMENT_RULES)
+    stage_count = objective.stages_per_device
     if stage_count == 1 or memory_plan.budget is None:
         return decide(memory_plan, calls, chip)
     # the budget is for all blocks on a device, whose stages are alike; if each stage is recomputed in its backward
@@ -103,21 +100,15 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
     )
 
 
-def _segment_error(memory_plan: MemoryPlan) -> UserError:
-    """Return the error for a rule that recomputes segments, in a plan for a model not built of jaxscale's layers."""
-    return UserError(
-        f"memory {memory_plan}: this rule recomputes segments of several blocks, and this model's own code calls its "
-        "blocks one by one, possibly with other code between them; take save:BYTES, dots or full, which treat each "
-        "block by itself, or build the model of layers.Stack or layers.Chain"
-    )
-
-
-def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[BlockCall, ...]:
+def traced_blocks(
+    objective: Objective, chip: Chip | None = None, *, is_sequence: bool = False
+) -> tuple[BlockCall, ...]:
     """Return the calls of the model's blocks, or of the blocks of one stage, in one microbatch of a train step.
 
     Args:
         objective: the objective of the step.
         chip: the chip, from whose rates the seconds of operations are computed; `None` leaves the seconds out.
+        is_sequence: whether the blocks will run as one sequence; a foreign model is then divided at its blocks.
     """
     microbatch_count = objective.planned.plan.microbatches
     abstract_microbatch = {
@@ -135,6 +126,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
             abstract_microbatch,
             *key_and_indices,
             chip=chip,
+            is_sequence=is_sequence,
         )
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)

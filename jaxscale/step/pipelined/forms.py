@@ -124,7 +124,8 @@ def _trace_view(
         key: key of the step.
     """
     batch, examples = microbatch
-    module = planned.pure_model.module(filled(planned.pure_model.abstract_params, params), {})
+    pure_model = planned.pure_model
+    module = pure_model.module(filled(pure_model.abstract_params, params), pure_model.random_state())
     try:
         with blocks.viewing_stage(view):
             return score(module, batch, planned.context(key, examples))
@@ -332,26 +333,25 @@ class ChainForm:
     stages: Stages
 
     @functools.cached_property
-    def _prefix(self) -> str:
-        """Prefix of the names of the chain's parameters."""
-        assert self.stages.chain is not None
-        return f"{self.stages.chain}/layers/"
-
-    @functools.cached_property
     def flat_slices(self) -> dict[str, FlatSlice]:
         """For each parameter of a block, by name, the slice of the stage's flat array that holds the parameter."""
         flat_slices, lengths = {}, [0] * len(self.stages.layer_counts)
         for name, leaf in named_leaves(self.planned.pure_model.abstract_params).items():
-            if self.is_staged(name):
-                block = int(name.removeprefix(self._prefix).split("/")[0])
+            block = self._block_of(name)
+            if block is not None:
                 stage = sum(first_layer <= block for first_layer in self.stages.first_layers) - 1
                 flat_slices[name] = FlatSlice(stage, lengths[stage], leaf.shape)
                 lengths[stage] = flat_slices[name].end
         return flat_slices
 
+    def _block_of(self, name: str) -> int | None:
+        """Return the index of the block that a parameter belongs to; `None` for a parameter of no block."""
+        chain = enumerate(self.stages.chain)
+        return next((block for block, path in chain if name.startswith(f"{path}/")), None)
+
     def is_staged(self, name: str) -> bool:
         """Return whether a parameter belongs to one stage; if not, all stages share it."""
-        return name.startswith(self._prefix)
+        return self._block_of(name) is not None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -386,20 +386,22 @@ class ChainForm:
 
     def _block_params(self, flat_array: Array, stage: int) -> list[Params]:
         """Return a list with the parameters of each block of a stage, from the flat array of the stage."""
-        abstract_layers: Params = self.planned.pure_model.abstract_params
-        for key in self._prefix.strip("/").split("/"):
-            abstract_layers = abstract_layers[key]
         first_block = self.stages.first_layers[stage]
-        blocks_of_stage = range(first_block, first_block + self.stages.layer_counts[stage])
+        paths = self.stages.chain[first_block : first_block + self.stages.layer_counts[stage]]
 
-        def read_param(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
-            flat_slice = self.flat_slices[f"{self._prefix}{path_name(path)}"]
-            return flat_array[flat_slice.begin : flat_slice.end].reshape(flat_slice.shape)
+        def read_params(block_path: str) -> Params:
+            """Return the parameters of the block at a path; {} for a block without parameters."""
 
-        key_of_block = {int(key): key for key in abstract_layers}  # a block without parameters has no key
-        stage_keys = [key_of_block[block] for block in blocks_of_stage if block in key_of_block]
-        params_by_key = jax.tree_util.tree_map_with_path(read_param, {key: abstract_layers[key] for key in stage_keys})
-        return [params_by_key.get(key_of_block.get(block), {}) for block in blocks_of_stage]
+            def read_param(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
+                flat_slice = self.flat_slices[f"{block_path}/{path_name(path)}"]
+                return flat_array[flat_slice.begin : flat_slice.end].reshape(flat_slice.shape)
+
+            abstract_block: Params = self.planned.pure_model.abstract_params
+            for word in block_path.split("/"):
+                abstract_block = next((entry for key, entry in abstract_block.items() if str(key) == word), {})
+            return jax.tree_util.tree_map_with_path(read_param, abstract_block)
+
+        return [read_params(block_path) for block_path in paths]
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 

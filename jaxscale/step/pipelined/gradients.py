@@ -66,12 +66,12 @@ class Pipelined:
     def __init__(self, planned: PlannedModel, stages: Stages, schedule: Schedule | None = None) -> None:
         self.planned, self.stages = planned, stages
         self.schedule = stages.schedule if schedule is None else schedule
-        self.form: StageForm = (StackForm if stages.chain is None else ChainForm)(planned, stages)
+        self.form: StageForm = (ChainForm if stages.chain else StackForm)(planned, stages)
 
     @property
     def stage_depth(self) -> int | None:
         """Number of blocks of the deepest stage; `None` for a chain, whose blocks are unlike."""
-        return self.stages.depth if self.stages.chain is None else None
+        return None if self.stages.chain else self.stages.depth
 
     @property
     def stages_per_device(self) -> int:

@@ -1,0 +1,210 @@
+"""The blocks of a foreign model in sequence: stages of a pipeline, and rules that recompute segments of blocks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale import Experiment, Optimizer, build
+from jaxscale.errors import UserError
+from jaxscale.models import ForeignModel, classification
+from tests.plans import plan_of
+
+nnx.use_eager_sharding(False)
+
+
+class Block(nnx.Module):
+    """Reads a mask that all blocks share, and passes on an auxiliary sum."""
+
+    def __init__(self, width, rngs, rate=0.0):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x, aux, mask):
+        h = self.dropout(jax.nn.relu(self.linear(self.norm(x))))
+        return x + h * mask, aux + jnp.mean(h**2, axis=-1)
+
+
+class Net(nnx.Module):
+    """Operations between the blocks, a tuple from block to block, a parameter of all blocks."""
+
+    def __init__(self, rngs, depth=5, rate=0.0, width=8):
+        self.stem = nnx.Linear(4, width, rngs=rngs)
+        self.layers = nnx.List([Block(width, rngs, rate) for _ in range(depth)])
+        self.gain = nnx.Param(jnp.full((width,), 0.9))
+        self.head = nnx.Linear(width, 5, rngs=rngs)
+
+    def __call__(self, x):
+        mask = (x[:, :1] > 0).astype(x.dtype)
+        x, aux = self.stem(x), 0.0
+        for layer in self.layers:
+            x, aux = layer(x, aux, mask)
+            x = x * self.gain[...][None]
+        return self.head(x) + 0.1 * jnp.asarray(aux)[:, None]
+
+
+class Numbered(nnx.Module):
+    """Blocks of different widths, as attributes with numbers."""
+
+    def __init__(self, rngs):
+        self.block0, self.block1 = Dense(4, 8, rngs), Dense(8, 8, rngs)
+        self.block2, self.block3 = Dense(8, 8, rngs), Dense(8, 5, rngs)
+
+    def __call__(self, x):
+        return self.block3(self.block2(self.block1(self.block0(x))))
+
+
+class Dense(nnx.Module):
+    def __init__(self, inputs, outputs, rngs):
+        self.linear = nnx.Linear(inputs, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x))
+
+
+class Skips(Net):
+    def __call__(self, x):
+        mask, results = jnp.ones((1, 1)), []
+        x = self.stem(x)
+        for layer in self.layers:
+            x, _ = layer(x if len(results) < 3 else x + results[0], 0.0, mask)
+            results.append(x)
+        return self.head(x)
+
+
+class Tied(Net):
+    def __call__(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x, _ = layer(x, 0.0, jnp.ones((1, 1)))
+        return self.head(x @ self.layers[1].linear.kernel[...])
+
+
+class Branches(nnx.Module):
+    """Two lists of blocks."""
+
+    def __init__(self, rngs):
+        self.down = nnx.List([Dense(4, 4, rngs) for _ in range(2)])
+        self.up = nnx.List([Dense(4, 4, rngs) for _ in range(2)])
+        self.head = nnx.Linear(4, 5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in [*self.down, *self.up]:
+            x = layer(x)
+        return self.head(x)
+
+
+class Remade(Branches):
+    """Blocks inside of a checkpoint of the user's own."""
+
+    def __call__(self, x):
+        return jax.checkpoint(super().__call__)(x)
+
+
+class Normalized(Branches):
+    """Running statistics."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    return [
+        {"images": rng.normal(size=(8, 4)).astype("float32"), "labels": rng.integers(0, 5, 8).astype("int32")}
+        for _ in range(3)
+    ]
+
+
+def trajectory(make, blocks=None, **plan_fields):
+    """Losses and gradient norms of three steps."""
+    model = ForeignModel(make, classification(), blocks=blocks)
+    optimizer = Optimizer("sgd", learning_rate=0.1)
+    step = build(Experiment("net", model, batches()[0], optimizer, steps=3, batch=8), plan_of(**plan_fields))
+    step.compile(batches()[0])
+    state, figures = step.init(), []
+    for batch in batches():
+        state, metrics = step(state, step.place(batch))
+        figures.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return np.array(figures)
+
+
+ALL = ("down/0", "down/1", "up/0", "up/1")
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks", "plan"),
+    [
+        (Net, None, {"pipeline": "1f1b:2x4", "stash": "input"}),
+        (Net, "layers", {"mesh": "data:2", "pipeline": "gpipe:4x2", "stash": "input", "memory": "full"}),
+        (Net, None, {"mesh": "fsdp:2", "pipeline": "zb-h1:2x4", "stash": "input", "zero": "2"}),
+        (Numbered, None, {"pipeline": "interleaved:2x4,v=2", "stash": "input"}),
+        (Numbered, None, {"pipeline": "chimera:4x4", "stash": "input"}),
+        (Branches, ALL, {"pipeline": "1f1b:2x4", "stash": "input"}),
+        (Net, None, {"memory": "sqrt"}),
+        (Net, None, {"memory": "chain:1KiB", "mesh": "data:2"}),
+        (Net, None, {"memory": "revolve:3"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_blocks_in_sequence_give_the_numbers_of_one_device(make, blocks, plan):
+    np.testing.assert_allclose(trajectory(make, blocks, **plan), trajectory(make), rtol=2e-5)
+
+
+def test_dropout_and_bfloat16_train_in_a_pipeline():
+    figures = trajectory(lambda rngs: Net(rngs, rate=0.5), pipeline="1f1b:2x4", stash="input", precision="bfloat16")
+    assert np.isfinite(figures).all()
+    assert not np.allclose(
+        figures, trajectory(Net, pipeline="1f1b:2x4", stash="input", precision="bfloat16"), rtol=1e-2
+    )
+
+
+def test_statistics_change_in_segments_as_without_them():
+    def make(rngs):
+        module = Net(rngs)
+        for layer in module.layers:
+            layer.norm = nnx.BatchNorm(8, rngs=rngs)
+        return module
+
+    np.testing.assert_allclose(trajectory(make, memory="sqrt"), trajectory(make), rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks", "plan", "words"),
+    [
+        (Skips, None, {"pipeline": "1f1b:2x4", "stash": "input"}, "reads the results of blocks layers/0 and layers/2"),
+        (Skips, None, {"memory": "sqrt"}, "a memory rule of several blocks needs blocks that each read"),
+        (Tied, None, {"pipeline": "1f1b:2x4", "stash": "input"}, "parameters of block layers/1 are also read outside"),
+        (Remade, ALL, {"pipeline": "1f1b:2x4", "stash": "input"}, "calls its blocks inside of "),
+        (
+            Branches,
+            None,
+            {"pipeline": "1f1b:2x4", "stash": "input"},
+            "a chain of 2 blocks (down/0, ...) and a chain of 2 blocks",
+        ),
+        (
+            Branches,
+            ALL[::-1],
+            {"pipeline": "1f1b:2x4", "stash": "input"},
+            "in the order up/1, up/0, down/1, down/0; this model calls",
+        ),
+        (Branches, "dwn", {"pipeline": "1f1b:2x4", "stash": "input"}, "did you mean 'down'?"),
+        (Normalized, ALL, {"pipeline": "1f1b:2x4", "stash": "input"}, "running statistics (norm/"),
+        (
+            lambda rngs: nnx.Linear(4, 5, rngs=rngs),
+            None,
+            {"pipeline": "1f1b:2x4", "stash": "input"},
+            "no blocks to cut into stages",
+        ),
+        (Net, None, {"pipeline": "2bw:2x4"}, "cannot update their weights at different times"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_models_whose_blocks_form_no_chain_are_refused_by_name(make, blocks, plan, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        trajectory(make, blocks, **plan)
