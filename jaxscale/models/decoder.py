@@ -91,7 +91,7 @@ class Decoder:
         rotary_base: base of the rotary wavelengths, which grow up to 2 pi * rotary_base positions.
         rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` leaves them unchanged.
         tied: whether the output projection is the transposed embedding.
-        attention_bias: whether the projections of attention have biases.
+        attention_bias: whether the projections of attention have biases; "qkv" for all of them but the output's.
         mlp_bias: whether the feed-forward layers have biases.
         qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
         attention_soft_cap: cap of the attention scores s, which become cap * tanh(s / cap); `None` for no cap.
@@ -136,7 +136,7 @@ class Decoder:
     rotary_base: float = 10_000.0
     rotary_scaling: Llama3Scaling | None = None
     tied: bool = False
-    attention_bias: bool = False
+    attention_bias: bool | Literal["qkv"] = False
     mlp_bias: bool = False
     qk_norm: bool = False
     attention_soft_cap: float | None = None
@@ -211,7 +211,8 @@ class Decoder:
         norm_parameters = self.embed * (2 if self.norm == "layer" else 1)
         query_width, key_width = self.heads * self.head_width, self.kv_count * self.head_width
         attention_parameters = self.embed * (2 * query_width + 2 * key_width) + 2 * self.head_width * self.qk_norm
-        attention_parameters += (query_width + 2 * key_width + self.embed) * self.attention_bias
+        attention_parameters += (query_width + 2 * key_width) * bool(self.attention_bias)
+        attention_parameters += self.embed * (self.attention_bias is True)
         input_projection_count = 2 if self.mlp_kind in GATED else 1
         mlp_parameters = (1 + input_projection_count) * self.embed * self.mlp_width
         mlp_parameters += (input_projection_count * self.mlp_width + self.embed) * self.mlp_bias

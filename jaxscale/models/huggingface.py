@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError, near_miss, unknown
 from jaxscale.models import safetensors_folder
 from jaxscale.models.huggingface_config import ConfigFile
 from jaxscale.models.huggingface_families import FAMILIES, Family
@@ -53,8 +53,14 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     if not architectures:
         families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
     if not families:
-        architecture = str((list(architectures) or [file.values.get("model_type", "(none)")])[0])
-        raise UserError(f"{file.path}: {unknown('architecture', architecture, FAMILIES)}")
+        model_type = file.values.get("model_type", "(none)")
+        architecture = str((list(architectures) or [model_type])[0])
+        # a folder of another type computes another function, so its name is no misspelling of ours
+        same_type = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+        raise UserError(
+            f"{file.path}: unknown architecture {architecture!r}: expected one of {', '.join(sorted(FAMILIES))}"
+            f"{near_miss(architecture, same_type)}"
+        )
     family = families[0]
     if file.values.get("quantization_config"):
         raise UserError(f"{file.path}: quantization_config: quantized weights are not supported; save them dequantized")

@@ -2,7 +2,8 @@
 
 A `ConfigPiece` reads and writes some keys; a family (`huggingface_families.py`) is a list of these pieces. `theirs` is
 a name in transformers, and `ours` is a name in jaxscale. A key that no piece reads may change the mathematics, so the
-key is rejected by name, unless its value is empty or the key is in `HARMLESS`.
+key is rejected by name, unless its value is empty or the key is in `HARMLESS`; false and 0 are values like others,
+except for the keys in `HARMLESS_IF_OFF`.
 """
 
 import dataclasses
@@ -31,6 +32,16 @@ _GPT2 += ("summary_proj_to_labels", "summary_type", "summary_use_proj")
 _VIT = ("encoder_stride", "pooler_act", "pooler_output_size")
 HARMLESS = frozenset((*_BOOKKEEPING, *_TOKENS, *_GENERATION, *_RUNTIME, *_GPT2, *_VIT))
 """Keys that do not affect the outputs of the network."""
+
+HARMLESS_IF_OFF = frozenset(
+    (
+        *("is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "add_cross_attention", "tf_legacy_loss"),
+        *("use_bfloat16", "output_scores", "return_dict_in_generate", "remove_invalid_values", "early_stopping"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty", "num_beam_groups"),
+        *("rope_interleaved", "is_composition", "use_mrope", "use_sliding_window", "mlp_bias", "attention_bias"),
+    )
+)
+"""Keys that do not affect the outputs of the network where their value is false or 0."""
 
 ROPE_KEYS = {
     "factor": "factor",
@@ -118,7 +129,9 @@ class ConfigFile:
     def check_unread_keys(self) -> None:
         """Raise UserError if a key was read by no piece, its value is not empty, and the key is not harmless."""
         for key, value in self.values.items():
-            if key not in self.read_keys | HARMLESS and value not in (None, False, 0, "", [], {}):
+            is_off = value in (False, 0) and key in HARMLESS_IF_OFF
+            is_harmless = is_off or key in self.read_keys | HARMLESS or value in (None, "", [], {})
+            if not is_harmless:
                 raise UserError(
                     f"{self.path}: {key}: {value!r} is not supported, and may change the outputs of the model. "
                     "Remove the key if it does not"
@@ -275,15 +288,20 @@ class SlidingWindows:
     Args:
         is_alternating: whether older files imply a window in every other layer, starting with the first (Gemma-2).
         default_length: length of the window in positions, if the file does not give the length.
+        is_everywhere: whether every layer has the window of the file, and none if its length is null (Mistral).
     """
 
     is_alternating: bool = False
     default_length: int | None = None
+    is_everywhere: bool = False
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Return our field `windows`, as the shortest tuple that repeats over the layers."""
         layer_count = file.get("num_hidden_layers", kind=int)
-        window_length = file.get("sliding_window", self.default_length, int)
+        default_length = None if self.is_everywhere and "sliding_window" in file.values else self.default_length
+        window_length = file.get("sliding_window", default_length, int)
+        if self.is_everywhere:
+            return {"windows": (window_length,)}
         uses_windows = file.get("use_sliding_window", self.is_alternating, bool)
         first_window_layer = file.get("max_window_layers", 0, int)
         if self.is_alternating:
@@ -308,6 +326,8 @@ class SlidingWindows:
         """Return `layer_types`, the length of the sliding window, and the keys of older files."""
         windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
         window_length = next((window for window in windows if window is not None), None)
+        if self.is_everywhere:
+            return {"sliding_window": window_length}
         layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
         config_entries = {"layer_types": layer_types, "sliding_window": window_length}
         if not self.is_alternating:

@@ -100,18 +100,19 @@ _LLAMA_RULES = (
     *_weight_and_bias("model.norm", "norm"),
     TensorRule("lm_head.weight", ("head.weight",)),
 )
-_LLAMA_KEYS = (
+_SHARED_KEYS = (
     ConfigKey("vocab_size", "vocab"),
     ConfigKey("max_position_embeddings", "context"),
     ConfigKey("num_hidden_layers", "layers"),
     ConfigKey("hidden_size", "embed"),
     ConfigKey("intermediate_size", "mlp", resolved_name="mlp_width"),
     ConfigKey("num_attention_heads", "heads"),
-    ConfigKey("attention_bias", "attention_bias", bool, False),
     ConfigKey("initializer_range", "init_std", float, 0.02),
     DropoutRates(attention_keys=("attention_dropout",)),
+    RestrictedKey("is_causal", (True,)),
     Rope(),
 )
+_LLAMA_KEYS = (*_SHARED_KEYS, ConfigKey("attention_bias", "attention_bias", bool, False))
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -132,6 +133,36 @@ LLAMA = Family(
     prefix="model.",
     ignored_endings=("rotary_emb.inv_freq",),
     source_of_copy={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+MISTRAL = dataclasses.replace(
+    LLAMA,
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    pieces=(
+        *_SHARED_KEYS,
+        ConfigKey("num_key_value_heads", "kv_heads", int, 8, "kv_count"),
+        ConfigKey("head_dim", "head_dim", int, None, "head_width"),
+        ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
+        ConfigKey("tie_word_embeddings", "tied", bool, False),
+        Activation("hidden_act", is_gated=True),
+        SlidingWindows(default_length=4096, is_everywhere=True),
+    ),
+)
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fixed_fields={"scaled_init": False, "attention_bias": "qkv"},
+    pieces=(
+        *_SHARED_KEYS,
+        ConfigKey("num_key_value_heads", "kv_heads", int, 32, "kv_count"),
+        ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
+        ConfigKey("tie_word_embeddings", "tied", bool, False),
+        Activation("hidden_act", is_gated=True),
+        SlidingWindows(),
+    ),
 )
 
 QWEN3 = dataclasses.replace(
@@ -203,6 +234,7 @@ GPT2 = Family(
         RestrictedKey("scale_attn_weights", (True,)),
         RestrictedKey("scale_attn_by_inverse_layer_idx", (False,)),
         RestrictedKey("add_cross_attention", (False,)),
+        RestrictedKey("is_causal", (True,)),
     ),
     rules=(
         TensorRule("transformer.wte.weight", ("embedding.weight",)),
@@ -267,4 +299,4 @@ VIT = Family(
     prefix="vit.",
 )
 
-FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GPT2, VIT)}
+FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GPT2, VIT)}

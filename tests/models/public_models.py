@@ -592,7 +592,7 @@ PUBLIC_MODELS = {
         UNet,
         denoising,
         lambda: {"images": numbers(8, 8, 3), "noise": numbers(8, 8, 3, seed=3), "time": numbers() ** 2},
-        "down/0, ...) and a chain",
+        "a chain of 2 blocks (down/0, ...) and a chain of 2 blocks (up/0, ...)",
     ),
     "DiT (diffusion transformer)": foreign(
         Dit,
@@ -604,7 +604,7 @@ PUBLIC_MODELS = {
         TwoTowers,
         contrastive,
         lambda: {"x": numbers(16), "tokens": integers(VOCAB, 3)},
-        "a loss over the whole batch with",
+        "a loss over the whole batch",
         over="batch",
     ),
     "graph network (flax/examples/ogbg_molpcba)": foreign(

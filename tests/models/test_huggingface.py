@@ -1,6 +1,7 @@
 """Folders read, written, and bent: what comes back is equal in every byte, and what is wrong is named."""
 
 import copy
+import dataclasses
 import json
 import pickle
 import shutil
@@ -46,6 +47,40 @@ def test_round_trip_is_equal_in_every_byte(tmp_path, name, shard_bytes):
     again, params_again = load(tmp_path / "out")
     assert again == model
     equal(dict(flat_leaves(params_again)), dict(flat_leaves(params)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [("Qwen2ForCausalLM", {"attention_bias": "qkv"}), ("MistralForCausalLM", {"windows": (4,)})],
+)
+def test_folders_of_qwen2_and_mistral_are_those_of_llama_with_biases_or_a_window(tmp_path, architecture, fields):
+    llama, params = load(GOLDEN / "llama")
+    model = dataclasses.replace(llama, head_dim=None, **fields)
+    attention, rng = params["blocks"]["layers"]["attention"], np.random.default_rng(0)
+    for name in "qkv" if "attention_bias" in fields else "":
+        width = attention[name]["weight"].shape[-1]
+        attention[name]["bias"] = rng.normal(size=(llama.layers, width)).astype("float32")
+    save(tmp_path / "out", model, params)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [architecture]
+    again, params_again = load(tmp_path / "out")
+    assert dataclasses.replace(again, head_dim=None) == model
+    equal(dict(flat_leaves(params_again)), dict(flat_leaves(params)))
+
+    def logits(model, params):
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+        tokens = jnp.asarray(golden("llama")[0]["input_ids"], jnp.int32)
+        return nnx.merge(graphdef, jax.tree.map(jnp.asarray, params))(tokens)
+
+    if "attention_bias" in fields:  # the golden of Llama has the biases of all four: this one has a zero
+        full = copy.deepcopy(params)
+        full["blocks"]["layers"]["attention"]["out"]["bias"] = np.zeros((llama.layers, llama.embed), "float32")
+        expected = logits(dataclasses.replace(model, attention_bias=True), full)
+    else:  # rows of a window's length do not feel the window
+        expected = logits(llama, params)
+        np.testing.assert_allclose(logits(model, params)[:, :4], expected[:, :4], rtol=1e-5, atol=1e-5)
+        assert not np.allclose(logits(model, params)[:, 5:], expected[:, 5:], atol=1e-3)
+        return
+    np.testing.assert_allclose(logits(again, params_again), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_and_sharded_folders_hold_the_same_model(tmp_path):

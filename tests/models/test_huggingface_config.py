@@ -4,7 +4,9 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import pytest
+from flax import nnx
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder, Llama3Scaling
@@ -42,6 +44,42 @@ def test_what_is_written_can_be_read_as_either_version(tmp_path, name, version):
         json.dumps({key: value for key, value in config.items() if key not in dropped})
     )
     assert read_config(tmp_path)[1] == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"sliding_window": 6}, {"windows": (6,)}),
+        ({"sliding_window": None}, {}),
+        ({}, {"windows": (4096,)}),
+        ({"num_key_value_heads": ..., "num_attention_heads": 8, "head_dim": ...}, {"kv_heads": 8, "heads": 8}),
+    ],
+)
+def test_mistral_is_llama_with_a_window_in_every_layer(tmp_path, changes, fields):
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "pretraining_tp": ..., "mlp_bias": ...}
+    model = read_config(write(tmp_path, "llama/config.json", **mistral, **changes))[1]
+    expected = dataclasses.replace(read_config(GOLDEN / "llama")[1], windows=(4096,) if changes else (None,))
+    if "sliding_window" in changes:
+        expected = dataclasses.replace(expected, windows=(None,))
+    assert dataclasses.replace(model, head_dim=None) == dataclasses.replace(expected, head_dim=None, **fields)
+    if model.windows != (None,):  # without a window, the file of a Llama is the same model
+        assert describe(model)[0].architecture == "MistralForCausalLM"
+        assert describe(model)[1]["sliding_window"] == model.windows[0]
+
+
+def test_qwen2_has_biases_of_queries_keys_and_values_alone(tmp_path):
+    changes = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+    dropped = dict.fromkeys(("pretraining_tp", "mlp_bias", "attention_bias", "head_dim"), ...)
+    family, model = read_config(write(tmp_path, "llama/config.json", **changes, **dropped))
+    assert model.attention_bias == "qkv"
+    assert describe(model)[0] == family
+    module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+    names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    layer = "blocks/layers/attention"
+    assert {f"{layer}/q/bias", f"{layer}/k/bias", f"{layer}/v/bias"} <= names
+    assert f"{layer}/out/bias" not in names
+    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))]
+    assert model.parameters == sum(sizes)
 
 
 def test_fields_of_each_family():
@@ -153,6 +191,15 @@ def test_patterns():
             {"architectures": ["MambaForCausalLM"]},
             "unknown architecture 'MambaForCausalLM': expected one of .*GPT2",
         ),
+        (
+            "llama",
+            {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+            "unknown architecture 'MixtralForCausalLM': expected one of [^;]*$",
+        ),
+        ("llama", {"is_causal": False}, "is_causal: got False, expected True: nothing else is supported"),
+        ("gpt2", {"is_causal": False}, "is_causal: got False, expected True"),
+        ("llama", {"use_parallel_residual": False}, "use_parallel_residual: False is not supported"),
+        ("llama", {"logit_offset": 0}, "logit_offset: 0 is not supported"),
         ("llama", {"architectures": ..., "model_type": ...}, r"unknown architecture '\(none\)'"),
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
         ("llama", {"hidden_size": "64"}, "hidden_size: got '64', expected a whole number"),
