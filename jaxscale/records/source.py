@@ -283,11 +283,13 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
             if variant not in variants:
                 raise no_variant_error(file, variant, variants)
             make_experiment, action = variants[variant], f"the variant {variant}"
-        if not callable(make_experiment):
+        is_value = isinstance(make_experiment, Experiment)
+        if not is_value and not callable(make_experiment):
             raise UserError(
-                f"{file}: {action} is a {type(make_experiment).__name__}, expected a function without parameters"
+                f"{file}: got {make_experiment!r} for {action}, expected an Experiment, or a function without "
+                "parameters that returns one"
             )
-        experiment = make_experiment()
+        experiment = make_experiment if is_value else make_experiment()
     except UserError as error:
         location, _ = _error_location(error, str(file))
         raise UserError(f"{location}: {error}" if location else str(error)) from None

@@ -120,8 +120,8 @@ def test_a_run_that_is_near_is_named(toy: Path, capsys):
             ["toy.py, line 1: importing the file raised ModuleNotFoundError"],
         ),
         ("def experiment():\n    return 1 / 0\n", ["line 2: experiment() raised ZeroDivisionError", "return 1 / 0"]),
+        ("experiment = 3\n", ["got 3 for experiment(), expected an Experiment, or a function without parameters"]),
         ("def experiment():\n    return 3\n", ["experiment() returned a int, expected an Experiment"]),
-        ("experiment = 3\n", ["experiment() is a int, expected a function"]),
         ("def experiment(size):\n    return 3\n", ["experiment() raised TypeError"]),
         (
             "from jaxscale import Experiment\n\ndef experiment():\n    return Experiment('a', model=3, data=None)\n",

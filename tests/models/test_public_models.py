@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import random
 import re
 
 import numpy as np
@@ -62,6 +63,35 @@ def test_a_pipeline_gives_the_losses_of_one_device_or_is_refused_by_name(name):
     else:
         figures = trajectory(name, pipeline="1f1b:2x4", stash="input")
         np.testing.assert_allclose(figures, plain(name), rtol=1e-5)
+
+
+def drawn_plan(rng):
+    """A random plan that runs blocks in sequence."""
+    fields = {"mesh": rng.choice(["1", "data:2", "fsdp:2"])}
+    if rng.random() < 0.6:
+        pipelines = ["1f1b:2x4", "gpipe:2x2", "zb-h1:2x4", "interleaved:2x4,v=2", "chimera:2x4", "dualpipe-v:2x4"]
+        fields |= {"pipeline": rng.choice(pipelines), "stash": "input", "memory": rng.choice(["none", "full", "dots"])}
+    else:
+        fields["memory"] = rng.choice(["sqrt", "periodic:2", "revolve:2", "chain:64KiB"])
+        fields["microbatches"] = rng.choice(["1", "2"])
+    return fields | ({"zero": rng.choice(["2", "3"])} if "fsdp" in fields["mesh"] else {})
+
+
+@pytest.mark.slow
+def test_random_plans_of_blocks_in_sequence_equal_their_plain_twins():
+    seed = random.SystemRandom().randrange(10**6)
+    rng, equal_count = random.Random(seed), 0
+    for draw in range(12):
+        name = rng.choice([name for name, public in PUBLIC_MODELS.items() if not public.refusal])
+        plan_fields = drawn_plan(rng)
+        try:
+            figures = trajectory(name, **plan_fields)
+        except UserError as error:
+            assert "unlike blocks" in str(error) or "budget" in str(error), (seed, draw, name, plan_fields)
+        else:
+            np.testing.assert_allclose(figures, plain(name), rtol=3e-5, err_msg=str((seed, draw, name, plan_fields)))
+            equal_count += 1
+    assert equal_count >= 4, seed
 
 
 def table():

@@ -97,6 +97,14 @@ def test_load(file: Path):
     assert {"python", "jax", "flax", "optax", "jaxscale"} == set(versions())
 
 
+def test_an_experiment_may_be_a_value(tmp_path: Path):
+    (tmp_path / "value.py").write_text(
+        "from jaxscale import Experiment\nfrom jaxscale.models import Decoder\n"
+        "experiment = Experiment('value', Decoder(vocab=8, context=4, layers=1, embed=8, heads=1), None)\n"
+    )
+    assert load_file(tmp_path / "value.py")[0].name == "value"
+
+
 def test_source_round_trip(file: Path):
     experiment, source = load_file(file, "small", {"steps": "5"}, Plan(zero=1))
     run = run_of(experiment, source)

@@ -28,6 +28,31 @@ class Net(nnx.Module):
         return self.head(self.dropout(jax.nn.relu(self.norm(self.stem(images.reshape(len(images), -1))))))
 
 
+class Block(nnx.Module):
+    """A block that repeats."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(jax.nn.relu(self.linear(x)))
+
+
+class Deep(nnx.Module):
+    """None of our layers, and blocks in sequence."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stem, self.head = nnx.Linear(64, 16, rngs=rngs), nnx.Linear(16, 12, rngs=rngs)
+        self.layers = nnx.List([Block(rngs) for _ in range(4)])
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = self.stem(images.reshape(len(images), -1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class LinenNet(linen.Module):
     """The same in Linen."""
 
@@ -73,6 +98,11 @@ def foreign() -> Experiment:
     return _images(ForeignModel(make=lambda rngs: Net(rngs), score=classification()))
 
 
+def foreign_blocks() -> Experiment:
+    """A network of Flax NNX with blocks in sequence."""
+    return _images(ForeignModel(make=lambda rngs: Deep(rngs), score=classification()))
+
+
 def linen_net() -> Experiment:
     """A network of Flax Linen."""
     shape = jax.ShapeDtypeStruct((1, 8, 8, 1), "float32")
@@ -105,5 +135,6 @@ def pretrained_vit() -> Experiment:
 
 
 VARIANTS = {
-    made.__name__: made for made in (vit, resnet, foreign, linen_net, llama, gpt2, qwen3, gemma2, pretrained_vit)
+    made.__name__: made
+    for made in (vit, resnet, foreign, foreign_blocks, linen_net, llama, gpt2, qwen3, gemma2, pretrained_vit)
 }
