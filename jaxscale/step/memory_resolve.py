@@ -161,6 +161,7 @@ def describe_decision(decision: Decision, platform: str = "tpu") -> str:
         platform: kind of the devices: "cpu", "gpu" or "tpu".
 
     Example:
+        >>> from jaxscale.memory.plan import MemoryPlan
         >>> describe_decision(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
         'memory save:1MiB: 879 KiB kept per device and microbatch, 220 KiB a block, 2.00 MFLOP recomputed'
     """

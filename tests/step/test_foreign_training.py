@@ -15,8 +15,6 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.foreign import ForeignModel, classification, linen_model
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.recipe.plan import Plan
-from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.partition import axes_of
 from jaxscale.step.build import build
 from jaxscale.trees import named_leaves
@@ -225,10 +223,3 @@ def test_what_a_foreign_model_cannot_take_is_refused_by_name(make, plan, says):
 def test_axes_on_which_nothing_lies_are_refused(axis):
     with pytest.raises(UserError, match=axis):
         build(an_experiment(nnx_net()), layout(f"{axis}:2"))
-
-
-@pytest.mark.parametrize("memory", ["sqrt", "periodic:2", "revolve:2", "chain:1KiB"])
-def test_segments_of_blocks_that_foreign_code_calls_are_refused(memory):
-    experiment = an_experiment(nnx_net())
-    with pytest.raises(UserError, match=f"{memory}: .* this model's own code calls its blocks one by one"):
-        build(experiment, Plan(mesh=MeshSpec(), memory=MemoryPlan.parse(memory)))
