@@ -238,7 +238,7 @@ class _Chain:
 
     def run_stages(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of the program, with the blocks run by a stage of a pipeline."""
-        self._check_params_unshared()
+        self._check_unshared()
         view, values = blocks.stage_view(), self._values_before(inputs)
         assert view is not None
 
@@ -294,8 +294,8 @@ class _Chain:
 
         return Call(blocks.wrap(run, rolled=False), (dict(zip(signature.param_names, own_values, strict=True)), state))
 
-    def _check_params_unshared(self) -> None:
-        """Refuse blocks whose parameters are read elsewhere: only the stage that runs a block has its parameters."""
+    def _check_unshared(self) -> None:
+        """Refuse blocks whose variables are read elsewhere: only the stage that runs a block has them."""
         owner_of: dict[Any, int] = {}
         for index, block in enumerate(self.blocks):
             signature = block.signature
@@ -303,6 +303,19 @@ class _Chain:
             for var in block.eqn.invars[start : start + len(signature.param_names)]:
                 if owner_of.setdefault(var, index) != index:
                     raise _shared_params(signature.path)
+        changed = {
+            var: block.signature.path
+            for block in self.blocks
+            for var in block.eqn.outvars[block.signature.result_count :]
+        }
+        for eqn in (*self.after, *(eqn for block in self.blocks for eqn in block.between)):
+            for var in _variables(eqn.invars):
+                if var in changed:
+                    raise UserError(
+                        f"pipeline: {eqn.primitive.name} ({source_line(eqn)}) reads a variable that block "
+                        f"{changed[var]} changes, such as a sown value, but a stage sends only the block's results; "
+                        "return the value from the block, or train without a pipeline"
+                    )
         others = [*self.before, *self.after, *(eqn for block in self.blocks for eqn in block.between)]
         for var in (var for eqn in others for var in _variables(eqn.invars)):
             if var in owner_of:

@@ -105,6 +105,26 @@ class Remade(Branches):
         return jax.checkpoint(super().__call__)(x)
 
 
+class Leaves(Dense):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.seen = nnx.Intermediate(2.0 * y)
+        return y
+
+
+class Sown(nnx.Module):
+    """A value that the last block leaves is read after the blocks."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([Leaves(4, 4, rngs) for _ in range(2)])
+        self.head = nnx.Linear(4, 5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + self.layers[1].seen[...])
+
+
 class Normalized(Branches):
     """Running statistics."""
 
@@ -194,6 +214,7 @@ def test_statistics_change_in_segments_as_without_them():
             "in the order up/1, up/0, down/1, down/0; this model calls",
         ),
         (Branches, "dwn", {"pipeline": "1f1b:2x4", "stash": "input"}, "did you mean 'down'?"),
+        (Sown, None, {"pipeline": "1f1b:2x4", "stash": "input"}, "reads a variable that block layers/1 changes"),
         (Normalized, ALL, {"pipeline": "1f1b:2x4", "stash": "input"}, "running statistics (norm/"),
         (
             lambda rngs: nnx.Linear(4, 5, rngs=rngs),
