@@ -117,7 +117,7 @@ class ForeignModel:
     `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. An argument `rngs` of its
     `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the
     microbatch, over all devices, and dropout follows from seed, step and microbatch. So both depend on the number of
-    microbatches, but not on the mesh. With the precision bfloat16, the parameters and the float arrays of two or more
+    microbatches, but not on the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters and the float arrays of two or more
     dims that the module is called with are cast; what the score reads itself, such as regression targets, is not.
 
     Args:
@@ -136,7 +136,7 @@ class ForeignModel:
             before it matters: with microbatches, codecs and DiLoCo, and in a held-out batch that is filled up.
 
     Raises:
-        UserError: `over` is something else, or `axes` maps a name to what is no logical axis.
+        UserError: `over` or `blocks` is something else, or `axes` maps a name to what is no logical axis.
 
     Example:
         >>> import jax
@@ -159,6 +159,12 @@ class ForeignModel:
     def __post_init__(self) -> None:
         if self.over not in (None, "rows", "batch"):
             raise UserError(f"over: got {self.over!r}, expected rows, batch or None")
+        is_paths = isinstance(self.blocks, tuple) and all(isinstance(path, str) for path in self.blocks)
+        if not (self.blocks is None or isinstance(self.blocks, str) or is_paths):
+            raise UserError(
+                f"blocks: got {self.blocks!r}, expected the path of a list of submodules, such as 'encoder/layers', or "
+                "a tuple of paths of submodules"
+            )
         for logical_axis in self.axes.values():
             AxisRules().axes(logical_axis)  # raises if there is no such axis
 

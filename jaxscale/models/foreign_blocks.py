@@ -84,11 +84,14 @@ def members_of(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ..
         return tuple(blocks)
     paths = ["/".join(map(str, path)) for path in _submodules(module)]
     list_path = blocks.replace(".", "/")
-    members = [path for path in paths if path.startswith(f"{list_path}/") and "/" not in path[len(list_path) + 1 :]]
-    if not members:
-        parents = sorted({path.rsplit("/", 1)[0] for path in paths if path.rsplit("/", 1)[-1].isdecimal()})
-        raise unknown("list of blocks", blocks, parents)
-    return tuple(sorted(members, key=lambda path: int(path.rsplit("/", 1)[1])))
+    members_by_list: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        parent, _, name = path.rpartition("/")
+        if name.isdecimal():
+            members_by_list[parent].append(path)
+    if list_path not in members_by_list:
+        raise unknown("list of blocks", blocks, members_by_list)
+    return tuple(sorted(members_by_list[list_path], key=lambda path: int(path.rpartition("/")[2])))
 
 
 @contextlib.contextmanager

@@ -296,30 +296,29 @@ class _Chain:
 
     def _check_unshared(self) -> None:
         """Refuse blocks whose variables are read elsewhere: only the stage that runs a block has them."""
-        owner_of: dict[Any, int] = {}
-        for index, block in enumerate(self.blocks):
-            signature = block.signature
-            start = signature.start(block.eqn)
-            for var in block.eqn.invars[start : start + len(signature.param_names)]:
-                if owner_of.setdefault(var, index) != index:
+        owner_by_param: dict[Any, str] = {}
+        changed_by: dict[Any, str] = {}
+        reads: list[tuple[Any, list[Any]]] = []  # equations, and the variables that they read besides own parameters
+        for block in self.blocks:
+            signature, start = block.signature, block.signature.start(block.eqn)
+            stop = start + len(signature.param_names)
+            for param in block.eqn.invars[start:stop]:
+                if owner_by_param.setdefault(param, signature.path) != signature.path:
                     raise _shared_params(signature.path)
-        changed = {
-            var: block.signature.path
-            for block in self.blocks
-            for var in block.eqn.outvars[block.signature.result_count :]
-        }
-        for eqn in (*self.after, *(eqn for block in self.blocks for eqn in block.between)):
-            for var in _variables(eqn.invars):
-                if var in changed:
+            changed_by.update(dict.fromkeys(block.eqn.outvars[signature.result_count :], signature.path))
+            reads.append((block.eqn, [*block.eqn.invars[:start], *block.eqn.invars[stop:]]))
+            reads += [(eqn, eqn.invars) for eqn in block.between]
+        reads += [(eqn, eqn.invars) for eqn in (*self.before, *self.after)]
+        for eqn, atoms in reads:
+            for var in _variables(atoms):
+                if var in owner_by_param:
+                    raise _shared_params(owner_by_param[var])
+                if var in changed_by:
                     raise UserError(
                         f"pipeline: {eqn.primitive.name} ({source_line(eqn)}) reads a variable that block "
-                        f"{changed[var]} changes, such as a sown value, but a stage sends only the block's results; "
+                        f"{changed_by[var]} changes, such as a sown value, but a stage sends only the block's results; "
                         "return the value from the block, or train without a pipeline"
                     )
-        others = [*self.before, *self.after, *(eqn for block in self.blocks for eqn in block.between)]
-        for var in (var for eqn in others for var in _variables(eqn.invars)):
-            if var in owner_of:
-                raise _shared_params(self.blocks[owner_of[var]].signature.path)
 
 
 def _check_calls(jaxpr: Any, signatures: Sequence[_Signature], paths: Sequence[str]) -> None:

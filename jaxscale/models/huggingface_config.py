@@ -39,6 +39,7 @@ HARMLESS_IF_OFF = frozenset(
         *("use_bfloat16", "output_scores", "return_dict_in_generate", "remove_invalid_values", "early_stopping"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty", "num_beam_groups"),
         *("rope_interleaved", "is_composition", "use_mrope", "use_sliding_window", "mlp_bias", "attention_bias"),
+        *("embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout", "layerdrop"),
     )
 )
 """Keys that do not affect the outputs of the network where their value is false or 0."""

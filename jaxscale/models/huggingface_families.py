@@ -158,6 +158,7 @@ QWEN2 = dataclasses.replace(
     pieces=(
         *_SHARED_KEYS,
         ConfigKey("num_key_value_heads", "kv_heads", int, 32, "kv_count"),
+        ConfigKey("head_dim", "head_dim", int, None, "head_width"),
         ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
         ConfigKey("tie_word_embeddings", "tied", bool, False),
         Activation("hidden_act", is_gated=True),

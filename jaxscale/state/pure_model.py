@@ -29,6 +29,8 @@ AxisNames = tuple[str | None, ...]
 """The logical axis of each dim of a parameter; `None` for a dim without a logical axis."""
 LayerIndex: TypeAlias = slice | tuple[slice, ...]
 """A slice of the first dim of an array, or a slice of each dim."""
+_RANDOM_OR_PARAM = nnx.Any(nnx.Param, nnx.RngState)
+"""Filter of Flax for parameters, and for keys and counts of random streams."""
 
 
 @runtime_checkable
@@ -174,7 +176,7 @@ class PureModel:
     def statistics(self) -> tuple[str, ...]:
         """Names of the arrays that training changes besides parameters; keys of random streams are none of them."""
         module = nnx.merge(self.graphdef, self.abstract_module_params, self.abstract_model_state)
-        paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Not(_random_or_param)))]
+        paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Not(_RANDOM_OR_PARAM)))]
         return tuple("/".join(map(str, path)) for path in paths)
 
     def random_state(self) -> Params:
@@ -235,10 +237,6 @@ class PureModel:
     def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its trained parameters, as a nested dict."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
-
-
-_random_or_param = nnx.Any(nnx.Param, nnx.RngState)
-"""Filter of Flax for parameters, and for keys and counts of random streams."""
 
 
 def _trained(train: str | None) -> nnx.filterlib.Predicate:

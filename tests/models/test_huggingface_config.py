@@ -69,9 +69,9 @@ def test_mistral_is_llama_with_a_window_in_every_layer(tmp_path, changes, fields
 
 def test_qwen2_has_biases_of_queries_keys_and_values_alone(tmp_path):
     changes = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
-    dropped = dict.fromkeys(("pretraining_tp", "mlp_bias", "attention_bias", "head_dim"), ...)
+    dropped = dict.fromkeys(("pretraining_tp", "mlp_bias", "attention_bias"), ...)
     family, model = read_config(write(tmp_path, "llama/config.json", **changes, **dropped))
-    assert model.attention_bias == "qkv"
+    assert (model.attention_bias, model.head_dim) == ("qkv", 16)
     assert describe(model)[0] == family
     module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
     names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))}

@@ -16,10 +16,14 @@ from jaxscale.optim import quantize_state
 from tests.models.public_models import PUBLIC_MODELS, ROWS
 from tests.plans import plan_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+"""Gemma sows as its public form does, outside of `nnx.capture`, which Flax has deprecated since."""
 DEFAULT = ("lm1b (flax/examples/lm1b_nnx)", "WaveNet", "U-Net (diffusion)", "two towers (CLIP)")
 """The models of the default suite; the others run nightly."""
-MODELS = [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in PUBLIC_MODELS]
+MODELS = [
+    pytest.param(name, marks=[*([] if name in DEFAULT else [pytest.mark.slow]), *([SOWS] if "Gemma" in name else [])])
+    for name in PUBLIC_MODELS
+]
 
 
 def trajectory(name, **plan_fields):
@@ -77,6 +81,7 @@ def drawn_plan(rng):
     return fields | ({"zero": rng.choice(["2", "3"])} if "fsdp" in fields["mesh"] else {})
 
 
+@SOWS
 @pytest.mark.slow
 def test_random_plans_of_blocks_in_sequence_equal_their_plain_twins():
     seed = random.SystemRandom().randrange(10**6)
