@@ -115,10 +115,11 @@ class ForeignModel:
 
     In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
     `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. An argument `rngs` of its
-    `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the
-    microbatch, over all devices, and dropout follows from seed, step and microbatch. So both depend on the number of
-    microbatches, but not on the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters and the float arrays of two or more
-    dims that the module is called with are cast; what the score reads itself, such as regression targets, is not.
+    `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the microbatch, over all
+    devices, and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not
+    on the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters
+    and the float arrays of two or more dims that the module is called with are cast; what the score reads itself, such
+    as regression targets, is not.
 
     Args:
         make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
