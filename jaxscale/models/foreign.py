@@ -216,6 +216,14 @@ class ForeignModel:
         """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat."""
         return repeated_blocks(module) if self.blocks is None else members_of(module, self.blocks)
 
+    def block_chains(self, module: nnx.Module) -> list[tuple[str, ...]]:
+        """Return the paths of the blocks of each chain: those of `blocks`, or else those of each list of blocks."""
+        paths = self.block_paths(module)
+        if self.blocks is not None:
+            return [paths] if paths else []
+        stems = dict.fromkeys(path.rstrip("0123456789") for path in paths)
+        return [tuple(path for path in paths if path.rstrip("0123456789") == stem) for stem in stems]
+
     def logical_sizes(self) -> dict[str, int]:
         """Return an empty dict: the logical axes of a foreign module are unknown."""
         return {}

@@ -225,17 +225,11 @@ def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
         [('blocks/layers/0', 'blocks/layers/1', 'blocks/layers/2')]
     """
     module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_model_state)
-    block_paths = getattr(pure_model.model, "block_paths", None)
-    if block_paths is None:
-        chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
-        return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]
-    paths = block_paths(module)
-    if getattr(pure_model.model, "blocks", None) is not None:
-        return [paths] if paths else []
-    paths_by_list: dict[str, list[str]] = {}
-    for path in paths:
-        paths_by_list.setdefault(path.rstrip("0123456789"), []).append(path)
-    return [tuple(list_paths) for list_paths in paths_by_list.values()]
+    block_chains = getattr(pure_model.model, "block_chains", None)
+    if block_chains is not None:
+        return block_chains(module)
+    chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
+    return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]
 
 
 def period_of(model: Model) -> int:
