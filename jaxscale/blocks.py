@@ -83,8 +83,8 @@ class Model(Protocol):
     """A model as a value: a frozen dataclass that builds the NNX module and scores a batch with the module.
 
     A model may also have `traits()` (`ModelTraits`), `accuracy(module, batch, context)` for the share of correct
-    targets, `initial_params()` for weights that are loaded instead of drawn, and `block_chains(module)` for the paths of
-    the blocks that a pipeline may divide, where these lie in no `layers.Stack` or `layers.Chain`.
+    targets, `initial_params()` for weights that are loaded instead of drawn, and `block_chains(module)` for the paths
+    of the blocks that a pipeline may divide, if these lie in no `layers.Stack` or `layers.Chain`.
     """
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:
