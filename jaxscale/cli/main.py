@@ -8,6 +8,7 @@ other error is a crash, exit code 1: with a report if it arose in the user's cod
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,33 @@ EXIT_CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, Keyb
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process, and return the exit code."""
+    """Run a command line, by default that of this process, and return the exit code.
+
+    A process of several that failed ends here at once, after its traceback: Python's exit would wait for the others in
+    JAX's shutdown barrier, for minutes.
+    """
+    try:
+        code = _main(argv)
+    except Exception:
+        if not _has_peers():
+            raise
+        traceback.print_exc()
+        code = CRASHED
+    if code not in (0, PREEMPTED) and _has_peers():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _has_peers() -> bool:
+    """Return whether this process has joined others by JAX's coordination service."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    """Run a command line, and return the exit code; an error of jaxscale itself is raised."""
     previous_formatter = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # leaves out the line of code
     try:

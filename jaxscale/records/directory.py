@@ -6,6 +6,7 @@ memory.json                   what the plan's memory rule chose for each block, 
 metrics.jsonl tensorboard/    the measurements
 checkpoints/                  the saved train states
 samples.txt report.html       the texts that the model generated, and the report
+processes/                    heartbeats and outputs of the run's processes, and the attempts of `jaxscale launch`
 lock                          names the process that writes to the run, which locks this file until the process ends
 """
 
@@ -24,6 +25,7 @@ from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.storage import is_remote, run_path
 
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
+PROCESSES = "processes"
 
 MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 """Fields of an experiment that may change when a run is continued."""
@@ -32,6 +34,12 @@ MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 def default_directory(experiment: Experiment) -> Path:
     """Return the run directory of an experiment that is trained without --out."""
     return Path("runs") / experiment.name
+
+
+def heartbeat_folder(directory: Any) -> Path | None:
+    """Return the folder of a run's heartbeat files; `None` for a run in a bucket, which has none."""
+    path = run_path(directory)
+    return None if is_remote(path) else Path(path) / PROCESSES
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
 """Messages between the processes of a run, outside of steps. A run with a single process sends none.
 
-Each function except `is_first` is collective: all processes must call these functions in the same order, or some
-processes will wait forever.
+Each function except `is_first` and `process_index` is collective: all processes must call these functions in the same
+order, or some processes will wait forever.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +21,51 @@ def is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def process_index() -> int:
+    """Return the number of this process, from 0."""
+    import jax
+
+    return jax.process_index()
+
+
+def check_processes_agree(experiment: Any, source: Any) -> None:
+    """Check that all processes run the same versions and the same experiment, on equal numbers of devices.
+
+    Args:
+        experiment: the experiment of this process.
+        source: origin of the experiment; `None` if it was given as an object.
+
+    Raises:
+        UserError: a process differs from rank 0; all processes raise this error.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    from jaxscale.records.source import versions
+    from jaxscale.values import to_json
+
+    experiment_json = json.dumps(to_json(experiment), sort_keys=True, default=str)
+    facts = {
+        "versions": json.dumps(versions(), sort_keys=True),
+        "experiment": f"SHA-256 {hashlib.sha256(experiment_json.encode()).hexdigest()[:12]}",
+        "experiment file": f"SHA-256 {(source.sha256 if source is not None else None) or 'none'}"[:24],
+        "devices per process": str(jax.local_device_count()),
+    }
+    for name, text in facts.items():
+        padded_text = np.frombuffer(text.encode()[:512].ljust(512), np.uint8)
+        rows = np.asarray(multihost_utils.process_allgather(padded_text)).reshape(-1, 512)
+        texts = [row.tobytes().decode(errors="replace").strip() for row in rows]
+        other_ranks = [rank for rank, other_text in enumerate(texts) if other_text != texts[0]]
+        if other_ranks:
+            raise UserError(
+                f"{name}: rank 0 has {texts[0]}, but rank {', '.join(map(str, other_ranks[:8]))} has "
+                f"{texts[other_ranks[0]]}: start the same program with the same files on all hosts"
+            )
 
 
 def wait_for_all(label: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.platforms.detect import accelerators, hush_absent_gpus
+from jaxscale.platforms.join import join, place_of
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -31,9 +32,12 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def start_backend() -> None:
-    """Choose the platform and the number of CPU devices, and turn on the persistent compile cache.
+    """Choose the platform and the number of CPU devices, join the run's processes, and turn on the compile cache.
 
     Call this function before any device is used: once a backend is running, its platform and devices are fixed.
+
+    Raises:
+        UserError: the environment describes several processes that could not join.
     """
     import jax
 
@@ -41,6 +45,8 @@ def start_backend() -> None:
     from jaxscale.platforms.cpu_threads import provide_threads
 
     hush_absent_gpus()
+    place = place_of(os.environ)
+    local_process_count = 1 if place is None else place.local_processes
     config: Any = jax.config
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not accelerators():
         config.update("jax_platforms", "cpu")
@@ -52,8 +58,9 @@ def start_backend() -> None:
         keep_freed_memory()
     if config.jax_platforms == "cpu" and not has_device_count:
         with contextlib.suppress(RuntimeError):  # raised if the backend is already running
-            config.update("jax_num_cpu_devices", usable_cores())
+            config.update("jax_num_cpu_devices", max(1, usable_cores() // local_process_count))
     provide_threads()
+    join()
     keep_ordered_programs()
     if config.jax_compilation_cache_dir is None:
         cache_dir = make_cache_folder()

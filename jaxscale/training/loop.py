@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxscale import heartbeat
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
 from jaxscale.compiler.kept_programs import count_excluded
@@ -20,7 +21,7 @@ from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
-from jaxscale.records.processes import is_first, wait_for_all
+from jaxscale.records.processes import check_processes_agree, is_first, process_index, wait_for_all
 from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
 from jaxscale.training import endings
@@ -107,14 +108,18 @@ def train(
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
     start_backend()
-    resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
+    heartbeat.set_phase("preparing")
+    resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display, callbacks)
     training = _Training(
         experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit, metrics
     )
-    return training.run()
+    try:
+        return training.run()
+    finally:
+        heartbeat.stop()
 
 
 @dataclasses.dataclass
@@ -174,6 +179,7 @@ class _Training:
 
     def run(self) -> Run:
         """Check the directory, train from the newest checkpoint or from the start, and return the run."""
+        check_processes_agree(self.experiment, self.source)
         has_run = (self.folder / run_files.EXPERIMENT).exists()
         if has_run and self.resume == "never":
             if is_first():
@@ -184,6 +190,7 @@ class _Training:
         if not has_run:
             self._prepare()  # reports mistakes before the directory is created
         with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
+            heartbeat.start(process_index(), run_files.heartbeat_folder(self.folder))
             settings = self.experiment.checkpoint
             self.earlier = EarlierRun.read(self.folder, self.experiment)
             if self.earlier is not None:
@@ -257,6 +264,7 @@ class _Training:
 
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
+        heartbeat.set_phase("restoring")
         restored = self.checkpoints.restore_arrays(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
@@ -300,7 +308,9 @@ class _Training:
                 cleanup.callback(getattr(batches, "close", lambda: None))
                 if (note := getattr(batches, "note", None)) is not None:
                     self.journal.say(note)
-                batch = self.step.place(next(batches))
+                with heartbeat.in_phase("data"):
+                    first_batch = next(batches)
+                batch = self.step.place(first_batch)
                 self.data_state = batches.get_state()
                 if self.earlier is not None:
                     self._write_values()
@@ -320,6 +330,7 @@ class _Training:
                     raise
         seconds = time.monotonic() - start_time
         self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=seconds)
+        heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()
         live_state = {"train_step": self.step, "state": state, "data": self.data}
@@ -341,11 +352,14 @@ class _Training:
 
         while self.updates < self.experiment.steps:
             self.profiler.start_before(self.updates + 1, self.folder)
+            heartbeat.set_phase("stepping", self.updates + 1)
             state, metrics = self.step(state, batch)
             self.updates += 1
             data_state = self.data_state
             if self.updates < self.experiment.steps:
-                batch = self.step.place(next(batches))
+                with heartbeat.in_phase("data"):
+                    next_batch = next(batches)
+                batch = self.step.place(next_batch)
                 self.data_state = batches.get_state()
             if self.is_cpu:
                 self._settle(self.updates, metrics)
@@ -379,6 +393,7 @@ class _Training:
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
         """Compile the step; show and log the step's memory, FLOP and kernels."""
+        heartbeat.set_phase("compiling")
         for line in self.step.describe():
             self.journal.say(line)
         excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxscale import heartbeat
 from jaxscale.checkpoint.store import Checkpoints, Description
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records.source import versions
@@ -69,12 +70,15 @@ class Pauses:
         checkpoint_settings, is_best = self.experiment.checkpoint, False
         self.held_out_loss = None
         if is_last or _is_due(updates, self.experiment.evaluation.every):
-            is_best = self._evaluate(updates, state)
+            with heartbeat.in_phase("evaluating"):
+                is_best = self._evaluate(updates, state)
         if is_last or _is_due(updates, self.experiment.samples.every):
-            self._sample(updates, state)
+            with heartbeat.in_phase("evaluating"):
+                self._sample(updates, state)
         is_checkpoint_due = _is_due(updates, checkpoint_settings.every) or (is_best and checkpoint_settings.best)
         if is_last or is_stopping or is_save_due or is_checkpoint_due:
-            self._save(updates, tokens, state, data_state, wait=is_last or is_stopping)
+            with heartbeat.in_phase("saving"):
+                self._save(updates, tokens, state, data_state, wait=is_last or is_stopping)
 
     def poll(self) -> None:
         """Log the checkpoint that has been committed since the last call, if there is one."""

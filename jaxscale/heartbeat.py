@@ -1,0 +1,221 @@
+"""Heartbeats: where a process of a run stands, written to a small file that watchdogs and `jaxscale status` read.
+
+The training loop sets the phase and the step, which costs two assignments. A thread writes them to the file twice a
+second, with the seconds since the last change. So a process whose main thread hangs still writes, and its seconds grow;
+a process that is frozen, or that was killed, writes no more.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+FOLDER_VARIABLE = "JAXSCALE_HEARTBEATS"
+"""The environment variable that names the folder of the heartbeat files; a watchdog sets it."""
+ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
+"""The environment variable that holds the number of the attempt, from 1; a watchdog sets it."""
+WRITE_INTERVAL = 0.5  # seconds
+
+Phase = Literal[
+    "starting", "joining", "preparing", "restoring", "compiling", "stepping", "data", "evaluating", "saving", "finished"
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heartbeat:
+    """The content of a heartbeat file.
+
+    Args:
+        rank: number of the process, from 0.
+        host: name of the process's machine.
+        pid: number of the process on that machine.
+        attempt: number of the attempt, from 1.
+        phase: what the process does.
+        step: number of the step that the process entered last; 0 before the first step.
+        since: seconds since the phase or the step changed.
+        uptime: seconds since the process started to write.
+        beat: number of times the file was written; it grows while the process runs.
+        seconds_by_phase: seconds spent in each phase so far; they add up to `uptime`.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    attempt: int
+    phase: str
+    step: int
+    since: float
+    uptime: float
+    beat: int
+    seconds_by_phase: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> "Heartbeat | None":
+        """Return the heartbeat that a file's text holds; `None` if the text is torn or not a heartbeat."""
+        try:
+            content = json.loads(text)
+            heartbeat = cls(**content)
+            numbers = [heartbeat.rank, heartbeat.pid, heartbeat.attempt, heartbeat.step, heartbeat.beat]
+            times = [heartbeat.since, heartbeat.uptime, *heartbeat.seconds_by_phase.values()]
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        is_valid = all(type(number) is int and number >= 0 for number in numbers)
+        is_valid = is_valid and all(type(value) in (int, float) and value >= 0 for value in times)
+        return heartbeat if is_valid and heartbeat.phase in PHASES and type(heartbeat.host) is str else None
+
+
+class Writer:
+    """Writes the heartbeats of this process.
+
+    Args:
+        folder: folder of the heartbeat files; `None` to count seconds only.
+        rank: number of this process; `None` until it is known.
+        attempt: number of the attempt.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(self, folder: Path | None, rank: int | None, attempt: int = 1, clock: Any = time.monotonic) -> None:
+        self.folder, self.rank, self.attempt = folder, rank, attempt
+        self.phase: Phase = "starting"
+        self.step = 0
+        self._clock = clock
+        self._start_time = self._change_time = clock()
+        self._closed_seconds: dict[str, float] = {}
+        self._beat = 0
+        self._thread: threading.Thread | None = None
+        self._stop_event = threading.Event()
+        self._lock = threading.Lock()
+
+    def set(self, phase: Phase, step: int | None = None) -> None:
+        """Set the phase, and the step if it is given."""
+        now = self._clock()
+        with self._lock:
+            self._closed_seconds[self.phase] = self._closed_seconds.get(self.phase, 0.0) + now - self._change_time
+            self._change_time, self.phase = now, phase
+            if step is not None:
+                self.step = step
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the heartbeat of this moment."""
+        with self._lock:
+            now = self._clock()
+            since = now - self._change_time
+            seconds_by_phase = dict(self._closed_seconds)
+            seconds_by_phase[self.phase] = seconds_by_phase.get(self.phase, 0.0) + since
+            return Heartbeat(
+                self.rank or 0, socket.gethostname(), os.getpid(), self.attempt, self.phase, self.step, since,
+                now - self._start_time, self._beat, seconds_by_phase,
+            )  # fmt: skip
+
+    def start(self) -> None:
+        """Start the thread that writes the file, once the folder and the rank are known."""
+        if self._thread is None and self.folder is not None and self.rank is not None:
+            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Write the last heartbeat, and end the thread."""
+        if self._thread is not None:
+            self._stop_event.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        """Write the file until `close` is called, and once more then."""
+        while not self._stop_event.wait(WRITE_INTERVAL if self._beat else 0):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        """Write the file; a full or lost disk must not end the run, so errors are passed over."""
+        assert self.folder is not None
+        self._beat += 1
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = heartbeat_file(self.folder, self.rank or 0)
+            temporary_path = path.with_suffix(".half")
+            temporary_path.write_text(json.dumps(dataclasses.asdict(self.heartbeat())))
+            temporary_path.replace(path)
+
+
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    """Return the path of a process's heartbeat file.
+
+    Example:
+        >>> heartbeat_file(Path("run/processes"), 3).name
+        'rank-00003.json'
+    """
+    return folder / f"rank-{rank:05d}.json"
+
+
+def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
+    """Return the heartbeats in a folder by rank; torn files, and files that vanish meanwhile, are left out."""
+    heartbeats: dict[int, Heartbeat] = {}
+    for path in sorted(folder.glob("rank-*.json")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            heartbeat = Heartbeat.parse(path.read_text())
+            if heartbeat is not None:
+                heartbeats[heartbeat.rank] = heartbeat
+    return heartbeats
+
+
+_writer = Writer(None, None)
+
+
+def start(rank: int, folder: Path | None = None) -> None:
+    """Start to write this process's heartbeats.
+
+    Under a watchdog, the environment names the folder; this function then also makes the signal SIGUSR1 dump the stacks
+    of all threads to stderr.
+
+    Args:
+        rank: number of this process.
+        folder: folder to write to if the environment names none; `None` to write nothing then.
+    """
+    folder_name = os.environ.get(FOLDER_VARIABLE)
+    _writer.folder = Path(folder_name) if folder_name else folder
+    _writer.rank = rank
+    attempt_text = os.environ.get(ATTEMPT_VARIABLE, "")
+    _writer.attempt = int(attempt_text) if attempt_text.isascii() and attempt_text.isdigit() else 1
+    if folder_name and hasattr(faulthandler, "register"):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file, as in a notebook
+            faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    _writer.start()
+
+
+def stop() -> None:
+    """Write the last heartbeat of this process, and start the next run's seconds at 0."""
+    global _writer
+    _writer.close()
+    _writer = Writer(None, _writer.rank)
+
+
+def set_phase(phase: Phase, step: int | None = None) -> None:
+    """Set what this process does, and the step that it enters if one is given."""
+    _writer.set(phase, step)
+
+
+@contextlib.contextmanager
+def in_phase(phase: Phase) -> Iterator[None]:
+    """Set what this process does while the context is open; afterwards, set the previous phase again."""
+    previous_phase = _writer.phase
+    _writer.set(phase)
+    try:
+        yield
+    finally:
+        _writer.set(previous_phase)
+
+
+def seconds_by_phase() -> dict[str, float]:
+    """Return the seconds that this process has spent in each phase; they add up to the seconds since it started."""
+    return dict(_writer.heartbeat().seconds_by_phase)

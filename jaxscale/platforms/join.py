@@ -1,0 +1,438 @@
+"""Joining: the processes of a run find each other through JAX's coordination service.
+
+A scheduler sets environment variables that hold the number of processes, this process's rank, and the host of rank 0.
+`ENVIRONMENTS` lists the schedulers and their variables. The first one that is present counts, and a process that finds
+none runs alone. Commands join before a backend starts.
+"""
+
+import dataclasses
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jaxscale import heartbeat
+from jaxscale.errors import UserError, near_miss
+from jaxscale.platforms.detect import accelerators
+
+FIRST_PORT, PORT_COUNT = 61440, 4096
+"""Range of the ports that are computed from a job's number; it lies above the ports that Linux gives to clients."""
+OWN_VARIABLES = (
+    "JAXSCALE_COORDINATOR",
+    "JAXSCALE_PROCESSES",
+    "JAXSCALE_RANK",
+    "JAXSCALE_LOCAL_RANK",
+    "JAXSCALE_LOCAL_PROCESSES",
+    "JAXSCALE_JOIN_TIMEOUT",
+    "JAXSCALE_HEARTBEATS",
+    "JAXSCALE_ATTEMPT",
+    "JAXSCALE_CACHE",
+    "JAXSCALE_TRACEBACK",
+)
+"""The environment variables of jaxscale; a name that resembles one of them is an error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of this process among the processes of a run.
+
+    Args:
+        scheduler: name of the scheduler, for messages.
+        coordinator: host and port at which rank 0 answers, such as "node1:61440".
+        processes: number of processes.
+        rank: number of this process, from 0.
+        local_rank: number of this process among those of its host, from 0.
+        local_processes: number of processes on this host.
+    """
+
+    scheduler: str
+    coordinator: str
+    processes: int
+    rank: int
+    local_rank: int = 0
+    local_processes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.processes:
+            raise UserError(
+                f"{self.scheduler}: got rank {self.rank} of {self.processes} processes, expected 0 to "
+                f"{self.processes - 1}"
+            )
+        if not 0 <= self.local_rank < self.local_processes:
+            raise UserError(
+                f"{self.scheduler}: got local rank {self.local_rank} of {self.local_processes} processes on this host, "
+                f"expected a rank from 0 to {self.local_processes - 1}"
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not _is_number(port) or not 0 < int(port) < 65536:
+            raise UserError(
+                f"{self.scheduler}: got coordinator {self.coordinator!r}, expected HOST:PORT, such as node1:61440"
+            )
+
+
+Variables = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The environment variables in which a scheduler passes a process's place.
+
+    Args:
+        name: name of the scheduler.
+        processes: variable that holds the number of processes.
+        rank: variable that holds the number of this process.
+        coordinator: function that returns HOST:PORT of rank 0 from the variables.
+        local_rank: variable that holds this process's number on its host; "" if each host runs one process.
+        local_processes: function that returns the number of processes on this host from the variables.
+        needs: further variables without which the environment is not present.
+    """
+
+    name: str
+    processes: str
+    rank: str
+    coordinator: Callable[[Variables], str]
+    local_rank: str = ""
+    local_processes: Callable[[Variables], int] = lambda variables: 1
+    needs: tuple[str, ...] = ()
+
+    def place(self, variables: Variables) -> Place | None:
+        """Return the place that the variables hold; `None` if some are missing, or if there is a single process.
+
+        Raises:
+            UserError: a variable is malformed.
+        """
+        names = [self.processes, self.rank, *self.needs, *([self.local_rank] if self.local_rank else [])]
+        if any(name not in variables for name in names):
+            return None
+        process_count = _number(variables, self.processes)
+        if process_count == 1:
+            return None
+        local_rank = _number(variables, self.local_rank) if self.local_rank else 0
+        return Place(
+            self.name,
+            self.coordinator(variables),
+            process_count,
+            _number(variables, self.rank),
+            local_rank,
+            max(self.local_processes(variables), 1),
+        )
+
+
+def _slurm_coordinator(variables: Variables) -> str:
+    """Return the first host of a Slurm step, and a port that follows from job, step and restart.
+
+    Two steps on a node, and a job that was requeued while its old processes still answer, get ports of their own.
+    """
+    digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "0")) or "0"
+    step = re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "0")) or "0"
+    restart = _number(variables, "SLURM_RESTART_COUNT", 0) + _number(variables, heartbeat.ATTEMPT_VARIABLE, 0)
+    port = FIRST_PORT + (int(digits) * 61 + int(step) * 7 + restart) % PORT_COUNT
+    return f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}"
+
+
+def _slurm_local_processes(variables: Variables) -> int:
+    """Return the number of tasks on this node, from a list such as "2(x3),1", which has an entry per node."""
+    counts: list[int] = []
+    for entry in variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE: got {entry!r}, expected counts such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(_number(variables, "SLURM_NODEID", 0), len(counts) - 1)]
+
+
+def _openmpi_coordinator(variables: Variables) -> str:
+    """Return the host of mpirun, which runs on the first host, and a port that follows from the job's number."""
+    uri = variables["OMPI_MCA_orte_hnp_uri"]
+    match = re.match(r"(\d+)\..*?(?:tcp://([^,:;]+)|tcp6://\[([^,\]]+))", uri)
+    if match is None:
+        raise UserError(f"OMPI_MCA_orte_hnp_uri: got {uri!r}, expected JOB.0;tcp://HOST:PORT; set JAXSCALE_COORDINATOR")
+    return f"{match[2] or match[3]}:{FIRST_PORT + int(match[1]) // 2**12 % PORT_COUNT}"
+
+
+def _torchrun_coordinator(variables: Variables) -> str:
+    """Return torchrun's host, with another port than torchrun's own store."""
+    port = _number(variables, "MASTER_PORT")
+    return f"{variables['MASTER_ADDR']}:{port + 1 if port < 65535 else port - 1}"
+
+
+def _jobset_coordinator(variables: Variables) -> str:
+    """Return the DNS name of the first pod of a JobSet."""
+    jobset, replicated_job = variables["JOBSET_NAME"], variables["REPLICATED_JOB_NAME"]
+    port = FIRST_PORT + _number(variables, heartbeat.ATTEMPT_VARIABLE, 0) % PORT_COUNT
+    return f"{jobset}-{replicated_job}-0-0.{variables.get('JOBSET_SUBDOMAIN') or jobset}:{port}"
+
+
+def _jobset_place(variables: Variables) -> Place | None:
+    """Return the place of a pod: the pods of all child jobs are numbered job by job."""
+    names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX", "JOB_COUNT", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
+    if any(name not in variables for name in names):
+        return None
+    pod_count = _number(variables, "PODS_PER_JOB")
+    process_count = _number(variables, "JOB_COUNT") * pod_count
+    rank = _number(variables, "JOB_INDEX") * pod_count + _number(variables, "JOB_COMPLETION_INDEX")
+    return None if process_count == 1 else Place("JobSet", _jobset_coordinator(variables), process_count, rank)
+
+
+def _own_coordinator(variables: Variables) -> str:
+    """Return the coordinator that the user or a launcher sets."""
+    return variables["JAXSCALE_COORDINATOR"]
+
+
+ENVIRONMENTS = (
+    Environment(
+        "JAXSCALE_* variables",
+        processes="JAXSCALE_PROCESSES",
+        rank="JAXSCALE_RANK",
+        coordinator=_own_coordinator,
+        local_rank="JAXSCALE_LOCAL_RANK",
+        local_processes=lambda variables: _number(variables, "JAXSCALE_LOCAL_PROCESSES", 1),
+        needs=("JAXSCALE_COORDINATOR",),
+    ),
+    Environment(
+        "OpenMPI",  # before Slurm, whose variables mpirun passes on
+        processes="OMPI_COMM_WORLD_SIZE",
+        rank="OMPI_COMM_WORLD_RANK",
+        coordinator=_openmpi_coordinator,
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_processes=lambda variables: _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
+        needs=("OMPI_MCA_orte_hnp_uri",),
+    ),
+    Environment(
+        "torchrun",
+        processes="WORLD_SIZE",
+        rank="RANK",
+        coordinator=_torchrun_coordinator,
+        local_rank="LOCAL_RANK",
+        local_processes=lambda variables: _number(variables, "LOCAL_WORLD_SIZE", 1),
+        needs=("MASTER_ADDR", "MASTER_PORT"),
+    ),
+    Environment(
+        "Slurm",
+        processes="SLURM_STEP_NUM_TASKS",
+        rank="SLURM_PROCID",
+        coordinator=_slurm_coordinator,
+        local_rank="SLURM_LOCALID",
+        local_processes=_slurm_local_processes,
+        needs=("SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
+    ),
+    Environment(
+        "GKE's TPU variables",
+        processes="TPU_WORKER_COUNT",
+        rank="TPU_WORKER_ID",
+        coordinator=lambda variables: f"{variables['TPU_WORKER_HOSTNAMES'].split(',')[0]}:{FIRST_PORT}",
+        needs=("TPU_WORKER_HOSTNAMES",),
+    ),
+)
+"""The schedulers, the first of which that is present counts; JobSets and Cloud TPU's metadata come after them."""
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm list of nodes.
+
+    Example:
+        >>> first_host("node[007-015,20],gpu3"), first_host("n1,n2"), first_host("rack[1-2]-node[3-4]")
+        ('node007', 'n1', 'rack1-node3')
+    """
+    host, text = "", nodelist
+    while text and text[0] != ",":
+        if text[0] == "[":
+            bracket, _, text = text[1:].partition("]")
+            host += re.split(r"[,-]", bracket)[0]
+        else:
+            host, text = host + text[0], text[1:]
+    if not host:
+        raise UserError(f"SLURM_STEP_NODELIST: got {nodelist!r}, expected names of nodes, such as node[1-4]")
+    return host
+
+
+def place_of(variables: Variables) -> Place | None:
+    """Return this process's place, given environment variables; `None` if this process runs alone.
+
+    Raises:
+        UserError: a variable is malformed, or some of jaxscale's own variables are set and others are missing.
+
+    Example:
+        >>> place_of({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        ...           "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).coordinator
+        '10.0.0.1:29501'
+        >>> place_of({}) is None
+        True
+    """
+    for name in variables:
+        suggestion = near_miss(name, OWN_VARIABLES) if name.startswith("JAXSCALE_") else ""
+        if suggestion and name not in OWN_VARIABLES:
+            raise UserError(f"unknown environment variable {name}{suggestion}")
+    variables = dict(variables)
+    own_names = [name for name in ("JAXSCALE_PROCESSES", "JAXSCALE_RANK") if name in variables]
+    if own_names:
+        missing = [name for name in OWN_VARIABLES[:3] if name not in variables]
+        if missing:
+            raise UserError(f"{own_names[0]} is set, but {', '.join(missing)} is not: set all of {OWN_VARIABLES[:3]}")
+        variables.setdefault("JAXSCALE_LOCAL_RANK", "0")
+    if "TPU_WORKER_HOSTNAMES" in variables:
+        variables["TPU_WORKER_COUNT"] = str(len(variables["TPU_WORKER_HOSTNAMES"].split(",")))
+    jobset_place = _jobset_place(variables)
+    if jobset_place is not None and not own_names:
+        return jobset_place  # before GKE's TPU variables, which number the hosts of one slice
+    for environment in ENVIRONMENTS:
+        place = environment.place(variables)
+        if place is not None:
+            return _with_coordinator(place, variables)
+    return None
+
+
+def _with_coordinator(place: Place, variables: Variables) -> Place:
+    """Return a place with the coordinator that the user set, if there is one."""
+    coordinator = variables.get("JAXSCALE_COORDINATOR")
+    return dataclasses.replace(place, coordinator=coordinator) if coordinator else place
+
+
+def join() -> Place | None:
+    """Join the processes of the run, if the environment describes several; a second call does nothing.
+
+    Returns:
+        The place of this process by the environment; `None` if the environment describes a single process.
+
+    Raises:
+        UserError: the environment is malformed, or processes are missing after the timeout.
+    """
+    import jax
+
+    place = place_of(os.environ)
+    if jax.distributed.is_initialized():
+        return place
+    if place is None:
+        if _has_tpu_peers():
+            heartbeat.set_phase("joining")
+            jax.distributed.initialize()  # JAX reads Cloud TPU's metadata
+        return None
+    heartbeat.start(place.rank)
+    heartbeat.set_phase("joining")
+    timeout = _number(os.environ, "JAXSCALE_JOIN_TIMEOUT", 300)
+    _check_coordinator(place, timeout)
+    options: dict[str, object] = {}
+    if "gpu" in accelerators():  # JAX under Slurm would take one GPU per process, even where a host runs one process
+        options["local_device_ids"] = local_gpus(place, os.environ)
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.rank,
+            initialization_timeout=timeout,
+            coordinator_bind_address=f"[::]:{place.coordinator.rpartition(':')[2]}" if place.rank == 0 else None,
+            **options,  # pyright: ignore[reportArgumentType]
+        )
+    except Exception as error:
+        raise _explain_join_error(place, timeout, error) from error
+    return place
+
+
+def local_gpus(place: Place, variables: Variables, folder: Path = Path("/dev")) -> list[int]:
+    """Return the numbers of the GPUs that this process uses: an equal share of those that its host's processes see.
+
+    A process that sees only GPUs of its own, as with `srun --gpus-per-task`, uses all of them.
+
+    Args:
+        place: the place of this process.
+        variables: the environment variables.
+        folder: folder of the device files.
+
+    Raises:
+        UserError: the processes of this host cannot share the GPUs evenly.
+    """
+    visible_text = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible_text is not None:
+        gpu_count = len([name for name in visible_text.split(",") if name.strip()])
+    else:
+        gpu_count = len([path for path in folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    is_own = gpu_count == 1 or _number(variables, "SLURM_GPUS_ON_NODE", 0) == gpu_count * place.local_processes
+    if place.local_processes == 1 or is_own:
+        return list(range(gpu_count))
+    if gpu_count % place.local_processes:
+        raise UserError(
+            f"{place.scheduler}: {place.local_processes} processes on this host cannot share {gpu_count} GPUs evenly: "
+            f"start 1 process, or one per GPU"
+        )
+    share = gpu_count // place.local_processes
+    return list(range(place.local_rank * share, (place.local_rank + 1) * share))
+
+
+def _has_tpu_peers() -> bool:
+    """Return whether this machine is a host of a Cloud TPU slice with several hosts, by the metadata server."""
+    if "tpu" not in accelerators() or os.environ.get("TPU_SKIP_MDS_QUERY"):
+        return False
+    import urllib.request
+
+    url = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    try:
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(request, timeout=2) as response:
+            return "," in response.read().decode()
+    except OSError:
+        return False
+
+
+def _check_coordinator(place: Place, timeout: int) -> None:
+    """Check that the coordinator's port is free on rank 0, and that another process's coordinator is not itself.
+
+    Where a host's name resolves to 127.0.1.1, as Debian writes it, every process would wait for itself.
+    """
+    host, _, port_text = place.coordinator.rpartition(":")
+    port = int(port_text)
+    if place.rank == 0:
+        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise UserError(
+                    f"{place.scheduler}: port {port} of the coordinator cannot be used ({error.strerror}): another run "
+                    "may use it; set JAXSCALE_COORDINATOR to HOST:PORT on all processes"
+                ) from None
+        return
+    try:
+        address = socket.getaddrinfo(host.strip("[]"), port)[0][4][0]
+    except OSError:
+        return  # the name may resolve once the coordinator's pod has started
+    if not str(address).startswith("127."):
+        return
+    deadline = time.monotonic() + min(60, timeout)
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((str(address), port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise UserError(
+        f"{place.scheduler}: the coordinator's name {host} resolves to {address} here, which is this machine, and no "
+        f"coordinator answers at port {port}: correct /etc/hosts, or set JAXSCALE_COORDINATOR to ADDRESS:PORT of the "
+        "first host on all processes"
+    )
+
+
+def _explain_join_error(place: Place, timeout: int, error: Exception) -> UserError:
+    """Return the error for processes that did not join, which names the missing ranks if JAX reports them."""
+    ranks = sorted({int(rank) for rank in re.findall(r"/task:(\d+)", str(error))})
+    missing_text = f"; missing: rank {', '.join(map(str, ranks))}" if ranks else ""
+    return UserError(
+        f"{place.scheduler}: rank {place.rank} of {place.processes} could not join the others at {place.coordinator} "
+        f"within {timeout} s{missing_text}: {str(error).splitlines()[0]}"
+    )
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a text consists of digits from 0 to 9, at most nine."""
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _number(variables: Variables, name: str, default: int | None = None) -> int:
+    """Return the number that an environment variable holds, or the default if the variable is not set."""
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not _is_number(text.strip()):
+        raise UserError(f"environment variable {name}: got {text!r}, expected a whole number")
+    return int(text)

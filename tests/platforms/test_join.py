@@ -1,0 +1,186 @@
+"""Joining: each scheduler's variables give the place of a process, and malformed ones are refused by name."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.platforms.join import Place, first_host, local_gpus, place_of
+from jaxscale.records.metrics import read_metrics
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-05]",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+JOBSET = {
+    "JOBSET_NAME": "plays",
+    "REPLICATED_JOB_NAME": "slice",
+    "JOB_INDEX": "1",
+    "JOB_COUNT": "2",
+    "JOB_COMPLETION_INDEX": "3",
+    "PODS_PER_JOB": "4",
+}
+OWN = {"JAXSCALE_COORDINATOR": "a:5000", "JAXSCALE_PROCESSES": "3", "JAXSCALE_RANK": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (SLURM, Place("Slurm", "gpu03:62477", 5, 3, 1, 2)),
+        (TORCHRUN, Place("torchrun", "10.0.0.1:29501", 4, 1, 1, 2)),
+        (OPENMPI, Place("OpenMPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1, 1, 2)),
+        (JOBSET, Place("JobSet", "plays-slice-0-0.plays:61440", 8, 7)),
+        (OWN, Place("JAXSCALE_* variables", "a:5000", 3, 2)),
+        (
+            {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"},
+            Place("GKE's TPU variables", "t0:61440", 2, 1),
+        ),
+        (SLURM | OWN, Place("JAXSCALE_* variables", "a:5000", 3, 2)),
+        (SLURM | OPENMPI, place_of(OPENMPI)),
+        (JOBSET | {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}, place_of(JOBSET)),
+        (SLURM | {"JAXSCALE_COORDINATOR": "10.1.1.1:7000"}, Place("Slurm", "10.1.1.1:7000", 5, 3, 1, 2)),
+        ({}, None),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({name: SLURM[name] for name in SLURM if "STEP" not in name}, None),  # in an sbatch script, outside of srun
+    ],
+)
+def test_variables_give_the_place_of_a_process(variables, expected):
+    assert place_of(variables) == expected
+
+
+def test_two_steps_and_a_requeued_job_use_ports_of_their_own():
+    changes = [{}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "18"}]
+    assert len({place_of(SLURM | change).coordinator for change in changes}) == len(changes)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[007-15,20]", "n007"), ("r[1-2]-n[3-4],x", "r1-n3"), ("a-b[2,4]", "a-b2")],
+)
+def test_the_first_host_of_a_list(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (TORCHRUN | {"RANK": "4"}, "got rank 4 of 4 processes, expected 0 to 3"),
+        (TORCHRUN | {"RANK": "\u00b2"}, "environment variable RANK: got '\u00b2', expected a whole number"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "expected HOST:PORT"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "SLURM_STEP_TASKS_PER_NODE: got '2x3'"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST: got ''"),
+        (OPENMPI | {"OMPI_MCA_orte_hnp_uri": "x"}, "set JAXSCALE_COORDINATOR"),
+        ({"JAXSCALE_RANK": "0"}, "JAXSCALE_COORDINATOR, JAXSCALE_PROCESSES is not"),
+        (OWN | {"JAXSCALE_COORDINATR": "a:1"}, "did you mean 'JAXSCALE_COORDINATOR'"),
+        (OWN | {"JAXSCALE_COORDINATOR": "a:99999"}, "expected HOST:PORT"),
+    ],
+)
+def test_malformed_variables_are_refused_by_name(variables, message):
+    with pytest.raises(UserError) as caught:
+        place_of(variables)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "variables", "expected"),
+    [
+        (1, 0, {}, [0, 1, 2, 3, 4, 5, 6, 7]),  # JAX under Slurm would take GPU 0 alone
+        (2, 1, {}, [4, 5, 6, 7]),
+        (8, 3, {}, [3]),
+        (4, 3, {"CUDA_VISIBLE_DEVICES": "6", "SLURM_GPUS_ON_NODE": "4"}, [0]),
+        (2, 1, {"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4"}, [0, 1]),
+        (2, 1, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}, [2, 3]),
+    ],
+)
+def test_processes_of_a_host_share_its_gpus(processes, rank, variables, expected, tmp_path):
+    for name in [*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"]:
+        (tmp_path / name).touch()
+    assert local_gpus(Place("x", "a:1", processes, rank, rank, processes), variables, tmp_path) == expected
+
+
+def test_gpus_that_cannot_be_shared_evenly_are_refused():
+    with pytest.raises(UserError, match="3 processes on this host cannot share 4 GPUs evenly"):
+        local_gpus(Place("x", "a:1", 3, 0, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+
+
+EXPERIMENT = """
+import jaxscale as jx
+
+def experiment():
+    return jx.Experiment(
+        name="joined",
+        model=jx.models.Decoder(vocab=256, context=16, layers=1, embed=8, heads=2, mlp=16),
+        data=jx.data.Text({text!r}, context=16),
+        optimizer=jx.Optimizer(warmup=5, learning_rate=1e-2),
+        steps=6, batch=8,
+        evaluation=jx.Evaluation(every=0),
+        plan=jx.Plan(mesh="fsdp:4", zero=3),
+    )
+"""
+
+
+def _start(file: Path, out: Path, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    environment = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu"} | variables
+    command = [sys.executable, "-m", "jaxscale", "train", str(file), "--out", str(out), *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _torchrun(port: int, rank: int) -> dict[str, str]:
+    changes = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    return TORCHRUN | changes | {"MASTER_ADDR": "localhost", "JAX_NUM_CPU_DEVICES": "2"}
+
+
+def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_seed_is_named(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
+    file = tmp_path / "joined.py"
+    file.write_text(EXPERIMENT.format(text=str(tmp_path / "text.txt")))
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            ports.append(probe.getsockname()[1])
+    alone = _start(file, tmp_path / "alone", {"JAX_NUM_CPU_DEVICES": "4"})
+    together = [_start(file, tmp_path / "two", _torchrun(ports[0], rank)) for rank in (0, 1)]
+    for process in (alone, *together):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    losses = [
+        [row["loss"] for row in read_metrics(tmp_path / name) if row["kind"] == "train"] for name in ("alone", "two")
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert len(losses[1]) == 6  # one log, one writer
+    seeds = ((), ("--seed", "5"))
+    different = [_start(file, tmp_path / "no", _torchrun(ports[1], rank), *seeds[rank]) for rank in (0, 1)]
+    for process in different:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 2, output
+        assert "experiment: rank 0 has SHA-256" in output
+        assert "but rank 1 has" in output
