@@ -9,6 +9,8 @@ import dataclasses
 import os
 import re
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -297,7 +299,8 @@ def join() -> Place | None:
         The place of this process by the environment; `None` if the environment describes a single process.
 
     Raises:
-        UserError: the environment is malformed, or processes are missing after the timeout.
+        UserError: the environment is malformed, or rank 0 does not answer within the timeout. If rank 0 answers and
+            others are missing, the process prints that and ends with code 2, since JAX would abort it.
     """
     import jax
 
@@ -316,17 +319,21 @@ def join() -> Place | None:
     options: dict[str, object] = {}
     if "gpu" in accelerators():  # JAX under Slurm would take one GPU per process, even where a host runs one process
         options["local_device_ids"] = local_gpus(place, os.environ)
+    # JAX waits longer, so that this message comes first
+    timer = threading.Timer(timeout, _end_for_missing_ranks, (place, timeout))
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
             place.processes,
             place.rank,
-            initialization_timeout=timeout,
+            initialization_timeout=timeout + 60,
             coordinator_bind_address=f"[::]:{place.coordinator.rpartition(':')[2]}" if place.rank == 0 else None,
             **options,  # pyright: ignore[reportArgumentType]
         )
-    except Exception as error:
-        raise _explain_join_error(place, timeout, error) from error
+    finally:
+        timer.cancel()
     return place
 
 
@@ -376,7 +383,7 @@ def _has_tpu_peers() -> bool:
 
 
 def _check_coordinator(place: Place, timeout: int) -> None:
-    """Check that the coordinator's port is free on rank 0, and that another process's coordinator is not itself.
+    """Check that the coordinator's port is free on rank 0, and wait on the other ranks until it answers.
 
     Where a host's name resolves to 127.0.1.1, as Debian writes it, every process would wait for itself.
     """
@@ -393,34 +400,39 @@ def _check_coordinator(place: Place, timeout: int) -> None:
                     "may use it; set JAXSCALE_COORDINATOR to HOST:PORT on all processes"
                 ) from None
         return
-    try:
-        address = socket.getaddrinfo(host.strip("[]"), port)[0][4][0]
-    except OSError:
-        return  # the name may resolve once the coordinator's pod has started
-    if not str(address).startswith("127."):
-        return
-    deadline = time.monotonic() + min(60, timeout)
+    address, reason = "", ""
+    deadline = time.monotonic() + timeout
+    # JAX would end this process without a traceback if nobody answered
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((str(address), port), timeout=1).close()
+            address = str(socket.getaddrinfo(host.strip("[]"), port)[0][4][0])
+            socket.create_connection((address, port), timeout=2).close()
             return
-        except OSError:
+        except OSError as error:  # the name may resolve, and the port may open, once rank 0 has started
+            reason = error.strerror or str(error)
+            if address.startswith("127."):
+                deadline = min(deadline, time.monotonic() + 60)
             time.sleep(0.1)
+    hint = ""
+    if address.startswith("127."):
+        hint = f", which resolves to {address}, this machine: correct /etc/hosts"
     raise UserError(
-        f"{place.scheduler}: the coordinator's name {host} resolves to {address} here, which is this machine, and no "
-        f"coordinator answers at port {port}: correct /etc/hosts, or set JAXSCALE_COORDINATOR to ADDRESS:PORT of the "
-        "first host on all processes"
+        f"{place.scheduler}: rank {place.rank} of {place.processes} waited for rank 0 at {host}, port {port}, and no "
+        f"coordinator answered ({reason}){hint}. See whether rank 0 runs, or set JAXSCALE_COORDINATOR to ADDRESS:PORT "
+        "of its host on all processes"
     )
 
 
-def _explain_join_error(place: Place, timeout: int, error: Exception) -> UserError:
-    """Return the error for processes that did not join, which names the missing ranks if JAX reports them."""
-    ranks = sorted({int(rank) for rank in re.findall(r"/task:(\d+)", str(error))})
-    missing_text = f"; missing: rank {', '.join(map(str, ranks))}" if ranks else ""
-    return UserError(
-        f"{place.scheduler}: rank {place.rank} of {place.processes} could not join the others at {place.coordinator} "
-        f"within {timeout} s{missing_text}: {str(error).splitlines()[0]}"
+def _end_for_missing_ranks(place: Place, timeout: int) -> None:
+    """Print that processes are missing, and end this process; JAX would abort it without a word about the run."""
+    print(
+        f"jaxscale: {place.scheduler}: after {timeout} s, not all {place.processes} processes have joined at "
+        f"{place.coordinator} (this is rank {place.rank}): the outputs of the others show which one failed or did not "
+        "start; JAXSCALE_JOIN_TIMEOUT sets another number of seconds",
+        file=sys.stderr,
+        flush=True,
     )
+    os._exit(2)
 
 
 def _is_number(text: str) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
+from jaxscale.heartbeat import read_heartbeats
 from jaxscale.platforms.join import Place, first_host, local_gpus, place_of
 from jaxscale.records.metrics import read_metrics
 
@@ -177,6 +178,7 @@ def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_s
     ]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert len(losses[1]) == 6  # one log, one writer
+    assert [beat.phase for beat in read_heartbeats(tmp_path / "two" / "processes").values()] == ["finished"] * 2
     seeds = ((), ("--seed", "5"))
     different = [_start(file, tmp_path / "no", _torchrun(ports[1], rank), *seeds[rank]) for rank in (0, 1)]
     for process in different:
@@ -184,3 +186,20 @@ def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_s
         assert process.returncode == 2, output
         assert "experiment: rank 0 has SHA-256" in output
         assert "but rank 1 has" in output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_whose_peers_are_missing_ends_with_a_message(rank, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    file = tmp_path / "joined.py"
+    file.write_text(EXPERIMENT.format(text="unread"))
+    process = _start(file, tmp_path / "run", _torchrun(port, rank) | {"JAXSCALE_JOIN_TIMEOUT": "3"})
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    starts = ("after 3 s, not all 2 processes have joined", "rank 1 of 2 waited for rank 0 at localhost")
+    assert f"jaxscale: torchrun: {starts[rank]}" in output
+    assert "Traceback" not in output
+    assert "Check failure" not in output
+    assert not (tmp_path / "run").exists()
