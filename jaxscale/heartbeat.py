@@ -25,10 +25,10 @@ ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
 """The environment variable that holds the number of the attempt, from 1; a watchdog sets it."""
 WRITE_INTERVAL = 0.5  # seconds
 
-Phase = Literal[
+RunPhase = Literal[
     "starting", "joining", "preparing", "restoring", "compiling", "stepping", "data", "evaluating", "saving", "finished"
 ]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES: tuple[RunPhase, ...] = get_args(RunPhase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Writer:
 
     def __init__(self, folder: Path | None, rank: int | None, attempt: int = 1, clock: Any = time.monotonic) -> None:
         self.folder, self.rank, self.attempt = folder, rank, attempt
-        self.phase: Phase = "starting"
+        self.phase: RunPhase = "starting"
         self.step = 0
         self._clock = clock
         self._start_time = self._change_time = clock()
@@ -96,7 +96,7 @@ class Writer:
         self._stop_event = threading.Event()
         self._lock = threading.Lock()
 
-    def set(self, phase: Phase, step: int | None = None) -> None:
+    def set(self, phase: RunPhase, step: int | None = None) -> None:
         """Set the phase, and the step if it is given."""
         now = self._clock()
         with self._lock:
@@ -200,13 +200,13 @@ def stop() -> None:
     _writer = Writer(None, _writer.rank)
 
 
-def set_phase(phase: Phase, step: int | None = None) -> None:
+def set_phase(phase: RunPhase, step: int | None = None) -> None:
     """Set what this process does, and the step that it enters if one is given."""
     _writer.set(phase, step)
 
 
 @contextlib.contextmanager
-def in_phase(phase: Phase) -> Iterator[None]:
+def in_phase(phase: RunPhase) -> Iterator[None]:
     """Set what this process does while the context is open; afterwards, set the previous phase again."""
     previous_phase = _writer.phase
     _writer.set(phase)

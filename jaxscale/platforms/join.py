@@ -37,7 +37,7 @@ OWN_VARIABLES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """The place of this process among the processes of a run.
 
     Args:
@@ -99,7 +99,7 @@ class Environment:
     local_processes: Callable[[Variables], int] = lambda variables: 1
     needs: tuple[str, ...] = ()
 
-    def place(self, variables: Variables) -> Place | None:
+    def place(self, variables: Variables) -> ProcessPlace | None:
         """Return the place that the variables hold; `None` if some are missing, or if there is a single process.
 
         Raises:
@@ -112,7 +112,7 @@ class Environment:
         if process_count == 1:
             return None
         local_rank = _number(variables, self.local_rank) if self.local_rank else 0
-        return Place(
+        return ProcessPlace(
             self.name,
             self.coordinator(variables),
             process_count,
@@ -167,7 +167,7 @@ def _jobset_coordinator(variables: Variables) -> str:
     return f"{jobset}-{replicated_job}-0-0.{variables.get('JOBSET_SUBDOMAIN') or jobset}:{port}"
 
 
-def _jobset_place(variables: Variables) -> Place | None:
+def _jobset_place(variables: Variables) -> ProcessPlace | None:
     """Return the place of a pod: the pods of all child jobs are numbered job by job."""
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX", "JOB_COUNT", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
     if any(name not in variables for name in names):
@@ -175,7 +175,7 @@ def _jobset_place(variables: Variables) -> Place | None:
     pod_count = _number(variables, "PODS_PER_JOB")
     process_count = _number(variables, "JOB_COUNT") * pod_count
     rank = _number(variables, "JOB_INDEX") * pod_count + _number(variables, "JOB_COMPLETION_INDEX")
-    return None if process_count == 1 else Place("JobSet", _jobset_coordinator(variables), process_count, rank)
+    return None if process_count == 1 else ProcessPlace("JobSet", _jobset_coordinator(variables), process_count, rank)
 
 
 def _own_coordinator(variables: Variables) -> str:
@@ -250,7 +250,7 @@ def first_host(nodelist: str) -> str:
     return host
 
 
-def place_of(variables: Variables) -> Place | None:
+def place_of(variables: Variables) -> ProcessPlace | None:
     """Return this process's place, given environment variables; `None` if this process runs alone.
 
     Raises:
@@ -286,13 +286,13 @@ def place_of(variables: Variables) -> Place | None:
     return None
 
 
-def _with_coordinator(place: Place, variables: Variables) -> Place:
+def _with_coordinator(place: ProcessPlace, variables: Variables) -> ProcessPlace:
     """Return a place with the coordinator that the user set, if there is one."""
     coordinator = variables.get("JAXSCALE_COORDINATOR")
     return dataclasses.replace(place, coordinator=coordinator) if coordinator else place
 
 
-def join() -> Place | None:
+def join() -> ProcessPlace | None:
     """Join the processes of the run, if the environment describes several; a second call does nothing.
 
     Returns:
@@ -337,7 +337,7 @@ def join() -> Place | None:
     return place
 
 
-def local_gpus(place: Place, variables: Variables, folder: Path = Path("/dev")) -> list[int]:
+def local_gpus(place: ProcessPlace, variables: Variables, folder: Path = Path("/dev")) -> list[int]:
     """Return the numbers of the GPUs that this process uses: an equal share of those that its host's processes see.
 
     A process that sees only GPUs of its own, as with `srun --gpus-per-task`, uses all of them.
@@ -382,7 +382,7 @@ def _has_tpu_peers() -> bool:
         return False
 
 
-def _check_coordinator(place: Place, timeout: int) -> None:
+def _check_coordinator(place: ProcessPlace, timeout: int) -> None:
     """Check that the coordinator's port is free on rank 0, and wait on the other ranks until it answers.
 
     Where a host's name resolves to 127.0.1.1, as Debian writes it, every process would wait for itself.
@@ -423,7 +423,7 @@ def _check_coordinator(place: Place, timeout: int) -> None:
     )
 
 
-def _end_for_missing_ranks(place: Place, timeout: int) -> None:
+def _end_for_missing_ranks(place: ProcessPlace, timeout: int) -> None:
     """Print that processes are missing, and end this process; JAX would abort it without a word about the run."""
     print(
         f"jaxscale: {place.scheduler}: after {timeout} s, not all {place.processes} processes have joined at "

@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.heartbeat import read_heartbeats
-from jaxscale.platforms.join import Place, first_host, local_gpus, place_of
+from jaxscale.platforms.join import ProcessPlace, first_host, local_gpus, place_of
 from jaxscale.records.metrics import read_metrics
 
 SLURM = {
@@ -53,19 +53,19 @@ OWN = {"JAXSCALE_COORDINATOR": "a:5000", "JAXSCALE_PROCESSES": "3", "JAXSCALE_RA
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (SLURM, Place("Slurm", "gpu03:62477", 5, 3, 1, 2)),
-        (TORCHRUN, Place("torchrun", "10.0.0.1:29501", 4, 1, 1, 2)),
-        (OPENMPI, Place("OpenMPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1, 1, 2)),
-        (JOBSET, Place("JobSet", "plays-slice-0-0.plays:61440", 8, 7)),
-        (OWN, Place("JAXSCALE_* variables", "a:5000", 3, 2)),
+        (SLURM, ProcessPlace("Slurm", "gpu03:62477", 5, 3, 1, 2)),
+        (TORCHRUN, ProcessPlace("torchrun", "10.0.0.1:29501", 4, 1, 1, 2)),
+        (OPENMPI, ProcessPlace("OpenMPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 2, 1, 1, 2)),
+        (JOBSET, ProcessPlace("JobSet", "plays-slice-0-0.plays:61440", 8, 7)),
+        (OWN, ProcessPlace("JAXSCALE_* variables", "a:5000", 3, 2)),
         (
             {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"},
-            Place("GKE's TPU variables", "t0:61440", 2, 1),
+            ProcessPlace("GKE's TPU variables", "t0:61440", 2, 1),
         ),
-        (SLURM | OWN, Place("JAXSCALE_* variables", "a:5000", 3, 2)),
+        (SLURM | OWN, ProcessPlace("JAXSCALE_* variables", "a:5000", 3, 2)),
         (SLURM | OPENMPI, place_of(OPENMPI)),
         (JOBSET | {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}, place_of(JOBSET)),
-        (SLURM | {"JAXSCALE_COORDINATOR": "10.1.1.1:7000"}, Place("Slurm", "10.1.1.1:7000", 5, 3, 1, 2)),
+        (SLURM | {"JAXSCALE_COORDINATOR": "10.1.1.1:7000"}, ProcessPlace("Slurm", "10.1.1.1:7000", 5, 3, 1, 2)),
         ({}, None),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
@@ -123,12 +123,12 @@ def test_malformed_variables_are_refused_by_name(variables, message):
 def test_processes_of_a_host_share_its_gpus(processes, rank, variables, expected, tmp_path):
     for name in [*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"]:
         (tmp_path / name).touch()
-    assert local_gpus(Place("x", "a:1", processes, rank, rank, processes), variables, tmp_path) == expected
+    assert local_gpus(ProcessPlace("x", "a:1", processes, rank, rank, processes), variables, tmp_path) == expected
 
 
 def test_gpus_that_cannot_be_shared_evenly_are_refused():
     with pytest.raises(UserError, match="3 processes on this host cannot share 4 GPUs evenly"):
-        local_gpus(Place("x", "a:1", 3, 0, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        local_gpus(ProcessPlace("x", "a:1", 3, 0, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 
 EXPERIMENT = """
