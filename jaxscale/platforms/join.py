@@ -146,11 +146,19 @@ def _slurm_local_processes(variables: Variables) -> int:
 
 
 def _openmpi_coordinator(variables: Variables) -> str:
-    """Return the host of mpirun, which runs on the first host, and a port that follows from the job's number."""
-    uri = variables["OMPI_MCA_orte_hnp_uri"]
+    """Return the host of mpirun, which runs on the first host, and a port that follows from the job's number.
+
+    OpenMPI 5 has no such variable, so its processes need JAXSCALE_COORDINATOR.
+    """
+    if "JAXSCALE_COORDINATOR" in variables:
+        return variables["JAXSCALE_COORDINATOR"]
+    uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.match(r"(\d+)\..*?(?:tcp://([^,:;]+)|tcp6://\[([^,\]]+))", uri)
     if match is None:
-        raise UserError(f"OMPI_MCA_orte_hnp_uri: got {uri!r}, expected JOB.0;tcp://HOST:PORT; set JAXSCALE_COORDINATOR")
+        raise UserError(
+            f"OMPI_MCA_orte_hnp_uri: got {uri!r}, expected JOB.0;tcp://HOST:PORT; set "
+            "JAXSCALE_COORDINATOR to HOST:PORT of rank 0 on all processes"
+        )
     return f"{match[2] or match[3]}:{FIRST_PORT + int(match[1]) // 2**12 % PORT_COUNT}"
 
 
@@ -200,7 +208,6 @@ ENVIRONMENTS = (
         coordinator=_openmpi_coordinator,
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_processes=lambda variables: _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
-        needs=("OMPI_MCA_orte_hnp_uri",),
     ),
     Environment(
         "torchrun",

@@ -66,6 +66,10 @@ OWN = {"JAXSCALE_COORDINATOR": "a:5000", "JAXSCALE_PROCESSES": "3", "JAXSCALE_RA
         (SLURM | OPENMPI, place_of(OPENMPI)),
         (JOBSET | {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}, place_of(JOBSET)),
         (SLURM | {"JAXSCALE_COORDINATOR": "10.1.1.1:7000"}, ProcessPlace("Slurm", "10.1.1.1:7000", 5, 3, 1, 2)),
+        (
+            {name: OPENMPI[name] for name in OPENMPI if "uri" not in name} | {"JAXSCALE_COORDINATOR": "a:7000"},
+            ProcessPlace("OpenMPI", "a:7000", 2, 1, 1, 2),
+        ),
         ({}, None),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
@@ -98,6 +102,7 @@ def test_the_first_host_of_a_list(nodelist, host):
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "SLURM_STEP_TASKS_PER_NODE: got '2x3'"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST: got ''"),
         (OPENMPI | {"OMPI_MCA_orte_hnp_uri": "x"}, "set JAXSCALE_COORDINATOR"),
+        ({name: OPENMPI[name] for name in OPENMPI if "uri" not in name}, "set JAXSCALE_COORDINATOR"),  # OpenMPI 5
         ({"JAXSCALE_RANK": "0"}, "JAXSCALE_COORDINATOR, JAXSCALE_PROCESSES is not"),
         (OWN | {"JAXSCALE_COORDINATR": "a:1"}, "did you mean 'JAXSCALE_COORDINATOR'"),
         (OWN | {"JAXSCALE_COORDINATOR": "a:99999"}, "expected HOST:PORT"),
