@@ -214,8 +214,3 @@ def in_phase(phase: RunPhase) -> Iterator[None]:
         yield
     finally:
         _writer.set(previous_phase)
-
-
-def seconds_by_phase() -> dict[str, float]:
-    """Return the seconds that this process has spent in each phase; they add up to the seconds since it started."""
-    return dict(_writer.heartbeat().seconds_by_phase)

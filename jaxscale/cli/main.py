@@ -8,6 +8,7 @@ other error is a crash, exit code 1: with a report if it arose in the user's cod
 
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit code.
 
     A process of several that failed ends here at once, after its traceback: Python's exit would wait for the others in
-    JAX's shutdown barrier, for minutes.
+    JAX's shutdown barrier, for minutes. Rank 0 waits a second, because JAX aborts the others once its service is gone,
+    and they may be about to report the same failure.
     """
     try:
         code = _main(argv)
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code not in (0, PREEMPTED) and _has_peers():
         sys.stdout.flush()
         sys.stderr.flush()
+        if sys.modules["jax"].process_index() == 0:
+            time.sleep(1)
         os._exit(code)
     return code
 

@@ -21,6 +21,7 @@ from jaxscale.platforms.detect import accelerators
 
 FIRST_PORT, PORT_COUNT = 61440, 4096
 """Range of the ports that are computed from a job's number; it lies above the ports that Linux gives to clients."""
+PREFIX = "JAXSCALE_"
 OWN_VARIABLES = (
     "JAXSCALE_COORDINATOR",
     "JAXSCALE_PROCESSES",
@@ -159,7 +160,7 @@ def _openmpi_coordinator(variables: Variables) -> str:
             f"OMPI_MCA_orte_hnp_uri: got {uri!r}, expected JOB.0;tcp://HOST:PORT; set "
             "JAXSCALE_COORDINATOR to HOST:PORT of rank 0 on all processes"
         )
-    return f"{match[2] or match[3]}:{FIRST_PORT + int(match[1]) // 2**12 % PORT_COUNT}"
+    return f"{match[2] or f'[{match[3]}]'}:{FIRST_PORT + int(match[1]) // 2**12 % PORT_COUNT}"
 
 
 def _torchrun_coordinator(variables: Variables) -> str:
@@ -271,15 +272,19 @@ def place_of(variables: Variables) -> ProcessPlace | None:
         True
     """
     for name in variables:
-        suggestion = near_miss(name, OWN_VARIABLES) if name.startswith("JAXSCALE_") else ""
-        if suggestion and name not in OWN_VARIABLES:
-            raise UserError(f"unknown environment variable {name}{suggestion}")
+        if not name.startswith(PREFIX) or name in OWN_VARIABLES:
+            continue
+        # the common prefix alone makes no near miss
+        if near_miss(name.removeprefix(PREFIX), [own_name.removeprefix(PREFIX) for own_name in OWN_VARIABLES]):
+            raise UserError(f"unknown environment variable {name}{near_miss(name, OWN_VARIABLES)}")
     variables = dict(variables)
     own_names = [name for name in ("JAXSCALE_PROCESSES", "JAXSCALE_RANK") if name in variables]
     if own_names:
         missing = [name for name in OWN_VARIABLES[:3] if name not in variables]
         if missing:
             raise UserError(f"{own_names[0]} is set, but {', '.join(missing)} is not: set all of {OWN_VARIABLES[:3]}")
+        if _number(variables, "JAXSCALE_PROCESSES") == 1:
+            return None  # the user wants this process to run alone, under any scheduler
         variables.setdefault("JAXSCALE_LOCAL_RANK", "0")
     if "TPU_WORKER_HOSTNAMES" in variables:
         variables["TPU_WORKER_COUNT"] = str(len(variables["TPU_WORKER_HOSTNAMES"].split(",")))
@@ -290,6 +295,11 @@ def place_of(variables: Variables) -> ProcessPlace | None:
         place = environment.place(variables)
         if place is not None:
             return _with_coordinator(place, variables)
+    if variables.get("JAXSCALE_COORDINATOR"):
+        raise UserError(
+            "JAXSCALE_COORDINATOR is set, but this process finds no rank among several: set JAXSCALE_PROCESSES and "
+            "JAXSCALE_RANK, too, or set JAXSCALE_PROCESSES=1 and JAXSCALE_RANK=0 to run alone"
+        )
     return None
 
 
@@ -324,8 +334,8 @@ def join() -> ProcessPlace | None:
     timeout = _number(os.environ, "JAXSCALE_JOIN_TIMEOUT", 300)
     _check_coordinator(place, timeout)
     options: dict[str, object] = {}
-    if "gpu" in accelerators():  # JAX under Slurm would take one GPU per process, even where a host runs one process
-        options["local_device_ids"] = local_gpus(place, os.environ)
+    if gpus := local_gpus(place, os.environ):
+        options["local_device_ids"] = gpus  # JAX under Slurm would take one GPU, even where a host runs one process
     # JAX waits longer, so that this message comes first
     timer = threading.Timer(timeout, _end_for_missing_ranks, (place, timeout))
     timer.daemon = True
@@ -336,7 +346,6 @@ def join() -> ProcessPlace | None:
             place.processes,
             place.rank,
             initialization_timeout=timeout + 60,
-            coordinator_bind_address=f"[::]:{place.coordinator.rpartition(':')[2]}" if place.rank == 0 else None,
             **options,  # pyright: ignore[reportArgumentType]
         )
     finally:
@@ -397,15 +406,13 @@ def _check_coordinator(place: ProcessPlace, timeout: int) -> None:
     host, _, port_text = place.coordinator.rpartition(":")
     port = int(port_text)
     if place.rank == 0:
-        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                raise UserError(
-                    f"{place.scheduler}: port {port} of the coordinator cannot be used ({error.strerror}): another run "
-                    "may use it; set JAXSCALE_COORDINATOR to HOST:PORT on all processes"
-                ) from None
+        try:
+            socket.create_server(("", port), reuse_port=False).close()
+        except OSError as error:
+            raise UserError(
+                f"{place.scheduler}: port {port} of the coordinator cannot be used ({error.strerror}): another run "
+                "may use it; set JAXSCALE_COORDINATOR to HOST:PORT on all processes"
+            ) from None
         return
     address, reason = "", ""
     deadline = time.monotonic() + timeout

@@ -6,7 +6,7 @@ memory.json                   what the plan's memory rule chose for each block, 
 metrics.jsonl tensorboard/    the measurements
 checkpoints/                  the saved train states
 samples.txt report.html       the texts that the model generated, and the report
-processes/                    heartbeats and outputs of the run's processes, and the attempts of `jaxscale launch`
+processes/                    heartbeats of the run's processes
 lock                          names the process that writes to the run, which locks this file until the process ends
 """
 

@@ -4,7 +4,6 @@ Each function except `is_first` and `process_index` is collective: all processes
 order, or some processes will wait forever.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -30,42 +29,50 @@ def process_index() -> int:
     return jax.process_index()
 
 
-def check_processes_agree(experiment: Any, source: Any) -> None:
-    """Check that all processes run the same versions and the same experiment, on equal numbers of devices.
+def check_processes_agree(experiment: Any, plan: Any, source: Any) -> None:
+    """Check that all processes have the versions, experiment, plan, file and number of devices of the first process.
+
+    The folders of files may differ, as when a run is continued.
 
     Args:
         experiment: the experiment of this process.
+        plan: the plan of this process.
         source: origin of the experiment; `None` if it was given as an object.
 
     Raises:
-        UserError: a process differs from rank 0; all processes raise this error.
+        UserError: this process differs from the first one, or another process does.
     """
     import jax
 
     if jax.process_count() == 1:
         return
-    from jax.experimental import multihost_utils
-
     from jaxscale.records.source import versions
-    from jaxscale.values import to_json
+    from jaxscale.values import changes, to_json
 
-    experiment_json = json.dumps(to_json(experiment), sort_keys=True, default=str)
     facts = {
-        "versions": json.dumps(versions(), sort_keys=True),
-        "experiment": f"SHA-256 {hashlib.sha256(experiment_json.encode()).hexdigest()[:12]}",
-        "experiment file": f"SHA-256 {(source.sha256 if source is not None else None) or 'none'}"[:24],
-        "devices per process": str(jax.local_device_count()),
+        "versions": versions(),
+        "devices per process": jax.local_device_count(),
+        "SHA-256 of the experiment file": None if source is None else source.sha256,
     }
-    for name, text in facts.items():
-        padded_text = np.frombuffer(text.encode()[:512].ljust(512), np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(padded_text)).reshape(-1, 512)
-        texts = [row.tobytes().decode(errors="replace").strip() for row in rows]
-        other_ranks = [rank for rank, other_text in enumerate(texts) if other_text != texts[0]]
-        if other_ranks:
+    content = {"facts": facts, "experiment": to_json(experiment), "plan": to_json(plan)}
+    first_content = json.loads(bytes(send_from_first(list(json.dumps(content).encode()))))
+
+    def check() -> None:
+        """Raise an error if this process differs from the first one."""
+        differences = [
+            f"{name} ({value} here, {first_content['facts'][name]} there)"
+            for name, value in facts.items()
+            if value != first_content["facts"][name]
+        ]
+        differences += [f"experiment: {change}" for change in changes(experiment, first_content["experiment"])]
+        differences += [f"plan: {change}" for change in changes(plan, first_content["plan"])]
+        if differences:
             raise UserError(
-                f"{name}: rank 0 has {texts[0]}, but rank {', '.join(map(str, other_ranks[:8]))} has "
-                f"{texts[other_ranks[0]]}: start the same program with the same files on all hosts"
+                f"rank {process_index()} differs from rank 0: {'; '.join(differences[:8])}. Start the same program "
+                "with the same files and flags on all hosts"
             )
+
+    call_on_all(check, LookupError)
 
 
 def wait_for_all(label: str) -> None:

@@ -179,7 +179,7 @@ class _Training:
 
     def run(self) -> Run:
         """Check the directory, train from the newest checkpoint or from the start, and return the run."""
-        check_processes_agree(self.experiment, self.source)
+        check_processes_agree(self.experiment, self.plan, self.source)
         has_run = (self.folder / run_files.EXPERIMENT).exists()
         if has_run and self.resume == "never":
             if is_first():

@@ -47,6 +47,7 @@ JOBSET = {
     "JOB_COMPLETION_INDEX": "3",
     "PODS_PER_JOB": "4",
 }
+OPENMPI_6 = ProcessPlace("OpenMPI", "[fe80::1]:61442", 2, 1, 1, 2)
 OWN = {"JAXSCALE_COORDINATOR": "a:5000", "JAXSCALE_PROCESSES": "3", "JAXSCALE_RANK": "2"}
 
 
@@ -70,6 +71,9 @@ OWN = {"JAXSCALE_COORDINATOR": "a:5000", "JAXSCALE_PROCESSES": "3", "JAXSCALE_RA
             {name: OPENMPI[name] for name in OPENMPI if "uri" not in name} | {"JAXSCALE_COORDINATOR": "a:7000"},
             ProcessPlace("OpenMPI", "a:7000", 2, 1, 1, 2),
         ),
+        (OPENMPI | {"OMPI_MCA_orte_hnp_uri": "8192.0;tcp6://[fe80::1,fe80::2]:4"}, OPENMPI_6),
+        (SLURM | {"JAXSCALE_PROCESSES": "1", "JAXSCALE_RANK": "0", "JAXSCALE_COORDINATOR": "a:1"}, None),
+        ({"JAXSCALE_MINE": "a variable of the user's own"}, None),
         ({}, None),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
@@ -106,6 +110,7 @@ def test_the_first_host_of_a_list(nodelist, host):
         ({"JAXSCALE_RANK": "0"}, "JAXSCALE_COORDINATOR, JAXSCALE_PROCESSES is not"),
         (OWN | {"JAXSCALE_COORDINATR": "a:1"}, "did you mean 'JAXSCALE_COORDINATOR'"),
         (OWN | {"JAXSCALE_COORDINATOR": "a:99999"}, "expected HOST:PORT"),
+        ({"JAXSCALE_COORDINATOR": "a:1"}, "set JAXSCALE_PROCESSES and JAXSCALE_RANK, too"),
     ],
 )
 def test_malformed_variables_are_refused_by_name(variables, message):
@@ -142,12 +147,12 @@ import jaxscale as jx
 def experiment():
     return jx.Experiment(
         name="joined",
-        model=jx.models.Decoder(vocab=256, context=16, layers=1, embed=8, heads=2, mlp=16),
+        model=jx.models.Decoder(vocab=256, context=16, layers=2, embed=8, heads=2, mlp=16),
         data=jx.data.Text({text!r}, context=16),
         optimizer=jx.Optimizer(warmup=5, learning_rate=1e-2),
         steps=6, batch=8,
         evaluation=jx.Evaluation(every=0),
-        plan=jx.Plan(mesh="fsdp:4", zero=3),
+        plan=jx.Plan({plan}),
     )
 """
 
@@ -164,10 +169,25 @@ def _torchrun(port: int, rank: int) -> dict[str, str]:
     return TORCHRUN | changes | {"MASTER_ADDR": "localhost", "JAX_NUM_CPU_DEVICES": "2"}
 
 
-def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_seed_is_named(tmp_path):
+PLANS = [
+    'mesh="fsdp:4", zero=3',
+    *(
+        pytest.param(plan, marks=pytest.mark.slow)
+        for plan in (
+            'mesh="data:4"',
+            'pipeline="1f1b:2x4", mesh="fsdp:2"',
+            'mesh="fsdp:2,tensor:2", zero=2, memory="full"',
+            'mesh="replica:2,fsdp:2", reduce="int8"',
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_seed_is_named(plan, tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
     file = tmp_path / "joined.py"
-    file.write_text(EXPERIMENT.format(text=str(tmp_path / "text.txt")))
+    file.write_text(EXPERIMENT.format(text=str(tmp_path / "text.txt"), plan=plan))
     ports = []
     for _ in range(2):
         with socket.socket() as probe:
@@ -186,11 +206,10 @@ def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_s
     assert [beat.phase for beat in read_heartbeats(tmp_path / "two" / "processes").values()] == ["finished"] * 2
     seeds = ((), ("--seed", "5"))
     different = [_start(file, tmp_path / "no", _torchrun(ports[1], rank), *seeds[rank]) for rank in (0, 1)]
-    for process in different:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 2, output
-        assert "experiment: rank 0 has SHA-256" in output
-        assert "but rank 1 has" in output
+    outputs = [process.communicate(timeout=300)[0] for process in different]
+    assert [process.returncode for process in different] == [2, 2], outputs
+    assert "rank 1 differs from rank 0: experiment: seed (5 here, 0 there)" in outputs[1]
+    assert "another process failed and reports the reason" in outputs[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -199,7 +218,7 @@ def test_a_process_whose_peers_are_missing_ends_with_a_message(rank, tmp_path):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     file = tmp_path / "joined.py"
-    file.write_text(EXPERIMENT.format(text="unread"))
+    file.write_text(EXPERIMENT.format(text="unread", plan=""))
     process = _start(file, tmp_path / "run", _torchrun(port, rank) | {"JAXSCALE_JOIN_TIMEOUT": "3"})
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2, output
@@ -208,3 +227,14 @@ def test_a_process_whose_peers_are_missing_ends_with_a_message(rank, tmp_path):
     assert "Traceback" not in output
     assert "Check failure" not in output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_refused(tmp_path):
+    file = tmp_path / "joined.py"
+    file.write_text(EXPERIMENT.format(text="unread", plan=""))
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        process = _start(file, tmp_path / "run", _torchrun(port - 1, 0))
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert f"torchrun: port {port} of the coordinator cannot be used" in output
