@@ -21,6 +21,8 @@ from jaxscale.platforms.detect import accelerators
 
 FIRST_PORT, PORT_COUNT = 61440, 4096
 """Range of the ports that are computed from a job's number; it lies above the ports that Linux gives to clients."""
+HEARTBEAT_TIMEOUT = 30
+"""Seconds without a sign of life from a process after which JAX ends the others; JAX's own default is 100."""
 PREFIX = "JAXSCALE_"
 OWN_VARIABLES = (
     "JAXSCALE_COORDINATOR",
@@ -346,6 +348,7 @@ def join() -> ProcessPlace | None:
             place.processes,
             place.rank,
             initialization_timeout=timeout + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             **options,  # pyright: ignore[reportArgumentType]
         )
     finally:
