@@ -25,6 +25,24 @@ ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
 """The environment variable that holds the number of the attempt, from 1; a watchdog sets it."""
 WRITE_INTERVAL = 0.5  # seconds
 
+WAITING_FUNCTIONS = frozenset(
+    {
+        "_value",
+        "block_until_ready",
+        "broadcast_one_to_all",
+        "device_get",
+        "process_allgather",
+        "sync_global_devices",
+        "sync_global_processes",
+        "wait_at_barrier",
+        "result",  # of a thread of Orbax, which waits in turn
+    }
+)
+"""Functions of JAX and Orbax in which a process waits for devices, or for all processes."""
+WAITING_DEPTH = 12
+"""Number of innermost calls among which a waiting function is looked for."""
+_LIBRARY_FOLDER = str(Path(os.__file__).parent) + os.sep
+
 RunPhase = Literal[
     "starting", "joining", "preparing", "restoring", "compiling", "stepping", "data", "evaluating", "saving", "finished"
 ]
@@ -46,6 +64,10 @@ class Heartbeat:
         uptime: seconds since the process started to write.
         beat: number of times the file was written; it grows while the process runs.
         seconds_by_phase: seconds spent in each phase so far; they add up to `uptime`.
+        failure: the error that ended the process's work; "" while it works.
+        place: the line of code that the main thread executes, such as "loop.py:276 _restore_state"; the innermost one
+            outside of Python's library.
+        is_waiting: whether the main thread waits for devices or for other processes.
     """
 
     rank: int
@@ -58,6 +80,9 @@ class Heartbeat:
     uptime: float
     beat: int
     seconds_by_phase: Mapping[str, float]
+    failure: str = ""
+    place: str = ""
+    is_waiting: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Heartbeat | None":
@@ -71,7 +96,9 @@ class Heartbeat:
             return None
         is_valid = all(type(number) is int and number >= 0 for number in numbers)
         is_valid = is_valid and all(type(value) in (int, float) and value >= 0 for value in times)
-        return heartbeat if is_valid and heartbeat.phase in PHASES and type(heartbeat.host) is str else None
+        texts = [heartbeat.host, heartbeat.failure, heartbeat.place]
+        is_valid = is_valid and all(type(text) is str for text in texts) and type(heartbeat.is_waiting) is bool
+        return heartbeat if is_valid and heartbeat.phase in PHASES else None
 
 
 class Writer:
@@ -88,6 +115,7 @@ class Writer:
         self.folder, self.rank, self.attempt = folder, rank, attempt
         self.phase: RunPhase = "starting"
         self.step = 0
+        self.failure = ""
         self._clock = clock
         self._start_time = self._change_time = clock()
         self._closed_seconds: dict[str, float] = {}
@@ -114,7 +142,7 @@ class Writer:
             seconds_by_phase[self.phase] = seconds_by_phase.get(self.phase, 0.0) + since
             return Heartbeat(
                 self.rank or 0, socket.gethostname(), os.getpid(), self.attempt, self.phase, self.step, since,
-                now - self._start_time, self._beat, seconds_by_phase,
+                now - self._start_time, self._beat, seconds_by_phase, self.failure, *_main_thread_place(),
             )  # fmt: skip
 
     def start(self) -> None:
@@ -146,6 +174,20 @@ class Writer:
             temporary_path = path.with_suffix(".half")
             temporary_path.write_text(json.dumps(dataclasses.asdict(self.heartbeat())))
             temporary_path.replace(path)
+
+
+def _main_thread_place() -> tuple[str, bool]:
+    """Return the line that the main thread executes as text, and whether it waits for devices or other processes."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    place, depth = "", 0
+    while frame is not None and depth < WAITING_DEPTH:
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name in WAITING_FUNCTIONS:
+            return place or f"{Path(file).name}:{frame.f_lineno} {name}", True
+        if not place and not file.startswith(("<", _LIBRARY_FOLDER)):
+            place = f"{Path(file).name}:{frame.f_lineno} {name}"
+        frame, depth = frame.f_back, depth + 1
+    return place, False
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
@@ -198,6 +240,18 @@ def stop() -> None:
     global _writer
     _writer.close()
     _writer = Writer(None, _writer.rank)
+
+
+def fail(error: BaseException) -> None:
+    """Write that an error ended this process's work, unless an earlier error is written."""
+    if not _writer.failure:
+        _writer.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"
+        _writer.close()
+
+
+def now() -> Heartbeat:
+    """Return this process's heartbeat of this moment."""
+    return _writer.heartbeat()
 
 
 def set_phase(phase: RunPhase, step: int | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxscale import values
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
-from jaxscale.cli.flags import words_of
+from jaxscale.cli.flags import rest_of, words_of
 from jaxscale.errors import UserError, near_miss, unknown
 
 HELP = ("-h", "--help")
@@ -62,6 +62,9 @@ def read(argv: Sequence[str]) -> Arguments:
     flag_types = typing.get_type_hints(COMMANDS[command_name])
     for field in words_of(COMMANDS[command_name]):
         del flag_types[field.name]
+    rest_field = rest_of(COMMANDS[command_name])
+    if rest_field is not None:
+        del flag_types[rest_field.name]
     has_experiment_fields = issubclass(COMMANDS[command_name], TAKES_FIELDS)
     positional_words: list[str] = []
     flag_values: dict[str, Any] = {}
@@ -72,6 +75,9 @@ def read(argv: Sequence[str]) -> Arguments:
         word = LONG_FLAG.get(next_word, next_word)
         if word in HELP:
             is_help = True
+        elif word == "--" and rest_field is not None:
+            flag_values[rest_field.name] = tuple(remaining_words)
+            remaining_words = []
         elif word == "--":
             raise UserError("'--' stands alone: expected the name of a flag, as in --name value")
         elif not word.startswith("--"):
@@ -108,6 +114,10 @@ def read(argv: Sequence[str]) -> Arguments:
             else:
                 flag_values[field_path] = values.parse(text, flag_types[field_path], f"--{flag}")
     flag_values |= _positional_values(command_name, positional_words, is_help)
+    if rest_field is not None and not flag_values.get(rest_field.name):
+        if not is_help:
+            raise UserError(f"{command_name} lacks the command to run: {synopsis(command_name)}")
+        flag_values[rest_field.name] = ()
     return Arguments(command_name, flag_values, field_texts, is_help)
 
 
@@ -131,7 +141,9 @@ def synopsis(command_name: str) -> str:
         'jaxscale generate RUN_DIR [flags]'
     """
     metavars = [field.metadata["metavar"] for field in words_of(COMMANDS[command_name])]
-    return " ".join(["jaxscale", command_name, *metavars, "[flags]"])
+    rest_field = rest_of(COMMANDS[command_name])
+    last_words = [] if rest_field is None else [rest_field.metadata["metavar"]]
+    return " ".join(["jaxscale", command_name, *metavars, "[flags]", *last_words])
 
 
 def _near_flag(word: str, field_names: Iterable[str]) -> str:

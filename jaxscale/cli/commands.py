@@ -8,6 +8,7 @@ import dataclasses
 from jaxscale.cli.docs import Docs
 from jaxscale.cli.draw import Draw
 from jaxscale.cli.experiment_commands import Explain, Fit, Train
+from jaxscale.cli.launch_commands import Launch, Retry, Status, Stop, Watch
 from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, Report
 
 
@@ -32,9 +33,13 @@ class Doctor:
         return report.status
 
 
-Command = Train | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | Doctor | Docs
+Command = (
+    Train | Launch | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | Status | Stop | Watch
+    | Retry | Doctor | Docs
+)  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
+    "launch": Launch,
     "fit": Fit,
     "explain": Explain,
     "draw": Draw,
@@ -43,8 +48,12 @@ COMMANDS: dict[str, type[Command]] = {
     "export": Export,
     "convert-state": ConvertState,
     "report": Report,
+    "status": Status,
+    "stop": Stop,
+    "watch": Watch,
+    "retry": Retry,
     "doctor": Doctor,
     "docs": Docs,
 }
-TAKES_FIELDS = (Train, Fit, Explain, Draw)
+TAKES_FIELDS = (Train, Launch, Fit, Explain, Draw)
 """The subcommands that set fields of an experiment; their method `run` takes `Arguments.fields`."""

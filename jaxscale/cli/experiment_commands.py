@@ -54,15 +54,9 @@ class Train:
     name: str | None = flag("NAME", "the experiment's")
     limit: str | None = flag("BYTES", "what programs may use")
 
-    def run(self, fields: Mapping[str, str]) -> None:
-        """Check the flags, and train the experiment."""
-        _check_command(self)
-        if self.log_every < 1:
-            raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
-        if self.profile is not None:
-            from jaxscale.training.profile import ProfileRange
-
-            ProfileRange.parse(self.profile)  # refuses a text that is not a range
+    def run(self, fields: Mapping[str, str]) -> int:
+        """Check the flags, train the experiment, and return the exit code 0."""
+        self.check()
         experiment, source = load_experiment(self, fields)
         from jaxscale.training.loop import train
 
@@ -76,6 +70,17 @@ class Train:
             profile=self.profile,
             source=source,
         )
+        return 0
+
+    def check(self) -> None:
+        """Raise UserError for an invalid value of a flag, without importing JAX."""
+        _check_command(self)
+        if self.log_every < 1:
+            raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
+        if self.profile is not None:
+            from jaxscale.training.profile import ProfileRange
+
+            ProfileRange.parse(self.profile)  # refuses a text that is not a range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Fit:
         file: Python file that defines experiment(), such as experiments/llama_8b.py.
         variant: one of the file's VARIANTS.
         platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        cluster: file that describes a cluster, whose platform to plan for, such as tpu_configs/v6e_256.py.
         limit: device memory to plan for, such as 14GiB.
         host_limit: host memory per device to plan for, such as 32GiB.
         compile_block: whether to compile the part of the step that needs the most memory, for a closer estimate.
@@ -105,6 +111,7 @@ class Fit:
     file: str = word("FILE")
     variant: str | None = word("[VARIANT]", None)
     platform: str = flag("PLATFORM", default="local")
+    cluster: str | None = flag("CLUSTER", "none")
     limit: str | None = flag("BYTES", "what the platform's programs may use")
     host_limit: str | None = flag("BYTES", "an equal share of the host's")
     compile_block: bool = False
@@ -114,6 +121,13 @@ class Fit:
 
     def run(self, fields: Mapping[str, str]) -> int:
         """Print the estimate, and return the exit code."""
+        if self.cluster is not None:
+            from jaxscale.launch.cluster import read_cluster
+
+            if self.platform != "local":
+                raise UserError("got --platform and --cluster, expected one of them")
+            platform = read_cluster(self.cluster).platform
+            return dataclasses.replace(self, platform=platform, cluster=None).run(fields)
         _check_command(self)
         bytes_of(self.host_limit, "--host-limit")  # refuses an invalid size
         from jaxscale.planning.fit import fit

@@ -28,6 +28,20 @@ def flag(metavar: str, default_text: str | None = None, default: Any = None) -> 
     return dataclasses.field(default=default, metadata={"metavar": metavar, "default_text": default_text})
 
 
+def rest(metavar: str) -> Any:
+    """Declare a field that all words after "--" set, and return the dataclass field.
+
+    Args:
+        metavar: placeholder of the words in the help.
+    """
+    return dataclasses.field(metadata={"metavar": f"-- {metavar} ...", "rest": True})
+
+
+def rest_of(command: type) -> dataclasses.Field[Any] | None:
+    """Return the field of a subcommand that the words after "--" set; `None` if it takes none."""
+    return next((field for field in dataclasses.fields(command) if "rest" in field.metadata), None)
+
+
 def words_of(command: type) -> list[dataclasses.Field[Any]]:
     """Return the fields of a subcommand that positional words set, in the order of the words."""
     return [field for field in dataclasses.fields(command) if "word" in field.metadata]

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale import heartbeat
 from jaxscale.cli import arguments, user_code
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
@@ -64,9 +65,11 @@ def _main(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's exit writes nothing more
         return UNREAD
     except tuple(EXIT_CODES) as error:
+        heartbeat.fail(error)
         print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
         return next(code for error_type, code in EXIT_CODES.items() if isinstance(error, error_type))
     except Exception as error:
+        heartbeat.fail(error)
         user_code_report = user_code.report(error)
         if user_code_report is None:
             raise

@@ -57,7 +57,7 @@ def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
     experiment_types = values.field_types(type(experiment))
     fields: list[Any] = []
     for field in dataclasses.fields(command_class):
-        if field.name in experiment_types:
+        if field.name in experiment_types or "rest" in field.metadata:
             continue
         is_word, default_text = "word" in field.metadata, field.metadata.get("default_text")
         note = "(optional)" if is_word and field.default is None else default_text and f"(default: {default_text})"
@@ -130,5 +130,5 @@ def field_help(cls: type) -> dict[str, str]:
         >>> field_help(MeshSpec)["pipe"]
         'pipeline stages.'
     """
-    arguments = docstring_parser.parse(cls.__doc__ or "").params
-    return {argument.arg_name: " ".join((argument.description or "").split()) for argument in arguments}
+    arguments = [argument for base in cls.__mro__ for argument in docstring_parser.parse(base.__doc__ or "").params]
+    return {argument.arg_name: " ".join((argument.description or "").split()) for argument in reversed(arguments)}

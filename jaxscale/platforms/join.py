@@ -330,6 +330,8 @@ def join() -> ProcessPlace | None:
         if _has_tpu_peers():
             heartbeat.set_phase("joining")
             jax.distributed.initialize()  # JAX reads Cloud TPU's metadata
+        if heartbeat.FOLDER_VARIABLE in os.environ:
+            heartbeat.start(jax.process_index() if jax.distributed.is_initialized() else 0)
         return None
     heartbeat.start(place.rank)
     heartbeat.set_phase("joining")

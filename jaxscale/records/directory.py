@@ -16,13 +16,15 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxscale import values
 from jaxscale.errors import UserError
-from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.storage import is_remote, run_path
+
+if TYPE_CHECKING:
+    from jaxscale.recipe.experiment import Experiment
 
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
 PROCESSES = "processes"
@@ -31,7 +33,7 @@ MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 """Fields of an experiment that may change when a run is continued."""
 
 
-def default_directory(experiment: Experiment) -> Path:
+def default_directory(experiment: "Experiment") -> Path:
     """Return the run directory of an experiment that is trained without --out."""
     return Path("runs") / experiment.name
 
@@ -78,6 +80,20 @@ def lock_run(directory: Any) -> Iterator[None]:
         yield
 
 
+def is_locked(directory: Path) -> bool:
+    """Return whether a process has locked a local directory."""
+    try:
+        import fcntl
+
+        with (directory / LOCK).open("r") as lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 @contextlib.contextmanager
 def explain_write_errors(directory: Any) -> Iterator[None]:
     """Turn an OSError inside the context, such as that of a full disk, into a UserError that gives the path.
@@ -107,7 +123,7 @@ def existing_run(directory: Any) -> Any:
     return path
 
 
-def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
+def check_same_experiment(directory: Any, experiment: "Experiment") -> dict[str, Any] | None:
     """Check that a directory holds no run of another experiment, and return the content of experiment.json.
 
     Paths of files, and new fields with their default values, do not count as differences.
@@ -154,7 +170,7 @@ def set_aside(directory: Any) -> Any:
     return new_path
 
 
-def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
+def write_values(directory: Any, experiment: "Experiment", plan: Plan) -> None:
     """Write experiment.json and plan.json to a run directory."""
     write_json(run_path(directory) / EXPERIMENT, values.to_json(experiment))
     write_json(run_path(directory) / PLAN, {"version": PLAN_VERSION, **values.to_json(plan)})

@@ -14,6 +14,7 @@ once, one event per row, because tensorboardX's writer sends each scalar separat
 import json
 import math
 import os
+import re
 import struct
 import time
 from collections.abc import Iterable
@@ -159,9 +160,18 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
     Raises:
         UserError: a line other than the last one is not a row.
     """
+    return MetricsRows(row for row in _valid_rows(read_rows(directory)) if kind is None or row["kind"] == kind)
+
+
+def read_rows(directory: Any) -> list[dict[str, Any]]:
+    """Return all rows of a run in the order in which they were written, those too that a later `resume` made invalid.
+
+    Raises:
+        UserError: a line other than the last one is not a row.
+    """
     path = run_path(directory) / FILE
     if not path.exists():
-        return MetricsRows()
+        return []
     lines = path.read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
     for line_number, line in enumerate(lines, start=1):
@@ -174,7 +184,17 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
                 raise UserError(
                     f"{path}, line {line_number}: expected a JSON object ({error}): delete that line"
                 ) from None
-    return MetricsRows(row for row in _valid_rows(rows) if kind is None or row["kind"] == kind)
+    return rows
+
+
+def last_logged_step(directory: Any) -> int:
+    """Return the largest step of a train row, valid or not; 0 if there is none."""
+    path = run_path(directory) / FILE
+    if not path.exists():
+        return 0
+    return max(
+        (int(match[1]) for match in re.finditer(rb'\{"step": (\d+), "kind": "train"', path.read_bytes())), default=0
+    )
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

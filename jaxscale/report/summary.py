@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.records.hours import hours
 from jaxscale.records.record import RunRecord, Status
 from jaxscale.records.storage import run_path
 from jaxscale.report.sentences import plan_in_words
@@ -92,6 +93,9 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         compile_seconds = event_seconds[np.isfinite(event_seconds)]
         compile_text = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
         rows.append(("time", f"{duration(run.seconds)}{compile_text}"))
+    run_hours = hours(run.directory)
+    if run_hours is not None:
+        rows.append(("hours", str(run_hours)))
     if run.tokens_per_second is not None:
         flop_rates = train_rows.column("flop_per_second")  # FLOP/s of each row
         flop_text = f", {rate(float(np.nanmedian(flop_rates)), 'FLOP/s')}" if np.isfinite(flop_rates).any() else ""

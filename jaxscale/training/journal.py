@@ -4,9 +4,11 @@ If there are several processes, only the first writes output.
 """
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale import heartbeat
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import MetricsLog, RowKind
 from jaxscale.records.processes import is_first
@@ -56,6 +58,13 @@ class Journal:
     def log_event(self, step: int, name: str, **fields: Any) -> None:
         """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
+
+    def log_hours(self, step: int, moment: str) -> None:
+        """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
+        beat = heartbeat.now()
+        seconds = {phase: round(value, 3) for phase, value in beat.seconds_by_phase.items()}
+        start_time = round(time.time() - beat.uptime, 3)
+        self.log_event(step, "hours", at=moment, process_start=start_time, seconds_by_phase=seconds)
 
     def _report_failure(self, step: int, callback: str, error: str) -> None:
         """Show and log that a callback failed after a step."""

@@ -21,6 +21,7 @@ from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
+from jaxscale.records.metrics import last_logged_step
 from jaxscale.records.processes import check_processes_agree, is_first, process_index, wait_for_all
 from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
@@ -118,6 +119,9 @@ def train(
     )
     try:
         return training.run()
+    except BaseException as error:
+        heartbeat.fail(error)
+        raise
     finally:
         heartbeat.stop()
 
@@ -169,6 +173,7 @@ class _Training:
     best_loss: float | None = None
     data_state: Any = None
     earlier: EarlierRun | None = None
+    _last_earlier_step: int | None = None  # last step of earlier attempts; `None` once this attempt went beyond it
 
     @property
     def folder(self) -> Any:
@@ -202,11 +207,14 @@ class _Training:
                 self._prepare()
             if self.earlier is None:
                 self._write_values()
+            self._last_earlier_step = last_logged_step(self.folder) if is_first() else 0
             self.journal.open()
             self.checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, keep=settings.keep, best=settings.best)
             try:
                 return self._train()
             finally:
+                with contextlib.suppress(UserError):
+                    self.journal.log_hours(self.updates, "end")
                 self.journal.close()
                 self.profiler.close()
 
@@ -225,6 +233,7 @@ class _Training:
 
     def _show_finished(self, step: int) -> Run:
         """Show the summary of a run that already has a checkpoint of its last step, `step`, and return the run."""
+        heartbeat.set_phase("finished")
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.write_report()
@@ -457,6 +466,9 @@ class _Training:
         import jax
 
         scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
+        if self._last_earlier_step is not None and step > self._last_earlier_step:
+            self._last_earlier_step = None
+            self.journal.log_hours(step, "first new step")
         step_tokens = round(scalars["weight"])
         self.tokens += step_tokens
         self.meter.add(step_tokens)

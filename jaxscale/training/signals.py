@@ -8,10 +8,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 import numpy as np
+
+SAME_SIGNAL_SECONDS = 3
+"""Seconds after a SIGTERM within which another one is taken for the same."""
 
 
 class Stop:
@@ -32,6 +36,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self._signal_time = 0.0
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -46,9 +51,16 @@ class Stop:
         self._previous_handlers.clear()
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        """Record the first signal. A second one ends the process, or interrupts the kernel of a notebook."""
+        """Record the first signal. A second one ends the process, or interrupts the kernel of a notebook.
+
+        A second SIGTERM soon after the first is the same one: a scheduler may signal all processes of a job, among them
+        a watchdog, which passes the signal on.
+        """
         if not self.signal_name:
             self.signal_name = signal.Signals(signal_number).name
+            self._signal_time = time.monotonic()
+            return
+        if signal_number == signal.SIGTERM and time.monotonic() - self._signal_time < SAME_SIGNAL_SECONDS:
             return
         if signal_number == signal.SIGINT and "ipykernel" in sys.modules:
             raise KeyboardInterrupt  # so that a notebook keeps its kernel

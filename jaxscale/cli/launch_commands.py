@@ -1,0 +1,176 @@
+"""The subcommands for runs on many machines: launch, watch, retry, status and stop."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxscale.cli.experiment_commands import Train, load_experiment
+from jaxscale.cli.flags import flag, rest, word
+from jaxscale.errors import UserError
+from jaxscale.values import spell
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch(Train):
+    """Start an experiment on a cluster, watch it, and start it again after failures.
+
+    Takes the flags of train, and fields of the experiment by path: --plan.zero 3
+
+    Exit codes: those of train, and 5 if the run failed again and again without progress.
+
+    Args:
+        cluster: file that describes the cluster, such as tpu_configs/h200_slurm.py; local:4 starts four processes on
+            this machine.
+        dry_run: whether to print the scheduler's document instead of submitting it.
+        timeouts: seconds after which a phase counts as hung, such as stepping=120,data=60.
+    """
+
+    cluster: str | None = flag("CLUSTER", "required")
+    dry_run: bool = False
+    timeouts: str | None = flag("PHASE=SECONDS", "10 minutes for a step")
+
+    def run(self, fields: Mapping[str, str]) -> int:
+        """Check the flags, and launch the run."""
+        from jaxscale.launch.cluster import read_cluster
+        from jaxscale.launch.submit import check_mesh, launch, prepare_directory
+        from jaxscale.launch.watch import parse_timeouts
+
+        parse_timeouts(self.timeouts)
+        cluster = read_cluster(self.cluster)
+        self.check()
+        experiment, _ = load_experiment(self, fields)
+        check_mesh(cluster, experiment)
+        run_dir = self.out or cluster.run_dir("-".join(filter(None, (experiment.name, self.variant))))
+        if not self.dry_run:
+            prepare_directory(run_dir, experiment, self.resume)
+        command = self.command_line(fields, run_dir)
+        return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run)
+
+    def command_line(self, fields: Mapping[str, str], run_dir: str) -> list[str]:
+        """Return the words of the train command that each process runs; the launcher carries out --resume never."""
+        words = ["train", self.file, *([self.variant] if self.variant else [])]
+        for field in dataclasses.fields(Train):
+            value = getattr(self, field.name)
+            if "word" not in field.metadata and field.name not in ("out", "resume") and value != field.default:
+                words.append(f"--{field.name.replace('_', '-')}={spell(value)}")
+        return [*words, *(f"--{path}={text}" for path, text in fields.items()), f"--out={run_dir}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Run a command as this host's processes of a run, and end them if one of the run fails or hangs.
+
+    Needs no flag for one process per host: jaxscale watch --run RUN -- jaxscale train FILE --out RUN
+
+    Args:
+        command: command line of each process.
+        run_dir: directory of the run, which all hosts share; without it, only this host's processes are watched.
+        processes: number of processes on this host.
+        timeouts: seconds after which a phase counts as hung, such as stepping=120,data=60.
+    """
+
+    command: tuple[str, ...] = rest("COMMAND")
+    run_dir: str | None = flag("DIR", "none")
+    processes: int = 1
+    timeouts: str | None = flag("PHASE=SECONDS", "10 minutes for a step")
+
+    def run(self) -> int:
+        """Watch the processes of this host, and return the exit code."""
+        if self.processes < 1:
+            raise UserError(f"--processes: got {self.processes}, expected a whole number >= 1")
+        from jaxscale.launch.host import watch_host
+        from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
+
+        timeouts = parse_timeouts(self.timeouts)
+        return watch_host(self.command, heartbeats_folder(self.run_dir), self.processes, timeouts, os.environ)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """Run a command that starts a run's watchdogs, such as srun, again and again until the run is done.
+
+    Exit codes: that of the command, and 5 after three failures at one step or five without progress. Codes 2 and 4 are
+    final; a stop by a signal (75 and 130) is not counted.
+
+    Args:
+        command: command line that starts the processes of all hosts.
+        run_dir: directory of the run.
+        requeue: whether to end with 75 after a stop by a signal, so that the scheduler can requeue the job.
+    """
+
+    command: tuple[str, ...] = rest("COMMAND")
+    run_dir: str = flag("DIR", "required", default="")
+    requeue: bool = False
+
+    def run(self) -> int:
+        """Run the attempts, and return the exit code."""
+        if not self.run_dir:
+            raise UserError("retry lacks --run-dir DIR: expected the directory of the run")
+        from jaxscale.launch.retry import launch_name, retry, run_command
+        from jaxscale.launch.watch import heartbeats_folder
+
+        folder = heartbeats_folder(self.run_dir)
+        return retry(folder, run_command(self.command), launch_name(os.environ), ends_when_preempted=self.requeue)
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """Show where each process of a run stands, and where the hours went.
+
+    Args:
+        run_dir: directory of a run.
+        log: number of a process whose log to show and follow.
+    """
+
+    run_dir: str = word("RUN_DIR")
+    log: int | None = flag("RANK", "none")
+
+    def run(self) -> None:
+        """Print the table, or follow a log."""
+        from jaxscale.launch.status import show_log, status
+        from jaxscale.records.directory import PROCESSES
+        from jaxscale.records.hours import hours
+
+        _check_local_run(self.run_dir)
+        folder = Path(self.run_dir) / PROCESSES
+        if self.log is not None:
+            show_log(folder, self.log)
+        else:
+            print(status(folder))
+            run_hours = hours(self.run_dir)
+            if run_hours is not None:
+                print(run_hours)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Ask a run to save after its step, and to stop.
+
+    Args:
+        run_dir: directory of a run.
+    """
+
+    run_dir: str = word("RUN_DIR")
+
+    def run(self) -> None:
+        """Ask the run to stop, and print what happens."""
+        from jaxscale.launch.status import stop
+        from jaxscale.records.directory import PROCESSES
+
+        _check_local_run(self.run_dir)
+        print(stop(Path(self.run_dir) / PROCESSES))
+
+
+def _check_local_run(run_dir: str) -> None:
+    """Raise UserError if there is no such local directory."""
+    if "://" in run_dir:
+        raise UserError(f"{run_dir} is in a bucket, where runs write no heartbeats: see the logs of the scheduler")
+    if not Path(run_dir).is_dir():
+        raise UserError(f"run directory {run_dir} does not exist: give the directory of a run")
+
+
+def python_command() -> list[str]:
+    """Return the words by which this Python runs jaxscale."""
+    return [sys.executable, "-m", "jaxscale"]

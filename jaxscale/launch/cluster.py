@@ -1,0 +1,315 @@
+"""Cluster: what a launch needs to know about a group of machines, in one checked value.
+
+A cluster's file, such as tpu_configs/h200_slurm.py, assigns a `Cluster` to the name `cluster`.
+"""
+
+import dataclasses
+import re
+import runpy
+from pathlib import Path
+
+from jaxscale.errors import UserError, near_miss
+from jaxscale.platforms.platform import Platform
+
+CONFIGS = "tpu_configs"
+"""Folder of the clusters' files in jaxscale's repository."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """This machine, as a rehearsal of a launch on several.
+
+    Args:
+        processes: number of processes.
+    """
+
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.processes <= 1024:
+            raise UserError(f"local: got {self.processes} processes, expected 1 to 1024, such as local:4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slurm:
+    """A queue of Slurm.
+
+    Args:
+        partition: partition of the nodes; "" for the default one.
+        account: account that pays; "" for the default one.
+        qos: quality of service; "" for the default one.
+        time: longest time of a job, as in "24:00:00"; a run that needs more is requeued.
+        gpus: option that requests a node's GPUs, "gpus-per-node" or "gres"; "" where Slurm does not count them.
+        options: further options of sbatch, such as "--constraint=ib".
+        container: image that each task runs in, for clusters with pyxis; "" for none.
+        is_exclusive: whether the job takes whole nodes.
+        jobs: number of jobs to submit, which run one after the other, where jobs may not be requeued.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = "24:00:00"
+    gpus: str = "gpus-per-node"
+    options: tuple[str, ...] = ()
+    container: str = ""
+    is_exclusive: bool = True
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus not in ("gpus-per-node", "gres", ""):
+            raise UserError(f"Slurm.gpus: got {self.gpus!r}, expected 'gpus-per-node', 'gres' or ''")
+        if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", self.time):
+            raise UserError(f"Slurm.time: got {self.time!r}, expected D-HH:MM:SS, HH:MM:SS or minutes")
+        if self.jobs < 1:
+            raise UserError(f"Slurm.jobs: got {self.jobs}, expected a whole number >= 1")
+        for name in ("partition", "account", "qos", "container"):
+            _check_word(f"Slurm.{name}", getattr(self, name))
+        for option in self.options:
+            if not option.startswith("--") or not _is_word(option):
+                raise UserError(f"Slurm.options: got {option!r}, expected an option of sbatch, such as --constraint=ib")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSet:
+    """A JobSet on Kubernetes.
+
+    Args:
+        image: container image that holds jaxscale and the experiment.
+        namespace: namespace of the JobSet; "" for that of kubectl's context.
+        queue: local queue of Kueue; "" without Kueue.
+        claim: persistent volume claim to mount at `Cluster.shared`, which all pods share; "" for none.
+        service_account: service account of the pods; "" for the default one.
+        secrets: names of secrets whose entries become environment variables.
+        restarts: number of restarts after failures that JobSet allows; stops by a signal do not count.
+        tells_failures_apart: whether the JobSet controller has `onJobFailureMessagePatterns`.
+    """
+
+    image: str
+    namespace: str = ""
+    queue: str = ""
+    claim: str = ""
+    service_account: str = ""
+    secrets: tuple[str, ...] = ()
+    restarts: int = 20
+    tells_failures_apart: bool = True
+
+    def __post_init__(self) -> None:
+        _check_word("JobSet.image", self.image, required=True)
+        for name in ("namespace", "queue", "claim", "service_account"):
+            if getattr(self, name):
+                check_dns_name(f"JobSet.{name}", getattr(self, name))
+        for secret in self.secrets:
+            check_dns_name("JobSet.secrets", secret)
+        if self.restarts < 0:
+            raise UserError(f"JobSet.restarts: got {self.restarts}, expected a whole number >= 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class QueuedResource:
+    """A queued resource of Cloud TPU: machines that Google Cloud creates when there is capacity.
+
+    Args:
+        project: project that pays.
+        zone: zone of the TPUs, such as "us-east5-b".
+        runtime: version of the TPU machines' software, such as "v2-alpha-tpuv6e".
+        accelerator: type of the machines, such as "v6e-256"; "" derives it from the platform.
+        spot: whether the machines may be taken away.
+        reservation: name of a reservation; "" for on demand.
+        network: name of the network; "" for the default one.
+        service_account: service account of the machines; "" for the default one.
+    """
+
+    project: str
+    zone: str
+    runtime: str
+    accelerator: str = ""
+    spot: bool = False
+    reservation: str = ""
+    network: str = ""
+    service_account: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("project", "zone", "runtime"):
+            _check_word(f"QueuedResource.{name}", getattr(self, name), required=True)
+        for name in ("accelerator", "reservation", "network", "service_account"):
+            _check_word(f"QueuedResource.{name}", getattr(self, name))
+        if self.spot and self.reservation:
+            raise UserError("QueuedResource: got spot and a reservation, expected one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssh:
+    """Machines that are reached by ssh without a password.
+
+    Args:
+        hosts: addresses of the machines; the first one's is the coordinator's.
+        user: name of the user there; "" for the present one.
+        options: further options of ssh, such as "-i key".
+        port: port of the coordinator.
+    """
+
+    hosts: tuple[str, ...]
+    user: str = ""
+    options: tuple[str, ...] = ()
+    port: int = 61440
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise UserError("Ssh.hosts: got none, expected the addresses of the machines")
+        for host in self.hosts:
+            _check_word("Ssh.hosts", host, required=True)
+            if host.startswith("-"):
+                raise UserError(f"Ssh.hosts: got {host!r}, expected an address")
+        if len(set(self.hosts)) < len(self.hosts):
+            raise UserError(f"Ssh.hosts: got {self.hosts}, expected each address once")
+        _check_word("Ssh.user", self.user)
+        if not 1024 <= self.port < 65536:
+            raise UserError(f"Ssh.port: got {self.port}, expected 1024 to 65535")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A group of machines and the scheduler that starts processes on them.
+
+    Args:
+        platform: text of the platform, such as "gpu h200 x 32" or "tpu v6e:16x16 x 2".
+        scheduler: what starts the processes.
+        hosts: number of machines; `None` takes it from the platform.
+        shared: folder that all machines share, in which the runs are; "" for the folder of the launch.
+        python: Python on the machines.
+        setup: shell lines to run before Python, such as "module load cuda".
+        variables: names of environment variables whose values are passed on from the launch; secrets belong into the
+            scheduler's own store.
+        interface: network interface for the processes' messages, such as "ib0"; "" leaves the choice to them.
+        cache: folder of each machine for compiled programs and tokens; "" for the user's home.
+        grace: seconds between the scheduler's stop signal and its kill.
+
+    Example:
+        >>> cluster = Cluster("gpu h200 x 32", Slurm(partition="h200"), shared="/shared/me")
+        >>> cluster.host_count, cluster.run_dir("plays")
+        (4, '/shared/me/runs/plays')
+    """
+
+    platform: str
+    scheduler: Local | Slurm | JobSet | QueuedResource | Ssh = Local()
+    hosts: int | None = None
+    shared: str = ""
+    python: str = "python"
+    setup: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    interface: str = ""
+    cache: str = ""
+    grace: int = 120
+
+    def __post_init__(self) -> None:
+        platform = self.parsed
+        if self.hosts is not None and self.hosts < 1:
+            raise UserError(f"Cluster.hosts: got {self.hosts}, expected a whole number >= 1")
+        if self.platform != "local" and self.hosts is None and platform is not None and platform.hosts is None:
+            raise UserError(f"Cluster.hosts: expected the number of machines, because {self.platform!r} leaves it open")
+        if platform is not None and (platform.chips * platform.slices) % self.host_count:
+            raise UserError(
+                f"Cluster.hosts: got {self.host_count}, but {platform.chips * platform.slices} chips of "
+                f"{self.platform!r} cannot be shared evenly"
+            )
+        if isinstance(self.scheduler, Ssh) and len(self.scheduler.hosts) != self.host_count:
+            raise UserError(
+                f"Ssh.hosts: got {len(self.scheduler.hosts)} addresses, expected {self.host_count} for "
+                f"{self.platform!r}"
+            )
+        is_tpu = platform is not None and platform.chip.kind == "tpu"
+        if isinstance(self.scheduler, QueuedResource) and not is_tpu:
+            raise UserError(f"QueuedResource: got the platform {self.platform!r}, expected a TPU")
+        for name in ("shared", "python", "interface", "cache"):
+            if "\n" in getattr(self, name) or "\0" in getattr(self, name):
+                raise UserError(f"Cluster.{name}: got {getattr(self, name)!r}, expected one line")
+        for variable in self.variables:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+                raise UserError(
+                    f"Cluster.variables: got {variable!r}, expected the name of an environment variable; values do not "
+                    "belong into a cluster's file"
+                )
+        if not 10 <= self.grace <= 3600:
+            raise UserError(f"Cluster.grace: got {self.grace} seconds, expected 10 to 3600")
+
+    @property
+    def parsed(self) -> Platform | None:
+        """The platform; `None` for "local", which only JAX can detect."""
+        return None if self.platform == "local" else Platform.parse(self.platform)
+
+    @property
+    def host_count(self) -> int:
+        """The number of machines."""
+        if self.hosts is not None:
+            return self.hosts
+        platform = self.parsed
+        if platform is None or platform.hosts is None:
+            return 1
+        if platform.chip.kind == "tpu" and platform.chips > 8:
+            # Google's machines have four chips in every slice of several machines, also where a host has eight
+            return platform.slices * platform.chips // 4
+        return platform.hosts
+
+    @property
+    def chips_per_host(self) -> int:
+        """The number of chips of each machine; 0 if unknown."""
+        platform = self.parsed
+        return 0 if platform is None else platform.chips * platform.slices // self.host_count
+
+    def run_dir(self, name: str) -> str:
+        """Return the directory of the run with a name."""
+        return f"{self.shared.rstrip('/')}/runs/{name}" if self.shared else f"runs/{name}"
+
+
+def read_cluster(text: str | None) -> Cluster:
+    """Return the cluster that a text names: a cluster's file, or "local:4".
+
+    Raises:
+        UserError: there is no such file, or it does not define a cluster.
+
+    Example:
+        >>> read_cluster("local:4").scheduler
+        Local(processes=4)
+    """
+    if not text:
+        raise UserError(
+            "launch lacks --cluster: expected a cluster's file, such as tpu_configs/h200_slurm.py, or local:4"
+        )
+    match = re.fullmatch(r"local(?::(\d{1,6}))?", text.strip())
+    if match is not None:
+        return Cluster("local", Local(int(match[1] or 1)))
+    path = Path(text)
+    if not path.is_file():
+        known = sorted(str(file) for folder in {path.parent, Path(CONFIGS)} for file in folder.glob("*.py"))
+        hint = near_miss(text, known) or (f"; there are {', '.join(known[:16])}" if known else "")
+        raise UserError(f"cluster {text!r} is not a file: expected a cluster's file or local:4{hint}")
+    try:
+        cluster = runpy.run_path(str(path)).get("cluster")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}; expected cluster = Cluster(...)") from error
+    if not isinstance(cluster, Cluster):
+        raise UserError(f"{path} defines no cluster: expected cluster = Cluster(...)")
+    return cluster
+
+
+def check_dns_name(what: str, name: str) -> None:
+    """Raise UserError if a name is not one of DNS: at most 63 lower-case letters, digits and hyphens."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        raise UserError(
+            f"{what}: got {name!r} ({len(name)} characters), expected at most 63 lower-case letters, digits and "
+            "hyphens, first a letter; --name sets the name of a run"
+        )
+
+
+def _is_word(text: str) -> bool:
+    """Return whether a text is printable and holds no space."""
+    return text.isprintable() and not any(character.isspace() for character in text)
+
+
+def _check_word(what: str, text: str, *, required: bool = False) -> None:
+    """Raise UserError if a text holds spaces or characters that cannot be printed, or if it is required and empty."""
+    if (required and not text) or not _is_word(text):
+        raise UserError(f"{what}: got {text!r}, expected a word without spaces")

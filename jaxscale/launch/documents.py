@@ -1,0 +1,76 @@
+"""What the schedulers' documents have in common: the command of each host, and its environment."""
+
+import os
+import shlex
+from collections.abc import Sequence
+
+from jaxscale.errors import UserError
+from jaxscale.launch.cluster import Cluster
+
+PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy")
+"""Variables by which messages between the processes would go to a proxy; they are unset."""
+
+
+def watch_command(
+    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, process_count: int = 1
+) -> list[str]:
+    """Return the command line of a host's watchdog.
+
+    Args:
+        cluster: the cluster.
+        command: words of the train command, without the program.
+        run_dir: directory of the run.
+        timeouts: text of the timeouts; `None` for the defaults.
+        process_count: number of processes on the host.
+
+    Example:
+        >>> " ".join(watch_command(Cluster("gpu h200 x 8"), ["train", "a.py"], "/r/a", None))
+        'python -m jaxscale watch --run-dir=/r/a -- python -m jaxscale train a.py'
+    """
+    program = [cluster.python, "-m", "jaxscale"]
+    flags = [f"--run-dir={run_dir}"]
+    flags += [f"--timeouts={timeouts}"] if timeouts else []
+    flags += [f"--processes={process_count}"] if process_count > 1 else []
+    return [*program, "watch", *flags, "--", *program, *command]
+
+
+def retry_command(cluster: Cluster, run_dir: str, *flags: str) -> list[str]:
+    """Return the words before the command that `jaxscale retry` repeats."""
+    return [cluster.python, "-m", "jaxscale", "retry", f"--run-dir={run_dir}", *flags, "--"]
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    """Return the environment variables that a cluster's facts set."""
+    variables: dict[str, str] = {}
+    if cluster.interface:
+        variables["NCCL_SOCKET_IFNAME"] = cluster.interface
+    if cluster.cache:
+        variables["JAXSCALE_CACHE"] = cluster.cache
+    return variables
+
+
+def shell_lines(cluster: Cluster) -> list[str]:
+    """Return shell lines that prepare a host: the cluster's own, its variables, and no proxy between the processes."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment(cluster).items()]
+    return [*cluster.setup, *exports, f"unset {' '.join(PROXIES)}"]
+
+
+def present_values(cluster: Cluster) -> dict[str, str]:
+    """Return the values of the environment variables that a cluster's file passes on by name.
+
+    Raises:
+        UserError: a variable is not set here.
+    """
+    missing = [name for name in cluster.variables if name not in os.environ]
+    if missing:
+        raise UserError(f"Cluster.variables: {', '.join(missing)} is not set here: set it before the launch")
+    return {name: os.environ[name] for name in cluster.variables}
+
+
+def refuse_variables(cluster: Cluster, way_round: str) -> None:
+    """Raise UserError if a cluster passes variables on, and its scheduler could only write their values down."""
+    if cluster.variables:
+        raise UserError(
+            f"Cluster.variables: got {', '.join(cluster.variables)}, but a document would hold their values: "
+            f"{way_round}"
+        )

@@ -1,0 +1,211 @@
+"""JobSet: the manifest of a run on Kubernetes, one child job per TPU slice or group of GPU hosts.
+
+Each pod reads its place from its labels and runs a watchdog. JobSet restarts all pods after a failure; a pod that was
+stopped by a signal or disrupted by its node does not count as a failure, and codes 2 and 4 fail the set.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.heartbeat import ATTEMPT_VARIABLE
+from jaxscale.launch.cluster import Cluster, JobSet
+from jaxscale.launch.documents import environment, refuse_variables, shell_lines, watch_command
+from jaxscale.launch.rules import DIVERGED, INTERRUPTED, MISTAKE, PREEMPTED
+from jaxscale.records.storage import is_remote
+
+TPU_ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "7x": "tpu7x",
+}
+"""Values of the node label cloud.google.com/gke-tpu-accelerator, by chip (GKE documentation, "About TPUs in GKE")."""
+GPU_ACCELERATORS = {
+    "a100": "nvidia-a100-80gb",
+    "h100": "nvidia-h100-80gb",
+    "h200": "nvidia-h200-141gb",
+    "b200": "nvidia-b200",
+    "l4": "nvidia-l4",
+    "t4": "nvidia-tesla-t4",
+}
+"""Values of the node label cloud.google.com/gke-accelerator, by chip (GKE documentation, "About GPUs in GKE")."""
+CONTAINER, REPLICATED_JOB, VOLUME = "jaxscale", "slice", "shared"
+COORDINATOR_PORTS = (8471, 8080, 61440)
+_LABEL = "metadata.labels['jobset.sigs.k8s.io/{}']"
+
+
+def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> str:
+    """Return the manifest as YAML; `jobset` describes the arguments."""
+    import yaml
+
+    return yaml.safe_dump(jobset(cluster, command, run_dir, timeouts), sort_keys=False, width=120)
+
+
+def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> dict[str, Any]:
+    """Return the manifest of a run.
+
+    Args:
+        cluster: a cluster with a JobSet.
+        command: words of the train command, without the program.
+        run_dir: directory of the run: in a bucket, or in the folder that all pods mount.
+        timeouts: text of the watchdogs' timeouts.
+
+    Raises:
+        UserError: the pods could not reach the run's directory, or their chips have no label of nodes.
+    """
+    scheduler = cluster.scheduler
+    assert isinstance(scheduler, JobSet)
+    platform = cluster.parsed
+    if platform is None:
+        raise UserError("Cluster.platform: got 'local', expected the platform of the nodes, such as 'tpu v5e:4x4'")
+    refuse_variables(cluster, "put them into a Kubernetes secret, and name it in JobSet.secrets")
+    _check_folder(cluster, scheduler, run_dir)
+    host_count = cluster.host_count // platform.slices
+    chip_count = cluster.chips_per_host
+    name = Path(run_dir).name
+    is_tpu = platform.chip.kind == "tpu"
+    accelerators = TPU_ACCELERATORS if is_tpu else GPU_ACCELERATORS
+    if platform.chip.name not in accelerators:
+        raise UserError(f"GKE has no nodes with {platform.chip.name}: expected one of {', '.join(accelerators)}")
+    node_labels = {f"cloud.google.com/gke-{'tpu-' if is_tpu else ''}accelerator": accelerators[platform.chip.name]}
+    if platform.topology is not None:
+        node_labels["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, platform.topology))
+    script = "\n".join([*shell_lines(cluster), 'exec "$@"'])
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": scheduler.image,
+        "command": ["bash", "-c", script, "bash", *watch_command(cluster, command, run_dir, timeouts)],
+        "env": _variables(cluster, name, host_count, platform.slices),
+        "ports": [{"containerPort": port} for port in COORDINATOR_PORTS],
+        "resources": {"limits": {"google.com/tpu" if is_tpu else "nvidia.com/gpu": chip_count}},
+        "securityContext": {"privileged": is_tpu},
+    }
+    if scheduler.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in scheduler.secrets]
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": cluster.grace,
+        "nodeSelector": node_labels,
+        "containers": [container],
+    }
+    if scheduler.service_account:
+        pod["serviceAccountName"] = scheduler.service_account
+    volumes = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "memory", "mountPath": "/dev/shm"}]
+    if scheduler.claim:
+        volumes.append({"name": VOLUME, "persistentVolumeClaim": {"claimName": scheduler.claim}})
+        mounts.append({"name": VOLUME, "mountPath": cluster.shared})
+    pod["volumes"], container["volumeMounts"] = volumes, mounts
+    job = {
+        "parallelism": host_count,
+        "completions": host_count,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": _pod_rules()},
+        "template": {"spec": pod},
+    }
+    metadata: dict[str, Any] = {"name": name}
+    if scheduler.namespace:
+        metadata["namespace"] = scheduler.namespace
+    if scheduler.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": scheduler.queue}
+    if is_tpu:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "failurePolicy": _failure_policy(scheduler),
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": platform.slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _check_folder(cluster: Cluster, scheduler: JobSet, run_dir: str) -> None:
+    """Raise UserError if the pods of a run do not share its directory."""
+    if is_remote(run_dir):
+        return
+    if not cluster.shared or not scheduler.claim:
+        raise UserError(
+            f"--out: got {run_dir!r}, which pods do not share: set Cluster.shared to a bucket (gs://...), or set it to "
+            "a path and JobSet.claim to a volume claim that all pods can write to"
+        )
+    if not Path(run_dir).is_relative_to(cluster.shared):
+        raise UserError(
+            f"--out: got {run_dir!r}, expected a path in {cluster.shared!r}, where the pods mount the volume"
+        )
+
+
+def _variables(cluster: Cluster, name: str, host_count: int, slice_count: int) -> list[dict[str, Any]]:
+    """Return the environment variables of a pod, some of which Kubernetes fills in from its labels."""
+    values = {
+        **environment(cluster),
+        "PODS_PER_JOB": str(host_count),
+        "JOB_COUNT": str(slice_count),
+        "JOBSET_SUBDOMAIN": name,
+    }
+    labels = {
+        "JOBSET_NAME": "jobset-name",
+        "REPLICATED_JOB_NAME": "replicatedjob-name",
+        "JOB_INDEX": "job-index",
+        ATTEMPT_VARIABLE: "restart-attempt",
+    }
+    if slice_count > 1:
+        values |= {
+            "MEGASCALE_NUM_SLICES": str(slice_count),
+            "MEGASCALE_COORDINATOR_ADDRESS": f"{name}-{REPLICATED_JOB}-0-0.{name}",
+        }
+        labels["MEGASCALE_SLICE_ID"] = "job-index"
+    from_labels = [
+        {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": _LABEL.format(label)}}}
+        for variable, label in labels.items()
+    ]
+    return [*({"name": variable, "value": value} for variable, value in values.items()), *from_labels]
+
+
+def _pod_rules() -> list[dict[str, Any]]:
+    """Return the rules by which a pod's end fails its job; the job's message then names the exit code."""
+    codes = [MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED]
+    return [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}},
+    ]
+
+
+def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
+    """Return the rules by which a failed job fails or restarts the set.
+
+    Each pod rule that fails a job gives it the reason PodFailurePolicy, so patterns of the job's message tell them
+    apart. A controller without such patterns counts every restart, and restarts after mistakes, too.
+    """
+    policy: dict[str, Any] = {"maxRestarts": scheduler.restarts}
+    if scheduler.tells_failures_apart:
+        reasons = ["PodFailurePolicy"]
+
+        def pattern(*codes: int) -> list[str]:
+            """Return the patterns of the messages about exit codes."""
+            return [f".*exit code ({'|'.join(map(str, codes))}) matching.*"]
+
+        policy["rules"] = [
+            {
+                "name": "finalCode",
+                "action": "FailJobSet",
+                "onJobFailureReasons": reasons,
+                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED),
+            },
+            {
+                "name": "stopSignal",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": reasons,
+                "onJobFailureMessagePatterns": [
+                    *pattern(PREEMPTED, INTERRUPTED),
+                    ".*condition DisruptionTarget matching.*",
+                ],
+            },
+        ]
+    return policy

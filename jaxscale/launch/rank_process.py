@@ -1,0 +1,187 @@
+"""One process of a run under a watchdog: its start, its output, its heartbeat and its end."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from jaxscale import heartbeat
+from jaxscale.errors import UserError
+from jaxscale.heartbeat import Heartbeat
+from jaxscale.launch.verdict import Cause
+
+FAILED_GRACE = 15
+"""Seconds that a process may still run after it wrote that an error ended its work."""
+CODES = {"UserError": 2, "Diverged": 4, "Preempted": 75, "KeyboardInterrupt": 130}
+"""The exit codes of errors, by the error's type; any other error has 1."""
+PREEMPTED_CODES = (75, 130)
+"""Exit codes of a process that received a stop signal; with 75 it has saved."""
+_DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Return the path of the output of a process.
+
+    Example:
+        >>> log_file(Path("run/processes"), 3).name
+        'rank-00003.log'
+    """
+    return heartbeat.heartbeat_file(folder, rank).with_suffix(".log")
+
+
+class RankProcess:
+    """A process of the run that this host's watchdog has started.
+
+    Args:
+        rank: number of the process among all of the run.
+        command: the command line.
+        variables: environment variables of the process.
+        folder: folder of the heartbeats and logs.
+        attempt: number of the attempt.
+        is_shown: whether the output is shown, too; otherwise it only goes to the log.
+
+    Raises:
+        UserError: the command does not exist.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        folder: Path,
+        attempt: int,
+        *,
+        is_shown: bool,
+    ) -> None:
+        self.rank, self.attempt, self._folder, self._is_shown = rank, attempt, folder, is_shown
+        self._beat: Heartbeat | None = None
+        self._change_time = self._start_time = time.monotonic()
+        self._failure_time: float | None = None
+        library = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+        def end_with_watchdog() -> None:
+            """Make Linux kill this process when the watchdog ends, whatever ends it."""
+            if library is not None:
+                library.prctl(_DEATH_SIGNAL_OPTION, signal.SIGKILL)
+
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's Ctrl-C reaches the watchdog alone, which passes it on once
+                preexec_fn=end_with_watchdog,
+            )
+        except OSError as error:
+            raise UserError(f"cannot start {command[0]!r}: {error.strerror}") from None
+        assert self.process.stdout is not None
+        self._thread = threading.Thread(target=self._copy_output, args=(self.process.stdout,), daemon=True)
+
+    def follow(self) -> None:
+        """Start to copy the output; call this after all processes of the host have started."""
+        self._thread.start()
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended the process; `None` while it runs."""
+        return self.process.poll()
+
+    def read_heartbeat(self) -> Heartbeat | None:
+        """Return the newest heartbeat that this process wrote; `None` before the first one."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            path = heartbeat.heartbeat_file(self._folder, self.rank)
+            beat = Heartbeat.parse(path.read_text()) if path.exists() else self._find_heartbeat()
+            if beat is not None and beat.attempt == self.attempt and beat.host == socket.gethostname():
+                if self._beat is None or (beat.beat, beat.pid) != (self._beat.beat, self._beat.pid):
+                    self._change_time = time.monotonic()
+                self._beat = beat
+        return self._beat
+
+    def _find_heartbeat(self) -> Heartbeat | None:
+        """Return the heartbeat of this process under another rank, which JAX may take from a cloud's metadata."""
+        for beat in heartbeat.read_heartbeats(self._folder).values():
+            with contextlib.suppress(ProcessLookupError):
+                if beat.host == socket.gethostname() and os.getpgid(beat.pid) == self.process.pid:
+                    self.rank = beat.rank
+                    return beat
+        return None
+
+    def overdue(self, timeouts: Mapping[str, float]) -> tuple[Cause, float] | None:
+        """Return the cause and the seconds if this process hangs: its phase takes too long, or its heartbeats stopped.
+
+        Args:
+            timeouts: seconds by phase, and under "frozen" the seconds without a heartbeat.
+        """
+        beat, now = self.read_heartbeat(), time.monotonic()
+        silence = now - self._change_time
+        if beat is None:
+            return ("timeout", silence) if silence > timeouts["starting"] else None
+        if beat.failure:
+            return None
+        if beat.phase != "finished" and silence > timeouts["frozen"]:
+            return "frozen", silence
+        since = beat.since + silence
+        return ("timeout", since) if since > timeouts[beat.phase] else None
+
+    def failed_code(self) -> int | None:
+        """Return the code of a process that wrote its failure but does not end, as in JAX's shutdown barrier."""
+        beat = self.read_heartbeat()
+        if beat is None or not beat.failure:
+            return None
+        if self._failure_time is None:
+            self._failure_time = time.monotonic()
+        is_late = time.monotonic() - self._failure_time > FAILED_GRACE
+        return CODES.get(beat.failure.partition(":")[0], 1) if is_late else None
+
+    def interrupt(self) -> None:
+        """Send SIGTERM to the process that writes the heartbeats, or to the command before the first heartbeat."""
+        beat = self.read_heartbeat()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid if beat is None else beat.pid, signal.SIGTERM)
+
+    def dump_stacks(self) -> None:
+        """Make the process write the stacks of its threads to its log."""
+        self._is_shown = False
+        beat = self.read_heartbeat()
+        if beat is not None and self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """Kill the process and its children; a process that is stuck in a barrier ignores SIGTERM."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """Wait until the output is copied; a child that survived in another process group may hold it open."""
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _copy_output(self, output: IO[bytes]) -> None:
+        """Append each line of the output, with the time, to the log; a full disk must not stop the run."""
+        with contextlib.ExitStack() as files:
+            log = None
+            with contextlib.suppress(OSError):
+                log = files.enter_context(log_file(self._folder, self.rank).open("ab", buffering=0))
+                log.write(
+                    f"--- attempt {self.attempt} on {socket.gethostname()}, process {self.process.pid}\n".encode()
+                )
+            for line in output:
+                if self._is_shown:
+                    sys.stdout.write(line.decode(errors="replace"))
+                    sys.stdout.flush()
+                if log is not None:
+                    with contextlib.suppress(OSError):
+                        log.write(time.strftime("%H:%M:%S ").encode() + line)

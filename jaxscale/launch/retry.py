@@ -1,0 +1,144 @@
+"""Retry a run: start it again after a failure, by `rules`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from jaxscale import heartbeat
+from jaxscale.errors import UserError
+from jaxscale.heartbeat import read_heartbeats
+from jaxscale.launch import watch
+from jaxscale.launch.rules import INTERRUPTED, PREEMPTED, decide
+from jaxscale.launch.verdict import judge
+from jaxscale.records.attempts import Attempt, read_attempts, write_attempt
+from jaxscale.records.directory import lock_run
+
+Run = Callable[[int], tuple[int, bool]]
+"""Runs the attempt with a number; returns its exit code, and whether the launcher itself received a stop signal."""
+
+
+def launch_name(variables: Mapping[str, str]) -> str:
+    """Return the name of a launch, which a requeued Slurm job keeps.
+
+    Example:
+        >>> launch_name({"SLURM_JOB_ID": "17"})
+        'slurm-17'
+    """
+    job = variables.get("SLURM_ARRAY_JOB_ID") or variables.get("SLURM_JOB_ID")
+    return f"slurm-{job}" if job else f"{os.getpid()}-{time.time():.0f}"
+
+
+def retry(folder: Path, run: Run, launch: str, *, ends_when_preempted: bool = False) -> int:
+    """Run attempts until one is final, and return the exit code.
+
+    Args:
+        folder: folder of the run's heartbeats.
+        run: runs one attempt.
+        launch: name of this launch.
+        ends_when_preempted: whether to end with 75 or 130 after a stop signal, so that the scheduler starts the job
+            again.
+
+    Raises:
+        UserError: another launch works on the run.
+    """
+    with lock_run(folder):
+        return _retry(folder, run, launch, ends_when_preempted=ends_when_preempted)
+
+
+def _retry(folder: Path, run: Run, launch: str, *, ends_when_preempted: bool) -> int:
+    """Run attempts in a locked folder; `retry` describes the arguments."""
+    attempts = read_attempts(folder)
+    if not any(attempt.launch == launch for attempt in attempts):
+        (folder / watch.STOP).unlink(missing_ok=True)
+    while True:
+        number = max((attempt.number for attempt in attempts), default=0) + 1
+        watch.clear(folder)
+        start_time = time.time()
+        code, was_interrupted = run(number)
+        attempts.append(_ended_attempt(folder, number, launch, code, start_time))
+        write_attempt(folder, attempts[-1])
+        is_stopped = code in (PREEMPTED, INTERRUPTED) and (
+            was_interrupted or ends_when_preempted or (folder / watch.STOP).exists()
+        )
+        if is_stopped or was_interrupted:
+            return code
+        decision = decide([attempt for attempt in attempts if attempt.launch == launch])
+        if decision.code is not None:
+            if decision.reason:
+                print(f"jaxscale: gave up: {decision.reason}", file=sys.stderr)
+            return decision.code
+        print(
+            f"jaxscale: attempt {number} ended with code {code}, step {attempts[-1].step}; attempt {number + 1} starts "
+            f"in {decision.delay:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        if _sleep_was_interrupted(decision.delay, folder):
+            return code
+
+
+def _ended_attempt(folder: Path, number: int, launch: str, code: int, start_time: float) -> Attempt:
+    """Return the record of an attempt that has just ended."""
+    beats = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == number}
+    step = max((beat.step for beat in beats.values()), default=0)
+    watched = watch.Watched(folder, max(beats, default=0) + 1, number)
+    ending = watch.read_ending(watched)
+    verdict = "" if ending is None else str(judge(beats, watched.process_count, number, ending))
+    seconds_by_phase = dict(beats[0].seconds_by_phase) if 0 in beats else {}
+    return Attempt(number, launch, code, step, start_time, time.time(), verdict, seconds_by_phase)
+
+
+def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
+    """Sleep, and return whether a stop signal arrived meanwhile, or `jaxscale stop` was called."""
+    received: list[int] = []
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        """Take note of a signal."""
+        received.append(signal_number)
+
+    previous_handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        end_time = time.monotonic() + seconds
+        while time.monotonic() < end_time and not received and not (folder / watch.STOP).exists():
+            time.sleep(0.1)
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+    return bool(received) or (folder / watch.STOP).exists()
+
+
+def run_command(command: Sequence[str]) -> Run:
+    """Return a function that runs an attempt by a command, such as srun, which starts the watchdogs of all hosts.
+
+    Stop signals are passed on, except to srun, whose tasks receive the scheduler's signals themselves.
+    """
+
+    def run(attempt: int) -> tuple[int, bool]:
+        """Run the command once."""
+        variables = {**os.environ, heartbeat.ATTEMPT_VARIABLE: str(attempt)}
+        try:
+            process = subprocess.Popen(command, env=variables, process_group=0)
+        except OSError as error:
+            raise UserError(f"cannot start {command[0]!r}: {error.strerror}") from None
+        received: list[int] = []
+
+        def pass_on(signal_number: int, frame: FrameType | None) -> None:
+            """Pass a signal on to the command."""
+            received.append(signal_number)
+            if Path(command[0]).name != "srun":
+                process.send_signal(signal.SIGTERM)
+
+        previous_handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
+        return (128 - code if code < 0 else code), bool(received)
+
+    return run

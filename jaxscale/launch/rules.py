@@ -1,0 +1,62 @@
+"""The rules by which another attempt of a run starts after one has ended."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxscale.records.attempts import Attempt
+
+FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds before the next attempt
+SAME_STEP_LIMIT, NO_PROGRESS_LIMIT = 3, 5
+DONE, MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED = 0, 2, 4, 5, 75, 130
+FINAL_CODES = (DONE, MISTAKE, DIVERGED, GAVE_UP)
+"""Exit codes after which another attempt would end in the same way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What follows an attempt.
+
+    Args:
+        code: exit code of the launch; `None` if another attempt starts.
+        delay: seconds before that attempt.
+        reason: why there is no other attempt, or "".
+    """
+
+    code: int | None
+    delay: float = 0.0
+    reason: str = ""
+
+
+def decide(attempts: Sequence[Attempt]) -> Decision:
+    """Return what follows the last one of a launch's attempts.
+
+    A run that was stopped by a signal is started again, and this does not count. A mistake, a loss that diverged and a
+    finished run are final. Other failures count: three in a row at the same step, or five in a row that never got
+    beyond an earlier one, end the launch with code 5. The delay doubles with each failure without progress.
+
+    Args:
+        attempts: the attempts of the launch, at least one.
+
+    Example:
+        >>> decide([Attempt(1, "a", 137, 40), Attempt(2, "a", 75, 60)]).delay
+        1.0
+        >>> decide([Attempt(n, "a", 1, 7) for n in (1, 2, 3)])
+        Decision(code=5, delay=0.0, reason='three attempts in a row failed at step 7')
+    """
+    code = attempts[-1].code
+    if code in FINAL_CODES:
+        return Decision(code)
+    if code in (PREEMPTED, INTERRUPTED):
+        return Decision(None, FIRST_DELAY)
+    failures = [attempt for attempt in attempts if attempt.code not in (PREEMPTED, INTERRUPTED)]
+    last_steps = [attempt.step for attempt in failures[-SAME_STEP_LIMIT:]]
+    if len(last_steps) == SAME_STEP_LIMIT and len(set(last_steps)) == 1:
+        where = f"at step {last_steps[0]}" if last_steps[0] else "before the first step"
+        return Decision(GAVE_UP, reason=f"three attempts in a row failed {where}")
+    farthest_step, idle_count = 0, 0
+    for attempt in failures:
+        idle_count = 0 if attempt.step > farthest_step else idle_count + 1
+        farthest_step = max(farthest_step, attempt.step)
+    if idle_count >= NO_PROGRESS_LIMIT:
+        return Decision(GAVE_UP, reason=f"five attempts in a row failed without getting beyond step {farthest_step}")
+    return Decision(None, min(FIRST_DELAY * 2.0 ** max(idle_count - 1, 0), LONGEST_DELAY))

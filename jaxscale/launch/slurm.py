@@ -1,0 +1,92 @@
+"""Slurm: the batch script of a run."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxscale.errors import UserError
+from jaxscale.launch.cluster import Cluster, Slurm
+from jaxscale.launch.documents import retry_command, shell_lines, watch_command
+from jaxscale.launch.rules import INTERRUPTED, PREEMPTED
+from jaxscale.launch.watch import STOP
+from jaxscale.records.directory import heartbeat_folder
+
+
+def sbatch_script(
+    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, folder: str = "."
+) -> str:
+    """Return the batch script that runs a command on all nodes, one watchdog per node.
+
+    The script restarts the run inside its allocation after a failure. Before the time limit, and when the job is
+    preempted, Slurm sends SIGTERM to the processes; they save and end with 75, and the script requeues the job.
+
+    Args:
+        cluster: a cluster with a Slurm queue.
+        command: words of the train command, without the program.
+        run_dir: directory of the run.
+        timeouts: text of the watchdogs' timeouts.
+        folder: folder in which the job runs.
+
+    Raises:
+        UserError: the directory cannot be written into a script.
+    """
+    queue = cluster.scheduler
+    assert isinstance(queue, Slurm)
+    if not run_dir.isprintable():
+        raise UserError(f"--out: got {run_dir!r}, expected printable characters")
+    heartbeats = heartbeat_folder(run_dir)
+    log = (
+        str(Path.home() / "slurm-%j.log")
+        if heartbeats is None
+        else f"{str(heartbeats).replace('%', '%%')}/slurm-%j.log"
+    )
+    options = {
+        "--job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", Path(run_dir).name) or "jaxscale",
+        "--nodes": str(cluster.host_count),
+        "--ntasks-per-node": "1",
+        "--partition": queue.partition,
+        "--account": queue.account,
+        "--qos": queue.qos,
+        "--time": queue.time,
+        "--signal": f"TERM@{cluster.grace}",
+        "--output": log,
+    }
+    platform = cluster.parsed
+    if platform is not None and platform.chip.kind == "gpu" and queue.gpus:
+        gpus = cluster.chips_per_host
+        options[f"--{queue.gpus}"] = f"gpu:{gpus}" if queue.gpus == "gres" else str(gpus)
+    lines = ["#!/usr/bin/env bash", f"# jaxscale launch: {cluster.platform}, {cluster.host_count} nodes"]
+    lines += [f"#SBATCH {name}={_quote_option(value)}" for name, value in options.items() if value]
+    lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", *(f"#SBATCH {option}" for option in queue.options)]
+    if queue.is_exclusive:
+        lines += ["#SBATCH --exclusive", "#SBATCH --mem=0"]
+    if queue.jobs > 1:
+        lines.append("#SBATCH --dependency=singleton")
+    lines += ["", "set -u", f"cd {shlex.quote(folder)}", *shell_lines(cluster), ""]
+    # the watchdogs end their own tasks, so that processes that are saving are not killed
+    step = ["srun", "--kill-on-bad-exit=0", f"--wait={cluster.grace}", "--cpu-bind=none"]
+    if queue.container:
+        step += [f"--container-image={queue.container}", f"--container-mounts={_mounts(cluster, run_dir, folder)}"]
+    words = [*retry_command(cluster, run_dir, "--requeue"), *step, *watch_command(cluster, command, run_dir, timeouts)]
+    stop_file = shlex.quote(str((heartbeats or Path(".")) / STOP))
+    lines += [
+        "code=0",
+        f"{shlex.join(words)} || code=$?",
+        f"if {{ [ $code = {PREEMPTED} ] || [ $code = {INTERRUPTED} ]; }} && [ ! -e {stop_file} ]; then",
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _mounts(cluster: Cluster, run_dir: str, folder: str) -> str:
+    """Return the folders that a container sees: the folder of the launch, and that of the runs."""
+    folders = dict.fromkeys([folder, cluster.shared or str(Path(run_dir).parent)])
+    return ",".join(f"{path}:{path}" for path in folders)
+
+
+def _quote_option(value: str) -> str:
+    """Return the value of an option as sbatch reads it from a comment: in double quotes if it holds other signs."""
+    return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

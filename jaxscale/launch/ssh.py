@@ -1,0 +1,92 @@
+"""Ssh: the commands that start a run on machines without a scheduler."""
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+
+from jaxscale import heartbeat
+from jaxscale.errors import UserError
+from jaxscale.launch.cluster import Cluster, Ssh
+from jaxscale.launch.documents import present_values, shell_lines, watch_command
+from jaxscale.launch.retry import launch_name, retry
+from jaxscale.launch.watch import heartbeats_folder
+
+PORT_COUNT = 64
+"""Number of ports that attempts take in turn."""
+
+
+def ssh_commands(
+    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, attempt: int, folder: str = "."
+) -> list[list[str]]:
+    """Return the command line that starts the watchdog of each host.
+
+    The values of the variables that the cluster passes on come through standard input, so that no list of processes
+    shows them.
+
+    Args:
+        cluster: a cluster of hosts that are reached by ssh.
+        command: words of the train command, without the program.
+        run_dir: directory of the run.
+        timeouts: text of the watchdogs' timeouts.
+        attempt: number of the attempt, on which the coordinator's port depends.
+        folder: folder in which the processes run.
+    """
+    scheduler = cluster.scheduler
+    assert isinstance(scheduler, Ssh)
+    commands: list[list[str]] = []
+    for rank, host in enumerate(scheduler.hosts):
+        variables = {
+            "JAXSCALE_COORDINATOR": f"{scheduler.hosts[0]}:{scheduler.port + attempt % PORT_COUNT}",
+            "JAXSCALE_PROCESSES": str(len(scheduler.hosts)),
+            "JAXSCALE_RANK": str(rank),
+            heartbeat.ATTEMPT_VARIABLE: str(attempt),
+        }
+        lines = [
+            "set -a; . /dev/stdin; set +a",
+            f"cd {shlex.quote(folder)}",
+            *shell_lines(cluster),
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            f"exec {shlex.join(watch_command(cluster, command, run_dir, timeouts))}",
+        ]
+        address = f"{scheduler.user}@{host}" if scheduler.user else host
+        script = shlex.join(["bash", "-c", "\n".join(lines)])
+        commands.append(["ssh", "-o", "BatchMode=yes", *shlex.split(" ".join(scheduler.options)), address, script])
+    return commands
+
+
+def launch_ssh(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> int:
+    """Run a command on all hosts until it is done, and return the exit code.
+
+    Raises:
+        UserError: ssh is missing, or a variable that the cluster passes on is not set.
+    """
+    folder = heartbeats_folder(run_dir)
+    exports = "".join(f"{name}={shlex.quote(value)}\n" for name, value in present_values(cluster).items())
+
+    def run(attempt: int) -> tuple[int, bool]:
+        """Run one attempt; the code is that of the first host that failed."""
+        processes: list[subprocess.Popen[str]] = []
+        for words in ssh_commands(cluster, command, run_dir, timeouts, attempt, os.getcwd()):
+            try:
+                process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
+            except OSError as error:
+                raise UserError(f"cannot run ssh: {error.strerror}; --dry-run prints the commands") from None
+            assert process.stdin is not None
+            process.stdin.write(exports)
+            process.stdin.close()
+            processes.append(process)
+        failed_codes: list[int] = []
+        try:
+            while any(process.poll() is None for process in processes):
+                failed_codes += [code for process in processes if (code := process.poll()) and not failed_codes]
+                time.sleep(0.1)
+        except KeyboardInterrupt:  # ssh has passed Ctrl-C on, and the hosts save
+            for process in processes:
+                process.wait()
+            return 75, True
+        codes = failed_codes or [process.wait() for process in processes]
+        return next((code for code in codes if code), 0), False
+
+    return retry(folder, run, launch_name({}))

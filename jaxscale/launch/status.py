@@ -1,0 +1,143 @@
+"""The state of a run's processes, by their heartbeats, and the request to stop a run."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from jaxscale.errors import UserError
+from jaxscale.heartbeat import Heartbeat, heartbeat_file, read_heartbeats
+from jaxscale.launch.rank_process import log_file
+from jaxscale.launch.verdict import judge
+from jaxscale.launch.watch import LOST_SECONDS, SHOWN_LINES, STOP, Watched, last_lines, read_ending
+from jaxscale.records.attempts import read_attempts
+from jaxscale.records.directory import is_locked
+from jaxscale.values.units import duration
+
+
+def status(folder: Path) -> str:
+    """Return a table of a run's processes, the verdict if some of them hang or failed, and the earlier attempts.
+
+    Args:
+        folder: folder of the run's heartbeats.
+
+    Raises:
+        UserError: no process has written a heartbeat.
+    """
+    beats = read_heartbeats(folder)
+    attempts = read_attempts(folder)
+    if not beats and not attempts:
+        raise UserError(f"{folder} holds no heartbeats: expected a run that was started by train or launch")
+    ages = heartbeat_ages(folder, beats)
+    attempt = max((beat.attempt for beat in beats.values()), default=0)
+    rows = [("rank", "host", "process", "phase", "step", "in it for", "heartbeat", "")]
+    for rank, beat in beats.items():
+        note = beat.failure or ("" if beat.phase == "finished" else beat.place)
+        if beat.attempt < attempt:
+            note = f"of attempt {beat.attempt}"
+        elif not beat.failure and beat.phase != "finished" and ages[rank] > LOST_SECONDS:
+            note = "lost or frozen"
+        age_text = f"{duration(ages[rank])} ago"
+        rows.append(
+            (str(rank), beat.host, str(beat.pid), beat.phase, str(beat.step), duration(beat.since), age_text, note)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if (folder / STOP).exists():
+        lines.append("the run was asked to stop")
+    watched = Watched(folder, max(beats, default=0) + 1, attempt)
+    ending = read_ending(watched)
+    if ending is not None:
+        lines.append(str(judge(beats, watched.process_count, attempt, ending)))
+    for earlier in attempts:
+        verdict = f": {earlier.verdict}" if earlier.verdict else ""
+        seconds = duration(earlier.end_time - earlier.start_time)
+        lines.append(f"attempt {earlier.number}: code {earlier.code} after {seconds}, step {earlier.step}{verdict}")
+    return "\n".join(lines)
+
+
+def heartbeat_ages(folder: Path, beats: dict[int, Heartbeat]) -> dict[int, float]:
+    """Return the seconds since each heartbeat file was written, by the clock of the file system."""
+    now = time.time()
+    with contextlib.suppress(OSError):  # a file server's clock may differ from this host's
+        probe = folder / f".now-{os.getpid()}"
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+    ages: dict[int, float] = {}
+    for rank in beats:
+        ages[rank] = float("inf")
+        with contextlib.suppress(OSError):
+            ages[rank] = max(0.0, now - heartbeat_file(folder, rank).stat().st_mtime)
+    return ages
+
+
+def show_log(folder: Path, rank: int) -> None:
+    """Print the end of a process's log, and what is added to it while the process runs.
+
+    Raises:
+        UserError: there is no such log.
+    """
+    path = log_file(folder, rank)
+    if not path.exists():
+        ranks = sorted(int(file.stem.removeprefix("rank-")) for file in folder.glob("rank-*.log"))
+        expected_text = f"expected one of {', '.join(map(str, ranks))}" if ranks else "only launched runs have logs"
+        raise UserError(f"--log {rank}: {path} does not exist; {expected_text}")
+    with path.open("rb") as file:
+        for line in last_lines(path, SHOWN_LINES):
+            print(line)
+        file.seek(0, os.SEEK_END)
+        with contextlib.suppress(KeyboardInterrupt):
+            while is_running(folder, rank):
+                sys.stdout.write(file.read().decode(errors="replace"))
+                sys.stdout.flush()
+                time.sleep(0.5)
+            sys.stdout.write(file.read().decode(errors="replace"))
+
+
+def is_running(folder: Path, rank: int) -> bool:
+    """Return whether a process has written a heartbeat lately and still works."""
+    beats = read_heartbeats(folder)
+    if rank not in beats or beats[rank].failure or beats[rank].phase == "finished":
+        return False
+    if beats[rank].host == socket.gethostname():
+        try:
+            os.kill(beats[rank].pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it is another user's
+    return heartbeat_ages(folder, {rank: beats[rank]})[rank] < LOST_SECONDS
+
+
+def stop(folder: Path) -> str:
+    """Ask a run to save and stop, and return a sentence on what happens.
+
+    The watchdogs of a launched run find the request in the folder. The only process of a run without a watchdog gets
+    SIGTERM, if it runs on this machine.
+
+    Args:
+        folder: folder of the run's heartbeats.
+
+    Raises:
+        UserError: no process of the run works, or the run has no watchdog and works on another machine.
+    """
+    working = [rank for rank in read_heartbeats(folder) if is_running(folder, rank)]
+    beats = read_heartbeats(folder)
+    is_launched = any(folder.glob("rank-*.log"))
+    if not working and not (is_launched and is_locked(folder)):
+        raise UserError(f"no process of the run in {folder.parent} works: there is nothing to stop")
+    if is_launched:
+        (folder / STOP).touch()
+        return "the run saves after its step and stops; start it again to continue it"
+    rank = working[0]
+    if beats[rank].host != socket.gethostname():
+        raise UserError(
+            f"the run was started without a watchdog on {beats[rank].host}: call `jaxscale stop` or "
+            f"`kill -TERM {beats[rank].pid}` there"
+        )
+    os.kill(beats[rank].pid, signal.SIGTERM)
+    return f"process {beats[rank].pid} saves after its step and stops; start the run again to continue it"

@@ -1,0 +1,160 @@
+"""Launch a run on a cluster: write the scheduler's document, and submit it with the scheduler's own program."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
+from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
+from jaxscale.records import directory as run_files
+from jaxscale.records.storage import is_remote
+
+
+def check_mesh(cluster: Cluster, experiment: Any) -> None:
+    """Check that an experiment's mesh fits the cluster's devices, and that no tensor axis spans slices.
+
+    Raises:
+        UserError: the mesh does not fit.
+    """
+    platform = cluster.parsed
+    if platform is None:
+        return
+    mesh = experiment.plan.mesh
+    if mesh is None:
+        return
+    if mesh.devices != platform.devices:
+        raise UserError(
+            f"plan.mesh: got {mesh}, which has {mesh.devices} devices, but {cluster.platform!r} has "
+            f"{platform.devices}: set --plan.mesh to a mesh of that many, or to none for data parallelism"
+        )
+    if platform.slices > 1:
+        counts = dict(zip(mesh.sizes, mesh.across(platform.slices), strict=True))
+        for axis in ("expert", "sequence", "tensor"):
+            if counts[axis] > 1:
+                raise UserError(
+                    f"plan.mesh: got {mesh}, whose {axis} axis spans {counts[axis]} slices of {cluster.platform!r}, "
+                    f"expected {axis} shards within a slice: use --plan.mesh replica:{platform.slices},..."
+                )
+
+
+def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
+    """Check the directory of a run before its launch; with `resume` "never", rename an earlier run there.
+
+    Raises:
+        UserError: the directory holds a run of another experiment, or another process works on it.
+    """
+    path = run_files.run_path(run_dir)
+    if resume == "never" and (path / run_files.EXPERIMENT).exists():
+        with run_files.lock_run(path):
+            print(f"the earlier run in {path} is now in {run_files.set_aside(path)}")
+    run_files.check_same_experiment(run_dir, experiment)
+
+
+def launch(
+    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, *, is_dry_run: bool = False
+) -> int:
+    """Launch a run, or print what would be submitted.
+
+    Args:
+        cluster: the cluster.
+        command: words of the train command, without the program.
+        run_dir: directory of the run.
+        timeouts: text of the watchdogs' timeouts.
+        is_dry_run: whether to print the scheduler's document only.
+
+    Returns:
+        The exit code: that of the run on this machine and over ssh, and otherwise that of the submission.
+
+    Raises:
+        UserError: the scheduler's program is missing, or it refuses the document.
+    """
+    scheduler = cluster.scheduler
+    if not is_remote(run_dir) and not isinstance(scheduler, JobSet | QueuedResource):
+        run_dir = str(Path(run_dir).absolute())
+    if isinstance(scheduler, Local):
+        full_command = [sys.executable, "-m", "jaxscale", *command]
+        if is_dry_run:
+            print(f"# {scheduler.processes} processes on this machine\n{shlex.join(full_command)}")
+            return 0
+        from jaxscale.launch.local import launch_local
+
+        return launch_local(full_command, scheduler.processes, heartbeats_folder(run_dir), parse_timeouts(timeouts))
+    name = Path(run_dir).name
+    if isinstance(scheduler, Slurm):
+        from jaxscale.launch.slurm import sbatch_script
+
+        script = sbatch_script(cluster, command, run_dir, timeouts, str(Path.cwd()))
+        if is_dry_run:
+            print(script, end="")
+            return 0
+        folder = heartbeats_folder(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        script_file = folder / "job.sbatch"
+        script_file.write_text(script)
+        for _ in range(scheduler.jobs):
+            print(submit(["sbatch", str(script_file)], f"sbatch {script_file}"), end="")
+        return 0
+    if isinstance(scheduler, JobSet):
+        check_dns_name("name of the run", name)
+        from jaxscale.launch.jobset import jobset_text
+
+        manifest = jobset_text(cluster, command, run_dir, timeouts)
+        if is_dry_run:
+            print(manifest, end="")
+            return 0
+        print(submit(["kubectl", "apply", "-f", "-"], "kubectl apply -f FILE", manifest), end="")
+        return 0
+    if isinstance(scheduler, QueuedResource):
+        check_dns_name("name of the run", name)
+        from jaxscale.launch.queued_resource import request_text, submit_request
+
+        if is_dry_run:
+            print(request_text(cluster, command, run_dir, timeouts), end="")
+            return 0
+        print(submit_request(cluster, command, run_dir, timeouts))
+        return 0
+    assert isinstance(scheduler, Ssh)
+    from jaxscale.launch.ssh import launch_ssh, ssh_commands
+
+    if is_dry_run:
+        print(
+            "".join(
+                f"{shlex.join(words)}\n"
+                for words in ssh_commands(cluster, command, run_dir, timeouts, 1, str(Path.cwd()))
+            ),
+            end="",
+        )
+        return 0
+    return launch_ssh(cluster, command, run_dir, timeouts)
+
+
+def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:
+    """Run a scheduler's program, and return its output.
+
+    Args:
+        command: command line of the program.
+        advice: command that the user can run elsewhere if the program is missing.
+        text: text for the program's standard input.
+
+    Raises:
+        UserError: the program is missing or fails; the message quotes it.
+    """
+    try:
+        result = subprocess.run(command, input=text, capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot run {command[0]} ({error.strerror}): write the document with --dry-run, and run `{advice}` where "
+            f"{command[0]} is"
+        ) from None
+    if result.returncode:
+        raise UserError(f"{command[0]} refused the document: {(result.stderr or result.stdout).strip()}")
+    return result.stdout
+
+
+def needs_shared_folder(cluster: Cluster, run_dir: str) -> bool:
+    """Return whether the hosts must share the folder of a run: not for a run in a bucket, and not on one host."""
+    return cluster.host_count > 1 and not is_remote(run_dir)

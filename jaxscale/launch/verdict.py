@@ -1,0 +1,174 @@
+"""The verdict: which process of a run failed or holds the others back, by the heartbeats of all.
+
+It is a pure function of the heartbeats and of the endings that watchdogs have seen. The clocks of the hosts need not
+agree, because a heartbeat holds durations by its own host's clock, and the order of processes follows from their steps
+and phases.
+"""
+
+import dataclasses
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from jaxscale.heartbeat import Heartbeat, RunPhase
+
+ORDER: tuple[RunPhase, ...] = (
+    "starting", "joining", "preparing", "restoring", "data", "compiling", "stepping", "evaluating", "saving", "finished"
+)  # fmt: skip
+"""The phases in the order of a step: a process takes a step's data before it waits for that step."""
+PEER_FAILED = "UserError: another process failed"
+"""Start of the failure of a process that ends only because another one failed."""
+
+Cause = Literal["exit", "timeout", "frozen", "missing"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """The failure of one process, as its watchdog saw it.
+
+    Args:
+        rank: number of the process.
+        host: name of its machine.
+        attempt: number of the attempt.
+        cause: "exit" if it ended, "timeout" if its phase took too long, "frozen" if it wrote no more heartbeats.
+        code: exit code of the process; minus a signal's number if that signal ended it, and 1 if it still ran.
+        seconds: seconds after which the watchdog gave up; 0 for an exit.
+    """
+
+    rank: int
+    host: str
+    attempt: int
+    cause: Cause
+    code: int = 1
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The processes that a failure is due to.
+
+    Args:
+        ranks: numbers of these processes.
+        cause: "exit", "timeout", "frozen" or "missing".
+        phase: the phase in which they are; "" if they wrote no heartbeat.
+        step: the step that they entered last.
+        text: one sentence for the user.
+    """
+
+    ranks: tuple[int, ...]
+    cause: Cause
+    phase: str
+    step: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int, ending: Ending | None) -> Verdict:
+    """Return the verdict on an attempt.
+
+    A process that ended or froze by itself is the cause. After a timeout, the cause is the process that stands farthest
+    back, since the others wait for it in a collective; among several of these, it is the one that does not wait itself.
+
+    Args:
+        heartbeats: the heartbeats in the run's folder, by rank; those of other attempts are left out.
+        process_count: number of processes of the run.
+        attempt: number of the attempt.
+        ending: the first failure that a watchdog saw; `None` if there was none, as in `jaxscale status`.
+
+    Example:
+        >>> beats = {rank: Heartbeat(rank, "node1", 7, 1, "stepping", 5 - (rank == 2), 61.0, 90.0, 9, {})
+        ...          for rank in range(3)}
+        >>> print(judge(beats, 3, 1, Ending(0, "node1", 1, "timeout", seconds=60)))
+        rank 2 on node1 never entered step 5: it has been in stepping, step 4 for 61 s, and 2 others wait
+    """
+    current = {rank: beat for rank, beat in heartbeats.items() if beat.attempt == attempt and rank < process_count}
+    if ending is not None and ending.cause in ("exit", "frozen"):
+        beat = current.get(ending.rank)
+        where = "before its first heartbeat" if beat is None else f"in {_place(beat)}"
+        who = f"rank {ending.rank} on {ending.host}"
+        failure = f": {beat.failure}" if beat is not None and beat.failure else ""
+        if ending.cause == "frozen":
+            text = f"{who} is frozen {where}: no heartbeat for {ending.seconds:.0f} s"
+        elif ending.code < 0:
+            text = f"{who} was ended by {_signal_name(-ending.code)} {where}{_memory_hint(ending.code)}{failure}"
+        else:
+            text = f"{who} ended with code {ending.code} {where}{failure}"
+        phase, step = ("", 0) if beat is None else (beat.phase, beat.step)
+        return Verdict((ending.rank,), ending.cause, phase, step, text)
+    missing = sorted(set(range(process_count)) - set(current))
+    positions = {rank: _position(beat) for rank, beat in current.items()}
+    is_joined = any(beat.phase not in ("starting", "joining") for beat in current.values())
+    if missing and not is_joined:
+        waiting = f", and {len(current)} of {process_count} wait to join" if current else ""
+        return Verdict(tuple(missing), "missing", "", 0, f"{_ranks(missing)} wrote no heartbeat{waiting}")
+    first = min(positions.values())
+    behind = [rank for rank in sorted(positions) if positions[rank] == first]
+    busy = [rank for rank in behind if not current[rank].is_waiting]
+    behind = busy or behind
+    beat = current[behind[0]]
+    cause: Cause = "timeout" if ending is None else ending.cause
+    hosts = sorted({current[rank].host for rank in behind})
+    who = f"{_ranks(behind)} on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}"
+    since = max(current[rank].since for rank in behind)
+    if len(behind) == len(current):
+        lost = f" ({_ranks(missing)} left no heartbeat file)" if missing else ""
+        text = f"all processes are in {_place(beat)} for up to {since:.0f} s, and none is behind{lost}"
+        if len(current) == 1:
+            text = f"{who} has been in {_place(beat)} for {since:.0f} s"
+        return Verdict(tuple(behind), cause, beat.phase, beat.step, text)
+    last_step = max(beat.step for beat in current.values())
+    never = f"never entered step {beat.step + 1}" if beat.step < last_step else f"did not leave {beat.phase}"
+    it, has = ("it", "has") if len(behind) == 1 else ("they", "have")
+    others = len(current) - len(behind)
+    waiting = "another one waits" if others == 1 else f"{others} others wait"
+    line = f" ({beat.place})" if beat.place else ""
+    text = f"{who} {never}: {it} {has} been in {_place(beat)}{line} for {since:.0f} s, and {waiting}"
+    return Verdict(tuple(behind), cause, beat.phase, beat.step, text)
+
+
+def exit_code(ending: Ending) -> int:
+    """Return the exit code by which a watchdog reports a failure: 128 plus the number of a signal.
+
+    Example:
+        >>> exit_code(Ending(0, "node1", 1, "exit", -9)), exit_code(Ending(0, "node1", 1, "exit", 2))
+        (137, 2)
+    """
+    return 128 - ending.code if ending.code < 0 else ending.code
+
+
+def _position(beat: Heartbeat) -> tuple[int, int]:
+    """Return a value by which heartbeats are ordered: the step, and the number of the phase within a step."""
+    return beat.step, ORDER.index(beat.phase)  # pyright: ignore[reportArgumentType]
+
+
+def _place(beat: Heartbeat) -> str:
+    """Return phase and step of a heartbeat as text."""
+    return f"{beat.phase}, step {beat.step}" if beat.step else beat.phase
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return numbers of processes as text, such as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    shown = ", ".join(texts[:8]) + (f" and {len(texts) - 8} more ranges" if len(texts) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _memory_hint(code: int) -> str:
+    """Return a hint for the signal by which Linux ends a process when the memory is exhausted."""
+    return " (by a user, or by Linux when the host's memory was exhausted)" if code == -signal.SIGKILL else ""

@@ -1,0 +1,378 @@
+"""The watchdog of one host: starts the host's processes, and ends all of them when one of the run fails or hangs.
+
+It uses neither JAX nor a network. It waits on the processes that it started, reads their heartbeats, and compares the
+seconds in each phase with a timeout. The first failure goes to a file in the run's folder, so that the watchdogs of the
+other hosts end their processes, too, instead of waiting until JAX's coordination service notices.
+"""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from jaxscale import heartbeat
+from jaxscale.errors import UserError, unknown
+from jaxscale.heartbeat import PHASES, heartbeat_file, read_heartbeats
+from jaxscale.launch.rank_process import PREEMPTED_CODES, RankProcess, log_file
+from jaxscale.launch.verdict import PEER_FAILED, Ending, Verdict, exit_code, judge
+
+TIMEOUTS: Mapping[str, float] = {
+    "starting": 600,
+    "joining": 600,
+    "preparing": 1200,
+    "restoring": 3600,
+    "data": 600,
+    "compiling": 7200,
+    "stepping": 600,
+    "evaluating": 3600,
+    "saving": 3600,
+    "finished": 600,
+    "frozen": 60,
+}
+"""Default timeouts in seconds, by phase; "frozen" is the time without a heartbeat."""
+FAILURE_GRACE = 3
+"""Seconds that the other processes have to end by themselves, and to report, after one has failed."""
+PREEMPTION_GRACE = 120
+"""Seconds that the other processes have to end after one has saved because of a stop signal."""
+STACK_SECONDS = 1.0
+"""Seconds that processes have to write their stacks."""
+LOST_SECONDS = 15
+"""Age of a heartbeat file, relative to the newest one, by which its process is taken for lost."""
+FAILURE, STOP = "failure.json", "stop"
+"""Files in the folder of heartbeats: the first failure of an attempt, and a user's request to stop the run."""
+SHOWN_LINES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What the watchdogs of a run's hosts watch.
+
+    Args:
+        folder: folder of the heartbeats, which all hosts share.
+        process_count: number of processes of the run, on all hosts.
+        attempt: number of the attempt; 0 for the first one of a launch without `jaxscale retry`, in whose folder
+            another launch may have left files.
+        timeouts: seconds by phase.
+    """
+
+    folder: Path
+    process_count: int
+    attempt: int = 1
+    timeouts: Mapping[str, float] = dataclasses.field(default_factory=lambda: TIMEOUTS)
+
+
+def parse_timeouts(text: str | None) -> dict[str, float]:
+    """Return the timeouts that a text such as "stepping=120,data=60" sets, and the defaults of the others.
+
+    Raises:
+        UserError: a phase is unknown, or a number of seconds is not positive.
+
+    Example:
+        >>> parse_timeouts("stepping=120,frozen=20")["stepping"]
+        120.0
+    """
+    timeouts = dict(TIMEOUTS)
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        phase, _, seconds_text = (part.strip() for part in item.partition("="))
+        if phase not in TIMEOUTS:
+            raise unknown("phase in --timeouts", phase, TIMEOUTS)
+        try:
+            seconds = float(seconds_text)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise UserError(f"--timeouts: got {item.strip()!r}, expected PHASE=SECONDS, such as stepping=120")
+        timeouts[phase] = seconds
+    return timeouts
+
+
+class Watchdog:
+    """Watches the processes of one host.
+
+    Args:
+        watched: the run.
+        command: the command line of each process.
+        variables: environment variables of each process of this host, by rank.
+    """
+
+    def __init__(self, watched: Watched, command: Sequence[str], variables: Mapping[int, Mapping[str, str]]) -> None:
+        self._watched, self._command, self._variables = watched, command, variables
+        self._processes: list[RankProcess] = []
+        self._ending: Ending | None = None
+        self._is_own_ending = False
+        self._deadline = float("inf")
+        self._signal_count = self._passed_signal_count = 0
+        self._is_stopped = False
+        self._stale_times: dict[str, int] = {}  # when files that an earlier launch left were written
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether this watchdog received a stop signal."""
+        return self._signal_count > 0
+
+    def run(self) -> int:
+        """Start the processes, wait until all have ended, and return the exit code.
+
+        Returns:
+            0 if all went well; 75 or 130 if the run was stopped; otherwise the code of the process that failed first,
+            which is 128 plus a signal's number, or 1 after a timeout.
+
+        Raises:
+            UserError: the command does not exist.
+        """
+        with self._catch_signals():
+            try:
+                self._start()
+                while (left := [process for process in self._processes if process.code is None]) and (
+                    time.monotonic() < self._deadline
+                ):
+                    self._look(left)
+                    time.sleep(0.05)
+                self._notice_ends()
+                self._end_the_rest()
+                return self._code()
+            finally:
+                for process in self._processes:
+                    process.kill()
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the processes of this host."""
+        watched = self._watched
+        watched.folder.mkdir(parents=True, exist_ok=True)
+        for rank in self._variables:
+            heartbeat_file(watched.folder, rank).unlink(missing_ok=True)
+        if watched.attempt == 0:
+            self._stale_times = {name: _change_time(watched.folder / name) for name in (FAILURE, STOP)}
+        for rank, variables in self._variables.items():
+            own_variables = {
+                heartbeat.FOLDER_VARIABLE: str(watched.folder.absolute()),
+                heartbeat.ATTEMPT_VARIABLE: str(watched.attempt),
+                "PYTHONUNBUFFERED": "1",
+            }
+            is_shown = rank == 0
+            self._processes.append(
+                RankProcess(
+                    rank, self._command, {**variables, **own_variables}, watched.folder, watched.attempt,
+                    is_shown=is_shown,
+                )
+            )  # fmt: skip
+        for process in self._processes:
+            process.follow()
+        self._next_look_time = 0.0
+
+    def _look(self, left: Sequence[RankProcess]) -> None:
+        """Look at the processes that are left once: signals, ends, timeouts, and the other hosts' failures."""
+        if self._signal_count > self._passed_signal_count:
+            self._passed_signal_count = self._signal_count
+            if self._signal_count > 1:
+                self._deadline = 0.0
+            self._stop(left)
+        self._notice_ends()
+        if time.monotonic() < self._next_look_time:
+            return
+        self._next_look_time = time.monotonic() + 0.5
+        if self._is_fresh(STOP):
+            self._stop(left)
+        if self._ending is not None:
+            return
+        for process in left:
+            overdue = process.overdue(self._watched.timeouts)
+            failed_code = process.failed_code()
+            if overdue is not None:
+                self._fail(self._ending_of(process, overdue[0], 1, overdue[1]))
+                break
+            if failed_code is not None and failed_code not in PREEMPTED_CODES:
+                self._fail(self._ending_of(process, "exit", failed_code))
+        foreign_ending = read_ending(self._watched) if self._is_fresh(FAILURE) else None
+        if self._ending is None and foreign_ending is not None:
+            self._ending = foreign_ending
+            self._deadline = min(self._deadline, time.monotonic() + FAILURE_GRACE)
+
+    def _is_fresh(self, name: str) -> bool:
+        """Return whether a file is in the run's folder and was written during this launch."""
+        change_time = _change_time(self._watched.folder / name)
+        return change_time > 0 and change_time != self._stale_times.get(name)
+
+    def _stop(self, left: Sequence[RankProcess]) -> None:
+        """Pass a stop signal on to the processes, once."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            for process in left:
+                process.interrupt()
+
+    def _notice_ends(self) -> None:
+        """Take note of the processes that have ended, in the order in which they are noticed."""
+        for process in self._processes:
+            code = process.code
+            if code is None or code == 0:
+                continue
+            if self._is_stop_code(code):
+                grace = PREEMPTION_GRACE if code in PREEMPTED_CODES else FAILURE_GRACE
+                self._deadline = min(self._deadline, time.monotonic() + grace)
+            elif self._ending is None or self._is_peer_failure(self._ending):
+                ending = self._ending_of(process, "exit", code)
+                if self._ending is None or not self._is_peer_failure(ending):
+                    self._fail(ending)
+
+    def _is_stop_code(self, code: int) -> bool:
+        """Return whether a process with this exit code ended because of a stop signal."""
+        return code in PREEMPTED_CODES or (self._is_stopped and code in (-signal.SIGTERM, -signal.SIGKILL))
+
+    def _ending_of(self, process: RankProcess, cause: str, code: int, seconds: float = 0.0) -> Ending:
+        """Return the failure of a process.
+
+        JAX's coordination service aborts the processes that are left after one was lost, so an abort is blamed on a
+        process whose heartbeat file is old.
+        """
+        watched, rank, host = self._watched, process.rank, socket.gethostname()
+        if code == -signal.SIGABRT and (lost := lost_processes(watched)):
+            rank, (host, seconds) = next(iter(lost.items()))
+            cause, code = "frozen", 1
+        return Ending(rank, host, watched.attempt, cause, code, seconds)  # pyright: ignore[reportArgumentType]
+
+    def _is_peer_failure(self, ending: Ending) -> bool:
+        """Return whether a process ended only because another one reports a failure."""
+        beat = read_heartbeats(self._watched.folder).get(ending.rank)
+        return beat is not None and beat.failure.startswith(PEER_FAILED)
+
+    def _fail(self, ending: Ending) -> None:
+        """Take note of a failure, and publish it to the watchdogs of the other hosts if it is the first one."""
+        is_peer_failure = self._is_peer_failure(ending)
+        earlier_ending = read_ending(self._watched) if self._is_fresh(FAILURE) else None
+        self._ending = earlier_ending or ending
+        self._is_own_ending = earlier_ending is None and not is_peer_failure
+        if self._is_own_ending:
+            write_ending(self._watched, ending)
+        grace = 0.0 if ending.cause in ("timeout", "frozen") else FAILURE_GRACE
+        self._deadline = min(self._deadline, time.monotonic() + grace)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end_the_rest(self) -> None:
+        """End the processes that are left; after a hang, they write their stacks first, to their logs alone."""
+        left = [process for process in self._processes if process.code is None]
+        if left and self._ending is not None and self._ending.cause != "exit":
+            for process in left:
+                process.dump_stacks()
+            time.sleep(STACK_SECONDS)
+        for process in left:
+            process.kill()
+        for process in self._processes:
+            process.close()
+        if self._is_own_ending:
+            self._show_verdict()
+
+    def _show_verdict(self) -> None:
+        """Print the last lines of the process that failed, unless they were shown before, and then the verdict."""
+        verdict = self.verdict()
+        for rank in verdict.ranks[:1]:
+            if rank != 0 or 0 not in self._variables:
+                lines = last_lines(log_file(self._watched.folder, rank), SHOWN_LINES)
+                print("".join(f"[{rank}] {line}\n" for line in lines), end="", file=sys.stderr)
+        print(f"jaxscale: attempt {self._watched.attempt}: {verdict}", file=sys.stderr, flush=True)
+
+    def verdict(self) -> Verdict:
+        """Return the verdict on the failure of this attempt."""
+        watched, beats = self._watched, read_heartbeats(self._watched.folder)
+        process_count = max(watched.process_count, *(rank + 1 for rank in beats)) if beats else watched.process_count
+        return judge(beats, process_count, watched.attempt, self._ending)
+
+    def _code(self) -> int:
+        """Return the exit code of the run on this host."""
+        if self._ending is not None:
+            return exit_code(self._ending)
+        codes = [process.code for process in self._processes]
+        if 75 in codes:
+            return 75
+        return 0 if all(code == 0 for code in codes) else 130
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        """Count the stop signals that arrive while the context is open."""
+
+        def count(signal_number: int, frame: FrameType | None) -> None:
+            """Count a signal."""
+            self._signal_count += 1
+
+        previous_handlers = {number: signal.signal(number, count) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
+
+
+def _change_time(path: Path) -> int:
+    """Return when a file was written, in nanoseconds; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def read_ending(watched: Watched) -> Ending | None:
+    """Return the first failure of this attempt that a watchdog has published; `None` if there is none."""
+    try:
+        ending = Ending(**json.loads((watched.folder / FAILURE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return ending if ending.attempt == watched.attempt else None
+
+
+def write_ending(watched: Watched, ending: Ending) -> None:
+    """Publish a failure in the run's folder; a full disk must not stop the watchdog."""
+    with contextlib.suppress(OSError):
+        path = watched.folder / f"{FAILURE}.{socket.gethostname()}.half"
+        path.write_text(json.dumps(dataclasses.asdict(ending)))
+        path.replace(watched.folder / FAILURE)
+
+
+def lost_processes(watched: Watched) -> dict[int, tuple[str, float]]:
+    """Return host and silence in seconds of each process whose heartbeat file is much older than the newest one."""
+    beats = read_heartbeats(watched.folder)
+    times: dict[int, float] = {}
+    for rank, beat in beats.items():
+        if beat.attempt == watched.attempt and not beat.failure and beat.phase != "finished":
+            with contextlib.suppress(OSError):
+                times[rank] = heartbeat_file(watched.folder, rank).stat().st_mtime
+    newest = max(times.values(), default=0.0)
+    return {rank: (beats[rank].host, newest - time) for rank, time in times.items() if newest - time > LOST_SECONDS}
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a text file; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 200 * count))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def clear(folder: Path) -> None:
+    """Remove the heartbeats and the failure of an earlier attempt."""
+    for path in [*folder.glob("rank-*.json"), folder / FAILURE]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def heartbeats_folder(run_dir: str | None) -> Path:
+    """Return the folder of a run's heartbeats: a new temporary one for a run in a bucket, and without a run."""
+    from jaxscale.records.directory import heartbeat_folder
+
+    folder = None if run_dir is None else heartbeat_folder(run_dir)
+    return Path(tempfile.mkdtemp(prefix="jaxscale-")) if folder is None else folder
+
+
+assert set(TIMEOUTS) == {*PHASES, "frozen"}

@@ -1,0 +1,49 @@
+"""The attempts of a launched run, one line each in `attempts.jsonl` in the run's folder of heartbeats."""
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+FILE = "attempts.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """An attempt that has ended.
+
+    Args:
+        number: number of the attempt among all of the run, from 1.
+        launch: name of the launch that it belongs to; the rules look at the attempts of one launch.
+        code: exit code.
+        step: the last step that any process entered; 0 if none was entered.
+        start_time: start, in seconds since 1970.
+        end_time: end, in seconds since 1970.
+        verdict: one sentence about a failure; "" without one.
+        seconds_by_phase: seconds that the first process spent in each phase, by its last heartbeat.
+    """
+
+    number: int
+    launch: str
+    code: int
+    step: int
+    start_time: float = 0.0
+    end_time: float = 0.0
+    verdict: str = ""
+    seconds_by_phase: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def read_attempts(folder: Path) -> list[Attempt]:
+    """Return the attempts of a run, the earliest first; torn lines are left out."""
+    attempts: list[Attempt] = []
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in (folder / FILE).read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                attempts.append(Attempt(**json.loads(line)))
+    return attempts
+
+
+def write_attempt(folder: Path, attempt: Attempt) -> None:
+    """Append an attempt that has ended; a full disk must not keep the run from its next attempt."""
+    with contextlib.suppress(OSError), (folder / FILE).open("a") as file:
+        file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")

@@ -1,0 +1,409 @@
+"""The watchdog, on processes that write heartbeats and fail as told, without JAX."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.heartbeat import read_heartbeats
+from jaxscale.launch.host import host_variables, watch_host
+from jaxscale.launch.local import local_variables
+from jaxscale.launch.rank_process import log_file
+from jaxscale.launch.retry import retry, run_command
+from jaxscale.launch.status import is_running, show_log, status, stop
+from jaxscale.launch.watch import FAILURE, STOP, TIMEOUTS, Ending, Watchdog, Watched, parse_timeouts, write_ending
+from jaxscale.records.attempts import read_attempts
+
+PROCESS = """
+import os, signal, sys, time
+from jaxscale import heartbeat
+rank = int(os.environ["JAXSCALE_RANK"])
+heartbeat.start(rank)
+heartbeat.set_phase("joining")
+stopped = []
+def wait(seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if stopped:
+            print("saved", flush=True)
+            sys.exit(75)
+        time.sleep(0.02)
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+def block_until_ready():
+    wait()
+heartbeat.set_phase("stepping", 4)
+time.sleep(0.05)
+"""
+FAST = {**TIMEOUTS, "stepping": 1.5, "data": 1.5, "frozen": 2.0, "starting": 5.0}
+
+
+@pytest.fixture(autouse=True)
+def _short_graces(monkeypatch):
+    monkeypatch.setattr("jaxscale.launch.watch.FAILURE_GRACE", 0.8)
+    monkeypatch.setattr("jaxscale.launch.watch.STACK_SECONDS", 0.3)
+
+
+def _watchdog(folder: Path, body: str, count: int = 3, attempt: int = 1, **timeouts: float) -> Watchdog:
+    script = folder / "process.py"
+    folder.mkdir(exist_ok=True)
+    script.write_text(PROCESS + textwrap.dedent(body))
+    variables = local_variables(count, "127.0.0.1:5000", os.environ)
+    return Watchdog(
+        Watched(folder / "processes", count, attempt, {**FAST, **timeouts}), [sys.executable, str(script)], variables
+    )
+
+
+def _run(folder: Path, body: str, count: int = 3, **timeouts: float) -> tuple[int, str, float]:
+    """Run processes, and return the code, the verdict and the seconds."""
+    watchdog = _watchdog(folder, body, count, **timeouts)
+    start_time = time.monotonic()
+    code = watchdog.run()
+    assert not any(_is_alive(beat.pid) for beat in read_heartbeats(folder / "processes").values())
+    return code, str(watchdog.verdict()), time.monotonic() - start_time
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_processes_that_end_well(tmp_path, capfd):
+    code, _, _ = _run(tmp_path, "print('from', rank); heartbeat.set_phase('finished'); heartbeat.stop()")
+    assert code == 0
+    out, err = capfd.readouterr()
+    assert (out, err) == ("from 0\n", "")  # the others' output is in their logs
+    assert log_file(tmp_path / "processes", 2).read_text().endswith("from 2\n")
+    assert f"attempt 1 on {socket.gethostname()}" in log_file(tmp_path / "processes", 2).read_text()
+    assert not (tmp_path / "processes" / FAILURE).exists()
+
+
+def test_an_exception_ends_all_and_its_traceback_comes_last(tmp_path, capfd):
+    body = """
+        if rank == 1:
+            heartbeat.fail(RuntimeError("no luck"))
+            raise RuntimeError("no luck")
+        block_until_ready()
+    """
+    code, verdict, seconds = _run(tmp_path, body)
+    host = socket.gethostname()
+    assert code == 1
+    assert verdict == f"rank 1 on {host} ended with code 1 in stepping, step 4: RuntimeError: no luck"
+    assert seconds < 10
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == f"jaxscale: attempt 1: {verdict}"
+    assert lines[-2].startswith("[1] ")
+    assert lines[-2].endswith("RuntimeError: no luck")
+    assert sum("Traceback" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_process_is_noticed_at_once(rank, tmp_path):
+    body = f"if rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)\nblock_until_ready()"
+    code, verdict, seconds = _run(tmp_path, body)
+    assert code == 137
+    assert f"rank {rank} on {socket.gethostname()} was ended by SIGKILL" in verdict
+    assert seconds < 6
+
+
+def test_a_process_that_only_follows_another_is_not_the_cause(tmp_path):
+    body = """
+        if rank == 0:
+            heartbeat.fail(RuntimeError("disk"))
+            time.sleep(0.7)
+            sys.exit(1)
+        from jaxscale.errors import UserError
+        heartbeat.fail(UserError("another process failed and reports the reason"))
+        sys.exit(2)
+    """
+    code, verdict, _ = _run(tmp_path, body)
+    assert (code, "rank 0" in verdict, "disk" in verdict) == (1, True, True)
+
+
+def test_a_process_that_hangs_in_the_data_is_named_with_its_line_and_all_write_their_stacks(tmp_path, capfd):
+    body = """
+        def read_rows():
+            time.sleep(60)
+        if rank == 2:
+            with heartbeat.in_phase("data"):
+                read_rows()
+        block_until_ready()
+    """
+    code, verdict, seconds = _run(tmp_path, body)
+    assert code == 1
+    assert f"rank 2 on {socket.gethostname()} did not leave data" in verdict
+    assert "read_rows" in verdict
+    assert "2 others wait" in verdict
+    assert seconds < 1.5 + 10
+    for rank in range(3):
+        assert "most recent call first" in log_file(tmp_path / "processes", rank).read_text(), rank
+    out, err = capfd.readouterr()
+    assert "most recent call first" not in out  # the stacks of process 0 are in its log
+    assert "read_rows" in err
+
+
+def test_a_process_that_never_enters_a_collective_is_named(tmp_path):
+    body = "\nif rank == 1:\n    while True: pass\nblock_until_ready()"
+    code, verdict, _ = _run(tmp_path, body)
+    assert (code, f"rank 1 on {socket.gethostname()} did not leave stepping" in verdict) == (1, True)
+
+
+def test_a_stopped_process_is_frozen(tmp_path):
+    body = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nblock_until_ready()"
+    code, verdict, _ = _run(tmp_path, body, stepping=30)
+    assert (code, f"rank 1 on {socket.gethostname()} is frozen in" in verdict) == (1, True)
+
+
+def test_a_process_that_never_writes_is_missing(tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text("import time; time.sleep(60)")
+    watched = Watched(tmp_path / "processes", 1, 1, {**FAST, "starting": 0.6})
+    watchdog = Watchdog(watched, [sys.executable, str(script)], local_variables(1, "127.0.0.1:5", os.environ))
+    assert watchdog.run() == 1
+    assert str(watchdog.verdict()) == "rank 0 wrote no heartbeat"
+
+
+def test_long_phases_that_change_give_no_alarm(tmp_path):
+    body = """
+        for step in range(5, 9):
+            heartbeat.set_phase("stepping", step)
+            time.sleep(0.7)
+        heartbeat.set_phase("finished")
+        heartbeat.stop()
+        time.sleep(3)  # a script's own work after training
+    """
+    assert _run(tmp_path, body, count=2)[0] == 0
+
+
+def test_a_process_that_failed_but_stays_in_a_barrier_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxscale.launch.rank_process.FAILED_GRACE", 0.5)
+    body = "if rank == 1: heartbeat.fail(ValueError('no'))\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()"
+    code, verdict, seconds = _run(tmp_path, body, stepping=30)
+    assert (code, "ValueError: no" in verdict) == (1, True)
+    assert seconds < 12
+
+
+def test_a_stop_signal_is_passed_on_once(tmp_path):
+    watchdog = _watchdog(tmp_path, "wait()", stepping=30)
+    timer = subprocess.Popen(["bash", "-c", f"sleep 1; kill -TERM {os.getpid()}"])
+    assert watchdog.run() == 75
+    timer.wait()
+    assert watchdog.was_interrupted
+    assert log_file(tmp_path / "processes", 1).read_text().count("saved") == 1
+
+
+def test_a_second_stop_signal_kills(tmp_path):
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    watchdog = _watchdog(tmp_path, body, stepping=30)
+    command = f"sleep 1; kill -TERM {os.getpid()}; sleep 0.5; kill -INT {os.getpid()}"
+    timer = subprocess.Popen(["bash", "-c", command])
+    start_time = time.monotonic()
+    assert watchdog.run() == 130
+    assert time.monotonic() - start_time < 10
+    timer.wait()
+
+
+def test_another_hosts_failure_ends_this_hosts_processes(tmp_path):
+    watchdog = _watchdog(tmp_path, "block_until_ready()", stepping=30)
+    watched = Watched(tmp_path / "processes", 5)
+    (tmp_path / "processes").mkdir()
+    write_ending(watched, Ending(4, "other", 1, "exit", -9))
+    start_time = time.monotonic()
+    assert watchdog.run() == 137
+    assert time.monotonic() - start_time < 8
+    assert "rank 4 on other was ended by SIGKILL before its first heartbeat" in str(watchdog.verdict())
+
+
+def test_files_of_an_earlier_launch_do_not_count(tmp_path):
+    watchdog = _watchdog(tmp_path, "heartbeat.set_phase('finished')", attempt=0)
+    (tmp_path / "processes").mkdir()
+    write_ending(Watched(tmp_path / "processes", 5, 0), Ending(4, "other", 0, "exit", -9))
+    (tmp_path / "processes" / STOP).touch()
+    assert watchdog.run() == 0
+
+
+def test_processes_die_with_their_watchdog(tmp_path):
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS + "time.sleep(60)")
+    command = [sys.executable, "-m", "jaxscale", "watch", "--processes", "2", "--run-dir", str(tmp_path / "run"), "--"]
+    watcher = subprocess.Popen([*command, sys.executable, str(script)])
+    folder = tmp_path / "run" / "processes"
+    deadline = time.monotonic() + 20
+    while len(read_heartbeats(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [beat.pid for beat in read_heartbeats(folder).values()]
+    assert len(pids) == 2
+    watcher.kill()
+    watcher.wait()
+    time.sleep(0.3)
+    assert not any(_is_running(pid) for pid in pids)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+# -- retry ------------------------------------------------------------------------------------------------------------
+
+
+def test_attempts_go_on_until_one_ends_well(tmp_path, capfd):
+    codes = iter([137, 75, 0])
+    assert retry(tmp_path, lambda attempt: (next(codes), False), "a") == 0
+    assert [(attempt.number, attempt.code) for attempt in read_attempts(tmp_path)] == [(1, 137), (2, 75), (3, 0)]
+    assert "attempt 1 ended with code 137, step 0; attempt 2 starts in 1 s" in capfd.readouterr().err
+
+
+def test_a_launch_gives_up_with_code_5_and_a_new_launch_starts_afresh(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("jaxscale.launch.retry._sleep_was_interrupted", lambda *_: False)
+    numbers: list[int] = []
+
+    def run(attempt: int) -> tuple[int, bool]:
+        numbers.append(attempt)
+        return 1, False
+
+    assert retry(tmp_path, run, "a") == 5
+    assert "gave up: three attempts in a row failed before the first step" in capfd.readouterr().err
+    assert retry(tmp_path, run, "b") == 5
+    assert numbers == [1, 2, 3, 4, 5, 6]
+    assert retry(tmp_path, run, "b") == 5  # as in a requeued job
+    assert numbers[-1] == 7
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_mistakes_and_divergence_are_not_repeated(code, tmp_path):
+    assert retry(tmp_path, lambda attempt: (code, False), "a") == code
+    assert len(read_attempts(tmp_path)) == 1
+
+
+def test_a_stop_ends_the_attempts(tmp_path):
+    assert retry(tmp_path, lambda attempt: (75, True), "a") == 75
+    assert retry(tmp_path, lambda attempt: (75, False), "b", ends_when_preempted=True) == 75
+
+    def run(attempt: int) -> tuple[int, bool]:
+        (tmp_path / STOP).touch()
+        return 75, False
+
+    assert retry(tmp_path, run, "c") == 75
+    assert len(read_attempts(tmp_path)) == 3
+
+
+def test_two_launches_of_one_run_are_refused(tmp_path):
+    def run(attempt: int) -> tuple[int, bool]:
+        with pytest.raises(UserError, match=r"is in use by process \d+"):
+            retry(tmp_path, lambda attempt: (0, False), "b")
+        return 0, False
+
+    assert retry(tmp_path, run, "a") == 0
+
+
+def test_a_command_gets_the_attempts_number(tmp_path):
+    run = run_command(["bash", "-c", 'exit "$JAXSCALE_ATTEMPT"'])
+    assert run(7) == (7, False)
+    assert run_command(["bash", "-c", "kill -9 $$"])(1) == (137, False)
+    with pytest.raises(UserError, match="cannot start 'no-such-program'"):
+        run_command(["no-such-program"])(1)
+
+
+# -- one host of several ----------------------------------------------------------------------------------------------
+
+
+def test_the_processes_of_a_host_find_their_places(tmp_path):
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS + "print(os.environ['JAXSCALE_RANK'], os.environ['JAXSCALE_COORDINATOR'])")
+    slurm = {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    }  # fmt: skip
+    variables = {**os.environ, **slurm}
+    assert watch_host([sys.executable, str(script)], tmp_path, 2, FAST, variables) == 0
+    assert log_file(tmp_path, 3).read_text().splitlines()[-1].split()[1:] == ["3", "n1:61501"]
+    assert host_variables(None, 1, {"A": "b"}) == {0: {"A": "b"}}
+
+
+def test_a_stopped_run_is_not_started_by_a_scheduler(tmp_path, capfd):
+    (tmp_path / STOP).touch()
+    assert watch_host(["no-such-program"], tmp_path, 1, FAST, {"JAXSCALE_ATTEMPT": "3"}) == 0
+    assert "the run was stopped" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steping=3", "unknown phase in --timeouts 'steping': .*did you mean 'stepping'"),
+        ("stepping", "got 'stepping', expected PHASE=SECONDS"),
+        ("stepping=-1", "expected PHASE=SECONDS"),
+        ("stepping=nan", "expected PHASE=SECONDS"),
+    ],
+)
+def test_timeouts_are_checked(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_timeouts(text)
+
+
+# -- status and stop --------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_each_process_and_stop_asks_the_watchdogs(tmp_path, capfd):
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS + "wait()")
+    program = [sys.executable, "-m", "jaxscale"]
+    run_dir = tmp_path / "run"
+    command = [*program, "retry", "--run-dir", str(run_dir), "--", *program, "watch", "--processes", "2"]
+    launch = subprocess.Popen([*command, "--run-dir", str(run_dir), "--", sys.executable, str(script)])
+    folder = run_dir / "processes"
+    deadline = time.monotonic() + 20
+    while len(read_heartbeats(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.6)
+    lines = status(folder).splitlines()
+    assert lines[0].split()[:5] == ["rank", "host", "process", "phase", "step"]
+    assert [line.split()[3:5] for line in lines[1:]] == [["stepping", "4"]] * 2
+    assert "wait" in lines[1]  # the line of code
+    assert is_running(folder, 1)
+    assert stop(folder) == "the run saves after its step and stops; start it again to continue it"
+    assert launch.wait(timeout=20) == 75
+    assert "the run was asked to stop" in status(folder)
+    assert "attempt 1: code 75 after" in status(folder)
+    show_log(folder, 1)
+    assert "saved" in capfd.readouterr().out
+    with pytest.raises(UserError, match="there is nothing to stop"):
+        stop(folder)
+    with pytest.raises(UserError, match="--log 7: .*expected one of 0, 1"):
+        show_log(folder, 7)
+
+
+def test_stop_signals_a_process_without_a_watchdog(tmp_path):
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS + "wait()")
+    folder = tmp_path / "processes"
+    variables = {**os.environ, "JAXSCALE_RANK": "0", "JAXSCALE_HEARTBEATS": str(folder)}
+    process = subprocess.Popen([sys.executable, str(script)], env=variables)
+    deadline = time.monotonic() + 20
+    while not read_heartbeats(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    assert str(process.pid) in stop(folder)
+    assert process.wait(timeout=10) == 75
+    beat_file = folder / "rank-00000.json"
+    beat = json.loads(beat_file.read_text())
+    beat_file.write_text(json.dumps(beat | {"host": "elsewhere"}))
+    os.utime(beat_file)
+    with pytest.raises(UserError, match="without a watchdog on elsewhere: call"):
+        stop(folder)
+    with pytest.raises(UserError, match="holds no heartbeats"):
+        status(tmp_path / "nothing")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

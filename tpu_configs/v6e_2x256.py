@@ -1,0 +1,22 @@
+"""Two pods of TPU v6e over the data center's network: 128 machines of 4 chips.
+
+Replace project and bucket with yours.
+"""
+
+from jaxscale.launch import Cluster, QueuedResource
+
+cluster = Cluster(
+    platform="tpu v6e:16x16 x 2",
+    scheduler=QueuedResource(
+        project="my-project",
+        zone="us-east5-b",
+        runtime="v2-alpha-tpuv6e",
+    ),
+    shared="gs://my-bucket",
+    python="/opt/jaxscale/bin/python",
+    setup=(
+        "test -x /opt/jaxscale/bin/python || python3 -m venv /opt/jaxscale",
+        "/opt/jaxscale/bin/pip install -q 'jaxscale[tpu,remote]'",
+        "gsutil -q -m rsync -r gs://my-bucket/code /opt/code && cd /opt/code",
+    ),
+)
