@@ -30,6 +30,7 @@ WAITING_FUNCTIONS = frozenset(
         "_value",
         "block_until_ready",
         "broadcast_one_to_all",
+        "combine",  # of an `Agreement`
         "device_get",
         "process_allgather",
         "sync_global_devices",
@@ -38,7 +39,7 @@ WAITING_FUNCTIONS = frozenset(
         "result",  # of a thread of Orbax, which waits in turn
     }
 )
-"""Functions of JAX and Orbax in which a process waits for devices, or for all processes."""
+"""Functions of JAX, Orbax and jaxscale in which a process waits for devices, or for all processes."""
 WAITING_DEPTH = 12
 """Number of innermost calls among which a waiting function is looked for."""
 _LIBRARY_FOLDER = str(Path(os.__file__).parent) + os.sep

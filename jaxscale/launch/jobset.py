@@ -24,7 +24,8 @@ TPU_ACCELERATORS = {
 }
 """Values of the node label cloud.google.com/gke-tpu-accelerator, by chip (GKE documentation, "About TPUs in GKE")."""
 GPU_ACCELERATORS = {
-    "a100": "nvidia-a100-80gb",
+    "a100-40": "nvidia-tesla-a100",
+    "a100-80": "nvidia-a100-80gb",
     "h100": "nvidia-h100-80gb",
     "h200": "nvidia-h200-141gb",
     "b200": "nvidia-b200",
@@ -41,7 +42,15 @@ def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts
     """Return the manifest as YAML; `jobset` describes the arguments."""
     import yaml
 
-    return yaml.safe_dump(jobset(cluster, command, run_dir, timeouts), sort_keys=False, width=120)
+    class Dumper(yaml.SafeDumper):
+        """Writes a text of several lines as a block."""
+
+    def write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        """Return the node of a text."""
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, write_text)
+    return yaml.dump(jobset(cluster, command, run_dir, timeouts), Dumper=Dumper, sort_keys=False, width=120)
 
 
 def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> dict[str, Any]:
@@ -185,7 +194,6 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
     """
     policy: dict[str, Any] = {"maxRestarts": scheduler.restarts}
     if scheduler.tells_failures_apart:
-        reasons = ["PodFailurePolicy"]
 
         def pattern(*codes: int) -> list[str]:
             """Return the patterns of the messages about exit codes."""
@@ -195,13 +203,13 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
             {
                 "name": "finalCode",
                 "action": "FailJobSet",
-                "onJobFailureReasons": reasons,
+                "onJobFailureReasons": ["PodFailurePolicy"],
                 "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED),
             },
             {
                 "name": "stopSignal",
                 "action": "RestartJobSetAndIgnoreMaxRestarts",
-                "onJobFailureReasons": reasons,
+                "onJobFailureReasons": ["PodFailurePolicy"],
                 "onJobFailureMessagePatterns": [
                     *pattern(PREEMPTED, INTERRUPTED),
                     ".*condition DisruptionTarget matching.*",

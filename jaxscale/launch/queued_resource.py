@@ -11,17 +11,14 @@ from jaxscale.launch.cluster import Cluster, QueuedResource
 from jaxscale.launch.documents import refuse_variables, retry_command, shell_lines, watch_command
 from jaxscale.records.storage import is_remote
 
-CORE_COUNTED = ("v4", "v5p")
+CORE_COUNTED = ("v4", "v5p", "7x")
 """Chips whose accelerator types count cores, two per chip."""
-TYPE_NAMES = {"v4": "v4", "v5e": "v5litepod", "v5p": "v5p", "v6e": "v6e"}
-"""Names in accelerator types, by chip (Cloud TPU documentation, "TPU versions")."""
+TYPE_NAMES = {"v4": "v4", "v5e": "v5litepod", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
+"""Names in accelerator types, by chip (Cloud TPU documentation, "TPU versions"; that of 7x from xpk)."""
 
 
 def accelerator_type(cluster: Cluster) -> str:
     """Return the type of a slice in Cloud TPU's words.
-
-    Raises:
-        UserError: the chip has no such type, and the cluster's file sets none.
 
     Example:
         >>> accelerator_type(Cluster("tpu v5p:4x4x4", QueuedResource("p", "z", "r")))
@@ -32,9 +29,7 @@ def accelerator_type(cluster: Cluster) -> str:
     assert platform is not None
     if scheduler.accelerator:
         return scheduler.accelerator
-    name = TYPE_NAMES.get(platform.chip.name)
-    if name is None:
-        raise UserError(f"QueuedResource.accelerator: expected the type of a slice of {cluster.platform!r}")
+    name = TYPE_NAMES[platform.chip.name]
     return f"{name}-{platform.chips * (2 if platform.chip.name in CORE_COUNTED else 1)}"
 
 
@@ -79,7 +74,7 @@ def request(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: st
         node["service_account"] = {"email": scheduler.service_account}
     node_spec: dict[str, Any] = {"parent": parent, "node": node}
     if platform.slices > 1:
-        node_spec["multislice_params"] = {"node_count": platform.slices, "node_id_prefix": name}
+        node_spec["multi_node_params"] = {"node_count": platform.slices, "node_id_prefix": name}
     else:
         node_spec["node_id"] = name
     resource: dict[str, Any] = {"tpu": {"node_spec": [node_spec]}}

@@ -87,12 +87,15 @@ def test_files_that_are_torn_or_missing_change_no_verdict(tmp_path):
     [
         (
             Ending(3, "node0", 2, "exit", -9),
-            "rank 3 on node0 was ended by SIGKILL in stepping, step 7 (by a user, or by Linux when the host's memory was "
-            "exhausted): RuntimeError: no",
+            "rank 3 on node0 was ended by SIGKILL in stepping, step 7 (by a user, or by Linux when the host's memory "
+            "was exhausted): RuntimeError: no",
         ),
         (Ending(3, "node0", 2, "exit", 3), "rank 3 on node0 ended with code 3 in stepping, step 7: RuntimeError: no"),
         (Ending(9, "node1", 2, "exit", -11), "rank 9 on node1 was ended by SIGSEGV before its first heartbeat"),
-        (Ending(3, "node0", 2, "frozen", 1, 61.0), "rank 3 on node0 is frozen in stepping, step 7: no heartbeat for 61 s"),
+        (
+            Ending(3, "node0", 2, "frozen", 1, 61.0),
+            "rank 3 on node0 is frozen in stepping, step 7: no heartbeat for 61 s",
+        ),
     ],
 )
 def test_a_process_that_ended_or_froze_is_the_cause(ending, expected):

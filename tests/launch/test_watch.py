@@ -382,7 +382,7 @@ def test_status_shows_each_process_and_stop_asks_the_watchdogs(tmp_path, capfd):
     assert "saved" in capfd.readouterr().out
     with pytest.raises(UserError, match="there is nothing to stop"):
         stop(folder)
-    with pytest.raises(UserError, match="--log 7: .*expected one of 0, 1"):
+    with pytest.raises(UserError, match=r"--log 7: .*expected one of 0, 1"):
         show_log(folder, 7)
 
 
