@@ -8,7 +8,7 @@ import dataclasses
 from jaxscale.cli.docs import Docs
 from jaxscale.cli.draw import Draw
 from jaxscale.cli.experiment_commands import Explain, Fit, Train
-from jaxscale.cli.launch_commands import Launch, Retry, Status, Stop, Watch
+from jaxscale.cli.launch_commands import Launch, Retry, ShowStatus, StopRun, WatchHost
 from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, Report
 
 
@@ -34,8 +34,8 @@ class Doctor:
 
 
 Command = (
-    Train | Launch | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | Status | Stop | Watch
-    | Retry | Doctor | Docs
+    Train | Launch | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | ShowStatus | StopRun
+    | WatchHost | Retry | Doctor | Docs
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
@@ -48,9 +48,9 @@ COMMANDS: dict[str, type[Command]] = {
     "export": Export,
     "convert-state": ConvertState,
     "report": Report,
-    "status": Status,
-    "stop": Stop,
-    "watch": Watch,
+    "status": ShowStatus,
+    "stop": StopRun,
+    "watch": WatchHost,
     "retry": Retry,
     "doctor": Doctor,
     "docs": Docs,

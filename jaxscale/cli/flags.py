@@ -34,7 +34,7 @@ def rest(metavar: str) -> Any:
     Args:
         metavar: placeholder of the words in the help.
     """
-    return dataclasses.field(metadata={"metavar": f"-- {metavar} ...", "rest": True})
+    return dataclasses.field(metadata={"metavar": f"-- {metavar}", "rest": True})
 
 
 def rest_of(command: type) -> dataclasses.Field[Any] | None:

@@ -14,11 +14,11 @@ from jaxscale.values import spell
 
 @dataclasses.dataclass(frozen=True)
 class Launch(Train):
-    """Start an experiment on a cluster, watch it, and start it again after failures.
+    """Start an experiment on a cluster, watch it, and restart it.
 
-    Takes the flags of train, and fields of the experiment by path: --plan.zero 3
+    Takes the flags of train, and fields of the experiment: --plan.zero 3
 
-    Exit codes: those of train, and 5 if the run failed again and again without progress.
+    Exit codes: those of train, and 5 after failures without progress.
 
     Args:
         cluster: file that describes the cluster, such as tpu_configs/h200_slurm.py; local:4 starts four processes on
@@ -29,7 +29,7 @@ class Launch(Train):
 
     cluster: str | None = flag("CLUSTER", "required")
     dry_run: bool = False
-    timeouts: str | None = flag("PHASE=SECONDS", "10 minutes for a step")
+    timeouts: str | None = flag("PHASE=S", "10 minutes for a step")
 
     def run(self, fields: Mapping[str, str]) -> int:
         """Check the flags, and launch the run."""
@@ -59,65 +59,68 @@ class Launch(Train):
 
 
 @dataclasses.dataclass(frozen=True)
-class Watch:
-    """Run a command as this host's processes of a run, and end them if one of the run fails or hangs.
+class WatchHost:
+    """Run a host's processes, and end them if one fails or hangs.
 
-    Needs no flag for one process per host: jaxscale watch --run RUN -- jaxscale train FILE --out RUN
+    srun jaxscale watch --out RUN -- jaxscale train FILE --out RUN
 
     Args:
         command: command line of each process.
-        run_dir: directory of the run, which all hosts share; without it, only this host's processes are watched.
-        processes: number of processes on this host.
+        out: directory of the run, which all hosts share; without it, only this host's processes are watched.
+        ranks: number of processes on this host.
         timeouts: seconds after which a phase counts as hung, such as stepping=120,data=60.
     """
 
-    command: tuple[str, ...] = rest("COMMAND")
-    run_dir: str | None = flag("DIR", "none")
-    processes: int = 1
-    timeouts: str | None = flag("PHASE=SECONDS", "10 minutes for a step")
+    command: tuple[str, ...] = rest("CMD")
+    out: str | None = flag("DIR", "none")
+    ranks: int = 1
+    timeouts: str | None = flag("PHASE=S", "10 minutes for a step")
 
     def run(self) -> int:
         """Watch the processes of this host, and return the exit code."""
-        if self.processes < 1:
-            raise UserError(f"--processes: got {self.processes}, expected a whole number >= 1")
+        if self.ranks < 1:
+            raise UserError(f"--ranks: got {self.ranks}, expected a whole number >= 1")
         from jaxscale.launch.host import watch_host
         from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
 
         timeouts = parse_timeouts(self.timeouts)
-        return watch_host(self.command, heartbeats_folder(self.run_dir), self.processes, timeouts, os.environ)
+        return watch_host(self.command, heartbeats_folder(self.out), self.ranks, timeouts, os.environ)
 
 
 @dataclasses.dataclass(frozen=True)
 class Retry:
-    """Run a command that starts a run's watchdogs, such as srun, again and again until the run is done.
+    """Run a command that starts watchdogs until it is done.
 
-    Exit codes: that of the command, and 5 after three failures at one step or five without progress. Codes 2 and 4 are
-    final; a stop by a signal (75 and 130) is not counted.
+    The command, such as srun ... jaxscale watch ..., comes after --.
+
+    Exit codes: the command's, and 5 after too many failures without progress.
+
+    Codes 2 and 4 are final, and a stop by a signal (75, 130) does not count.
 
     Args:
         command: command line that starts the processes of all hosts.
-        run_dir: directory of the run.
+        out: directory of the run.
         requeue: whether to end with 75 after a stop by a signal, so that the scheduler can requeue the job.
     """
 
-    command: tuple[str, ...] = rest("COMMAND")
-    run_dir: str = flag("DIR", "required", default="")
+    command: tuple[str, ...] = rest("CMD")
+    out: str = flag("DIR", "required", default="")
     requeue: bool = False
 
     def run(self) -> int:
         """Run the attempts, and return the exit code."""
-        if not self.run_dir:
-            raise UserError("retry lacks --run-dir DIR: expected the directory of the run")
+        if not self.out:
+            raise UserError("retry lacks --out DIR: expected the directory of the run")
         from jaxscale.launch.retry import launch_name, retry, run_command
         from jaxscale.launch.watch import heartbeats_folder
 
-        folder = heartbeats_folder(self.run_dir)
+        folder = heartbeats_folder(self.out)
         return retry(folder, run_command(self.command), launch_name(os.environ), ends_when_preempted=self.requeue)
 
 
 @dataclasses.dataclass(frozen=True)
-class Status:
-    """Show where each process of a run stands, and where the hours went.
+class ShowStatus:
+    """Show where a run's processes stand, and where the hours went.
 
     Args:
         run_dir: directory of a run.
@@ -145,7 +148,7 @@ class Status:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stop:
+class StopRun:
     """Ask a run to save after its step, and to stop.
 
     Args:

@@ -57,13 +57,14 @@ def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
     experiment_types = values.field_types(type(experiment))
     fields: list[Any] = []
     for field in dataclasses.fields(command_class):
-        if field.name in experiment_types or "rest" in field.metadata:
+        if field.name in experiment_types:
             continue
-        is_word, default_text = "word" in field.metadata, field.metadata.get("default_text")
+        is_rest = "rest" in field.metadata
+        is_word, default_text = is_rest or "word" in field.metadata, field.metadata.get("default_text")
         note = "(optional)" if is_word and field.default is None else default_text and f"(default: {default_text})"
         metavar = field.metadata.get("metavar")
         argument = tyro.conf.arg(help=descriptions[field.name], metavar=metavar, help_behavior_hint=note)
-        field_type = Annotated[type_by_field[field.name], argument]
+        field_type = Annotated[str if is_rest else type_by_field[field.name], argument]
         field_type = tyro.conf.Positional[field_type] if is_word else field_type
         fields.append((field.name, field_type, dataclasses.field(default=field.default)))
     if experiment is not None:

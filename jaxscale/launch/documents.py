@@ -25,18 +25,18 @@ def watch_command(
 
     Example:
         >>> " ".join(watch_command(Cluster("gpu h200 x 8"), ["train", "a.py"], "/r/a", None))
-        'python -m jaxscale watch --run-dir=/r/a -- python -m jaxscale train a.py'
+        'python -m jaxscale watch --out=/r/a -- python -m jaxscale train a.py'
     """
     program = [cluster.python, "-m", "jaxscale"]
-    flags = [f"--run-dir={run_dir}"]
+    flags = [f"--out={run_dir}"]
     flags += [f"--timeouts={timeouts}"] if timeouts else []
-    flags += [f"--processes={process_count}"] if process_count > 1 else []
+    flags += [f"--ranks={process_count}"] if process_count > 1 else []
     return [*program, "watch", *flags, "--", *program, *command]
 
 
 def retry_command(cluster: Cluster, run_dir: str, *flags: str) -> list[str]:
     """Return the words before the command that `jaxscale retry` repeats."""
-    return [cluster.python, "-m", "jaxscale", "retry", f"--run-dir={run_dir}", *flags, "--"]
+    return [cluster.python, "-m", "jaxscale", "retry", f"--out={run_dir}", *flags, "--"]
 
 
 def environment(cluster: Cluster) -> dict[str, str]:

@@ -121,5 +121,6 @@ def submit_request(
             name=f"{content['parent']}/queuedResources/{content['queued_resource_id']}"
         )
     except GoogleAPICallError as error:
-        raise UserError(f"Cloud TPU refused the request: {error.grpc_status_code.name}: {error.message}") from None
+        status = "" if error.grpc_status_code is None else error.grpc_status_code.name
+        raise UserError(f"Cloud TPU refused the request: {status}: {error.message}") from None
     return f"{resource.name} is {resource.state.state.name.lower().replace('_', ' ')}"

@@ -18,7 +18,7 @@ from jaxscale.launch.verdict import judge
 from jaxscale.records.attempts import Attempt, read_attempts, write_attempt
 from jaxscale.records.directory import lock_run
 
-Run = Callable[[int], tuple[int, bool]]
+RunAttempt = Callable[[int], tuple[int, bool]]
 """Runs the attempt with a number; returns its exit code, and whether the launcher itself received a stop signal."""
 
 
@@ -33,7 +33,7 @@ def launch_name(variables: Mapping[str, str]) -> str:
     return f"slurm-{job}" if job else f"{os.getpid()}-{time.time():.0f}"
 
 
-def retry(folder: Path, run: Run, launch: str, *, ends_when_preempted: bool = False) -> int:
+def retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: bool = False) -> int:
     """Run attempts until one is final, and return the exit code.
 
     Args:
@@ -50,7 +50,7 @@ def retry(folder: Path, run: Run, launch: str, *, ends_when_preempted: bool = Fa
         return _retry(folder, run, launch, ends_when_preempted=ends_when_preempted)
 
 
-def _retry(folder: Path, run: Run, launch: str, *, ends_when_preempted: bool) -> int:
+def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: bool) -> int:
     """Run attempts in a locked folder; `retry` describes the arguments."""
     attempts = read_attempts(folder)
     if not any(attempt.launch == launch for attempt in attempts):
@@ -112,7 +112,7 @@ def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
     return bool(received) or (folder / watch.STOP).exists()
 
 
-def run_command(command: Sequence[str]) -> Run:
+def run_command(command: Sequence[str]) -> RunAttempt:
     """Return a function that runs an attempt by a command, such as srun, which starts the watchdogs of all hosts.
 
     Stop signals are passed on, except to srun, whose tasks receive the scheduler's signals themselves.

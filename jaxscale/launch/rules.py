@@ -13,7 +13,7 @@ FINAL_CODES = (DONE, MISTAKE, DIVERGED, GAVE_UP)
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class NextStep:
     """What follows an attempt.
 
     Args:
@@ -27,7 +27,7 @@ class Decision:
     reason: str = ""
 
 
-def decide(attempts: Sequence[Attempt]) -> Decision:
+def decide(attempts: Sequence[Attempt]) -> NextStep:
     """Return what follows the last one of a launch's attempts.
 
     A run that was stopped by a signal is started again, and this does not count. A mistake, a loss that diverged and a
@@ -41,22 +41,22 @@ def decide(attempts: Sequence[Attempt]) -> Decision:
         >>> decide([Attempt(1, "a", 137, 40), Attempt(2, "a", 75, 60)]).delay
         1.0
         >>> decide([Attempt(n, "a", 1, 7) for n in (1, 2, 3)])
-        Decision(code=5, delay=0.0, reason='three attempts in a row failed at step 7')
+        NextStep(code=5, delay=0.0, reason='three attempts in a row failed at step 7')
     """
     code = attempts[-1].code
     if code in FINAL_CODES:
-        return Decision(code)
+        return NextStep(code)
     if code in (PREEMPTED, INTERRUPTED):
-        return Decision(None, FIRST_DELAY)
+        return NextStep(None, FIRST_DELAY)
     failures = [attempt for attempt in attempts if attempt.code not in (PREEMPTED, INTERRUPTED)]
     last_steps = [attempt.step for attempt in failures[-SAME_STEP_LIMIT:]]
     if len(last_steps) == SAME_STEP_LIMIT and len(set(last_steps)) == 1:
         where = f"at step {last_steps[0]}" if last_steps[0] else "before the first step"
-        return Decision(GAVE_UP, reason=f"three attempts in a row failed {where}")
+        return NextStep(GAVE_UP, reason=f"three attempts in a row failed {where}")
     farthest_step, idle_count = 0, 0
     for attempt in failures:
         idle_count = 0 if attempt.step > farthest_step else idle_count + 1
         farthest_step = max(farthest_step, attempt.step)
     if idle_count >= NO_PROGRESS_LIMIT:
-        return Decision(GAVE_UP, reason=f"five attempts in a row failed without getting beyond step {farthest_step}")
-    return Decision(None, min(FIRST_DELAY * 2.0 ** max(idle_count - 1, 0), LONGEST_DELAY))
+        return NextStep(GAVE_UP, reason=f"five attempts in a row failed without getting beyond step {farthest_step}")
+    return NextStep(None, min(FIRST_DELAY * 2.0 ** max(idle_count - 1, 0), LONGEST_DELAY))

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale import heartbeat
+
 SAME_SIGNAL_SECONDS = 3
-"""Seconds after a SIGTERM within which another one is taken for the same."""
+"""Seconds after a SIGTERM within which another one is taken for the same, under a watchdog."""
 
 
 class Stop:
@@ -53,14 +55,16 @@ class Stop:
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
         """Record the first signal. A second one ends the process, or interrupts the kernel of a notebook.
 
-        A second SIGTERM soon after the first is the same one: a scheduler may signal all processes of a job, among them
-        a watchdog, which passes the signal on.
+        Under a watchdog, a second SIGTERM soon after the first is the same one: a scheduler may signal all processes of
+        a job, among them the watchdog, which passes the signal on.
         """
         if not self.signal_name:
             self.signal_name = signal.Signals(signal_number).name
             self._signal_time = time.monotonic()
             return
-        if signal_number == signal.SIGTERM and time.monotonic() - self._signal_time < SAME_SIGNAL_SECONDS:
+        is_watched = heartbeat.FOLDER_VARIABLE in os.environ
+        is_soon = time.monotonic() - self._signal_time < SAME_SIGNAL_SECONDS
+        if signal_number == signal.SIGTERM and is_watched and is_soon:
             return
         if signal_number == signal.SIGINT and "ipykernel" in sys.modules:
             raise KeyboardInterrupt  # so that a notebook keeps its kernel

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxscale.cli.arguments import Arguments, read, synopsis
 from jaxscale.cli.commands import COMMANDS, Train
 from jaxscale.cli.experiment_commands import experiment_flags
-from jaxscale.cli.flags import words_of
+from jaxscale.cli.flags import rest_of, words_of
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 
@@ -111,7 +111,8 @@ def test_values_are_of_their_fields_types(words, expected):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_synopsis_names_every_place(name):
-    assert len(synopsis(name).split()) == 3 + len(words_of(COMMANDS[name]))
+    rest_words = 0 if rest_of(COMMANDS[name]) is None else 2  # "-- CMD"
+    assert len(synopsis(name).split()) == 3 + len(words_of(COMMANDS[name])) + rest_words
 
 
 @given(

@@ -235,7 +235,7 @@ def test_files_of_an_earlier_launch_do_not_count(tmp_path):
 def test_processes_die_with_their_watchdog(tmp_path):
     script = tmp_path / "process.py"
     script.write_text(PROCESS + "time.sleep(60)")
-    command = [sys.executable, "-m", "jaxscale", "watch", "--processes", "2", "--run-dir", str(tmp_path / "run"), "--"]
+    command = [sys.executable, "-m", "jaxscale", "watch", "--ranks", "2", "--out", str(tmp_path / "run"), "--"]
     watcher = subprocess.Popen([*command, sys.executable, str(script)])
     folder = tmp_path / "run" / "processes"
     deadline = time.monotonic() + 20
@@ -362,8 +362,8 @@ def test_status_shows_each_process_and_stop_asks_the_watchdogs(tmp_path, capfd):
     script.write_text(PROCESS + "wait()")
     program = [sys.executable, "-m", "jaxscale"]
     run_dir = tmp_path / "run"
-    command = [*program, "retry", "--run-dir", str(run_dir), "--", *program, "watch", "--processes", "2"]
-    launch = subprocess.Popen([*command, "--run-dir", str(run_dir), "--", sys.executable, str(script)])
+    command = [*program, "retry", "--out", str(run_dir), "--", *program, "watch", "--ranks", "2"]
+    launch = subprocess.Popen([*command, "--out", str(run_dir), "--", sys.executable, str(script)])
     folder = run_dir / "processes"
     deadline = time.monotonic() + 20
     while len(read_heartbeats(folder)) < 2 and time.monotonic() < deadline:

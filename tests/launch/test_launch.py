@@ -1,0 +1,156 @@
+"""Whole runs on this machine: launched, killed, hung, stopped, and bitwise those of an undisturbed run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxscale.cli import main
+from jaxscale.records.attempts import read_attempts
+from jaxscale.records.hours import hours
+from jaxscale.records.metrics import read_metrics
+
+FILE = Path(__file__).with_name("faulty.py")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 400)
+    return path
+
+
+def _launch(text: Path, out: Path, fault: str, *words: str, processes: int = 2) -> tuple[int, str, float]:
+    """Launch a run on this machine; return the exit code, the output and the seconds."""
+    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes), "FAULT": fault, "TEXT": str(text)}
+    command = [sys.executable, "-m", "jaxscale", "launch", str(FILE), "--cluster", f"local:{processes}"]
+    start_time = time.monotonic()
+    result = subprocess.run(
+        [*command, "--out", str(out), *words],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    return result.returncode, result.stdout.decode(errors="replace"), time.monotonic() - start_time
+
+
+def _losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_metrics(run_dir, "train")]
+
+
+def test_a_killed_run_comes_back_bitwise_and_reports_what_that_cost(text, tmp_path):
+    code, output, seconds = _launch(text, tmp_path / "killed", "SIGKILL:1:stepping:7:1")
+    assert code == 0, output
+    assert "after step 4" in output
+    assert re.search(r"attempt 1: rank 1 on \S+ was ended by SIGKILL", output)
+    assert [step for step, _ in _losses(tmp_path / "killed")] == list(range(1, 13))
+    rows = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    losses_of_6 = [row["loss"] for row in rows if row["kind"] == "train" and row["step"] == 6]
+    assert len(losses_of_6) == 2
+    assert losses_of_6[0] == losses_of_6[1]  # before the death and after it
+    first, second = read_attempts(tmp_path / "killed" / "processes")
+    assert (first.code, second.code, first.step) == (137, 0, 7)
+    run_hours = hours(tmp_path / "killed")
+    assert run_hours is not None
+    (cause, lost), *others = run_hours.lost
+    assert not others
+    assert "SIGKILL" in cause
+    new_row = [row for row in rows if row["kind"] == "train" and row["step"] == first.step][-1]
+    assert abs(lost - (new_row["time"] - first.end_time)) < 2
+    assert abs(run_hours.seconds - (second.end_time - first.start_time)) < 0.1
+    parts = sum(run_hours.seconds_by_phase.values()) + lost
+    assert abs(parts - run_hours.seconds) < 0.1
+    assert run_hours.seconds < seconds < run_hours.seconds + 4  # the launcher's own start
+
+
+FAULTS = {
+    "raise:1:stepping:7:1": (0, r"rank 1 on \S+ ended with code 1 in stepping, step 7: RuntimeError: made by the test"),
+    "mistake:1:stepping:7:1": (2, r"rank 1 on \S+ ended with code 2 .* UserError: made by the test"),
+    "exit:0:stepping:3:1": (0, r"rank 0 on \S+ ended with code 3 in stepping, step 3: SystemExit: 3"),
+    "SIGKILL:0:stepping:7:1": (0, r"rank 0 on \S+ was ended by SIGKILL"),
+    "SIGSEGV:1:compiling:0:1": (0, r"rank 1 on \S+ was ended by SIGSEGV"),
+    "sleep:1:data:5:1": (0, r"rank 1 on \S+ did not leave data: it has been in data, step 5 \(faulty.py:\d+ _set_and_"),
+    "spin:1:restoring:0:1": (0, r"rank 1 on \S+ did not leave restoring"),
+    "sleep:0:compiling:0:1": (0, r"rank 0 on \S+ did not leave compiling"),
+    "sleep:0:saving:8:1": (0, r"rank 0 on \S+ did not leave saving"),
+    "SIGSTOP:0:stepping:5:1": (0, r"rank 0 on \S+ is frozen"),
+    "raise:0:data:5:9": (5, "gave up: three attempts in a row failed at step 5"),
+    "SIGTERM:1:stepping:7:1": (0, "stopped by a signal to another process after step 7, and saved"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault, text, tmp_path):
+    expected_code, expected_text = FAULTS[fault]
+    timeouts = "stepping=20,data=20,restoring=20,compiling=25,saving=20,frozen=10"
+    code, output, seconds = _launch(text, tmp_path / "run", fault, "--timeouts", timeouts)
+    assert code == expected_code, output
+    assert re.search(expected_text, output), output
+    assert seconds < 150
+    if code == 0:
+        assert [step for step, _ in _losses(tmp_path / "run")] == list(range(1, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kill_9_at_any_rank_and_step_is_bitwise_undisturbed(processes, text, tmp_path):
+    assert _launch(text, tmp_path / "whole", "", processes=processes)[0] == 0
+    expected = _losses(tmp_path / "whole")
+    for rank in range(processes):
+        for step in (2, 5, 9, 12):
+            run_dir = tmp_path / f"{rank}-{step}"
+            code, output, _ = _launch(text, run_dir, f"SIGKILL:{rank}:stepping:{step}:1", processes=processes)
+            assert code == 0, output
+            assert _losses(run_dir) == expected, (rank, step)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launch", str(FILE)], "launch lacks --cluster"),
+        (["launch", str(FILE), "--cluster", "local:x"], "is not a file"),
+        (["launch", str(FILE), "--cluster", "local:2", "--log-every", "0"], "--log-every: got 0"),
+        (["launch", str(FILE), "--cluster", "local:2", "--timeouts", "x=1"], "unknown phase in --timeouts"),
+        (["launch", str(FILE), "--clutser", "local:2"], "unknown flag '--clutser' of launch; did you mean '--cluster'"),
+        (["watch"], "watch lacks the command to run: jaxscale watch [flags] -- CMD"),
+        (["watch", "--ranks", "0", "--", "true"], "--ranks: got 0"),
+        (["retry", "--", "true"], "retry lacks --out"),
+        (["status", "no/such/run"], "does not exist"),
+        (["status", "gs://b/run"], "is in a bucket"),
+        (["stop", "no/such/run"], "does not exist"),
+        (["fit", str(FILE), "--cluster", "local:2", "--platform", "cpu"], "got --platform and --cluster"),
+    ],
+)
+def test_mistakes_are_refused(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_starts_no_backend_and_passes_the_words_on(tmp_path, text):
+    words = ["--steps", "30", "--plan.zero", "2", "--name", "a b", "--resume", "never", "--dry-run"]
+    code = f"""
+import sys
+from jaxscale.cli import main
+code = main(["launch", {str(FILE)!r}, "--cluster", "local:3", "--out", {str(tmp_path / "run")!r}, *{words!r}])
+from jax._src import xla_bridge
+assert not xla_bridge._backends, xla_bridge._backends
+sys.exit(code)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TEXT": str(text)}
+    )
+    assert result.returncode == 0, result.stderr
+    line = result.stdout.splitlines()[-1]
+    assert line.endswith(f"train {FILE} --steps=30 '--name=a b' --plan.zero=2 --out={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()
