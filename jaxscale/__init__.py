@@ -1,8 +1,8 @@
 """jaxscale: large-scale training on JAX. Your model, your platform, every technique.
 
-The public names are those in `__all__`, of this package and of the packages `data`, `layers`, `lowbit`, `memory`,
-`models`, `offload`, `optim`, `pipeline`, `replicas` and `sharding`; everything else may change. Importing this package
-imports neither JAX nor Flax: each public name loads on first use.
+The public names are those in `__all__`, of this package and of the packages `data`, `launch`, `layers`, `lowbit`,
+`memory`, `models`, `offload`, `optim`, `pipeline`, `replicas` and `sharding`; everything else may change. Importing
+this package imports neither JAX nor Flax: each public name loads on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,9 @@ from jaxscale.lazy import lazy_names
 
 __version__ = "0.2.0"
 
-_WINGS = ("data", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas", "sharding")
+_WINGS = (
+    "data", "launch", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas", "sharding"
+)  # fmt: skip
 _MODULE_BY_NAME = {
     "Checkpointing": "jaxscale.recipe.experiment",
     "Checkpoints": "jaxscale.checkpoint.store",
@@ -47,7 +49,7 @@ _MODULE_BY_NAME = {
 """Module of each public name."""
 
 if TYPE_CHECKING:
-    from jaxscale import data, layers, lowbit, memory, models, offload, optim, pipeline, replicas, sharding
+    from jaxscale import data, launch, layers, lowbit, memory, models, offload, optim, pipeline, replicas, sharding
     from jaxscale.blocks import Context, Loss
     from jaxscale.checkpoint.store import Checkpoints
     from jaxscale.errors import UserError
@@ -74,8 +76,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard", "Kernels",
     "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples",
-    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers",
-    "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas",
+    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "launch",
+    "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas",
     "sharding", "train",
 ]  # fmt: skip
 

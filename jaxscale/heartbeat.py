@@ -23,6 +23,8 @@ FOLDER_VARIABLE = "JAXSCALE_HEARTBEATS"
 """The environment variable that names the folder of the heartbeat files; a watchdog sets it."""
 ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
 """The environment variable that holds the number of the attempt, from 1; a watchdog sets it."""
+LAUNCH_VARIABLE = "JAXSCALE_LAUNCH"
+"""The environment variable that `jaxscale retry` sets for its watchdogs: it records the attempts."""
 WRITE_INTERVAL = 0.5  # seconds
 
 WAITING_FUNCTIONS = frozenset(

@@ -1,13 +1,22 @@
 """The watchdog of one host under a scheduler: it finds the host's place, and starts the host's processes."""
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxscale import heartbeat
+from jaxscale.heartbeat import read_heartbeats
 from jaxscale.launch import watch
+from jaxscale.launch.retry import ended_attempt, launch_name
+from jaxscale.launch.rules import GAVE_UP, PREEMPTED, decide
+from jaxscale.launch.verdict import exit_code
 from jaxscale.launch.watch import Watchdog, Watched
 from jaxscale.platforms.join import ProcessPlace, place_of
+from jaxscale.records.attempts import read_attempts, write_attempt
+
+LAUNCH = "launch"
+"""File in the folder of heartbeats that holds the name of the launch, where no `jaxscale retry` runs."""
 
 
 def watch_host(
@@ -34,9 +43,43 @@ def watch_host(
     if attempt > 0 and (folder / watch.STOP).exists():
         print("jaxscale: the run was stopped by `jaxscale stop`; launch it again to continue it", file=sys.stderr)
         return 0
+    if heartbeat.LAUNCH_VARIABLE not in variables and (place is None or place.rank == 0):
+        reason = record_earlier_attempt(folder, attempt)
+        if reason:
+            print(f"jaxscale: gave up: {reason}", file=sys.stderr)
+            return GAVE_UP
     all_variables = host_variables(place, process_count, variables)
     run_process_count = (1 if place is None else place.processes) * process_count
     return Watchdog(Watched(folder, run_process_count, attempt, timeouts), command, all_variables).run()
+
+
+def record_earlier_attempt(folder: Path, attempt: int) -> str:
+    """Record the attempt before this one, where a scheduler restarts the run and no `jaxscale retry` keeps the record.
+
+    Args:
+        folder: folder of the run's heartbeats, which hold what the earlier attempt left.
+        attempt: number of the attempt that starts; 0 for the first one of a launch.
+
+    Returns:
+        Why no further attempt should start; "" if one should.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    launch_file = folder / LAUNCH
+    if attempt == 0:
+        launch_file.write_text(launch_name({}))
+        return ""
+    launch = launch_file.read_text() if launch_file.exists() else launch_name({})
+    beats = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == attempt - 1}
+    if beats:
+        end_times = {rank: watch.heartbeat_file(folder, rank).stat().st_mtime for rank in beats}
+        start_time = min(end_times[rank] - beats[rank].uptime for rank in beats)
+        ending = watch.read_ending(Watched(folder, len(beats), attempt - 1))
+        is_stopped = any(beat.failure.startswith(("Preempted", "KeyboardInterrupt")) for beat in beats.values())
+        code = PREEMPTED if is_stopped else 1 if ending is None else exit_code(ending)
+        record = ended_attempt(folder, attempt - 1, launch, code, start_time)
+        write_attempt(folder, dataclasses.replace(record, end_time=max(end_times.values())))
+    attempts = [earlier for earlier in read_attempts(folder) if earlier.launch == launch]
+    return decide(attempts).reason if attempts else ""
 
 
 def host_variables(

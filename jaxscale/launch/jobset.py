@@ -12,7 +12,7 @@ from jaxscale.errors import UserError
 from jaxscale.heartbeat import ATTEMPT_VARIABLE
 from jaxscale.launch.cluster import Cluster, JobSet
 from jaxscale.launch.documents import environment, refuse_variables, shell_lines, watch_command
-from jaxscale.launch.rules import DIVERGED, INTERRUPTED, MISTAKE, PREEMPTED
+from jaxscale.launch.rules import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED
 from jaxscale.records.storage import is_remote
 
 TPU_ACCELERATORS = {
@@ -179,7 +179,7 @@ def _variables(cluster: Cluster, name: str, host_count: int, slice_count: int) -
 
 def _pod_rules() -> list[dict[str, Any]]:
     """Return the rules by which a pod's end fails its job; the job's message then names the exit code."""
-    codes = [MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED]
+    codes = [MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED]
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}},
@@ -204,7 +204,7 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
                 "name": "finalCode",
                 "action": "FailJobSet",
                 "onJobFailureReasons": ["PodFailurePolicy"],
-                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED),
+                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED, GAVE_UP),
             },
             {
                 "name": "stopSignal",

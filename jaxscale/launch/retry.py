@@ -60,7 +60,7 @@ def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: b
         watch.clear(folder)
         start_time = time.time()
         code, was_interrupted = run(number)
-        attempts.append(_ended_attempt(folder, number, launch, code, start_time))
+        attempts.append(ended_attempt(folder, number, launch, code, start_time))
         write_attempt(folder, attempts[-1])
         is_stopped = code in (PREEMPTED, INTERRUPTED) and (
             was_interrupted or ends_when_preempted or (folder / watch.STOP).exists()
@@ -82,8 +82,8 @@ def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: b
             return code
 
 
-def _ended_attempt(folder: Path, number: int, launch: str, code: int, start_time: float) -> Attempt:
-    """Return the record of an attempt that has just ended."""
+def ended_attempt(folder: Path, number: int, launch: str, code: int, start_time: float) -> Attempt:
+    """Return the record of an attempt that has ended, whose heartbeats are in the folder."""
     beats = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == number}
     step = max((beat.step for beat in beats.values()), default=0)
     watched = watch.Watched(folder, max(beats, default=0) + 1, number)
@@ -120,7 +120,7 @@ def run_command(command: Sequence[str]) -> RunAttempt:
 
     def run(attempt: int) -> tuple[int, bool]:
         """Run the command once."""
-        variables = {**os.environ, heartbeat.ATTEMPT_VARIABLE: str(attempt)}
+        variables = {**os.environ, heartbeat.ATTEMPT_VARIABLE: str(attempt), heartbeat.LAUNCH_VARIABLE: "retry"}
         try:
             process = subprocess.Popen(command, env=variables, process_group=0)
         except OSError as error:

@@ -5,12 +5,18 @@ order, or some processes will wait forever.
 """
 
 import json
+import secrets
+import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxscale.errors import UserError
+
+SHARED_SECONDS = 20
+"""Seconds that a file server may take to show a new file to another host."""
 
 _Result = TypeVar("_Result")
 
@@ -73,6 +79,42 @@ def check_processes_agree(experiment: Any, plan: Any, source: Any) -> None:
             )
 
     call_on_all(check, LookupError)
+
+
+def check_shared_folder(folder: Any) -> None:
+    """Check that all processes see the folder of the first process: it writes a file, and the others look for it.
+
+    Raises:
+        UserError: this process does not see the folder, or another one does not.
+    """
+    import jax
+
+    from jaxscale.records.storage import is_remote
+
+    if jax.process_count() == 1 or is_remote(folder):
+        return
+    token = send_from_first([secrets.randbelow(2**31)])[0]
+    token_file = folder / f".shared-{token}"
+    if is_first():
+        token_file.touch()
+    wait_for_all("the shared folder has a token")
+
+    def check() -> None:
+        """Look for the file; a file server may show it late."""
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not token_file.exists():
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {process_index()} on {socket.gethostname()} does not see {folder} of rank 0: expected a "
+                    "folder that all hosts share; set --out, or Cluster.shared, to one, or to a bucket (gs://...)"
+                )
+            time.sleep(0.1)
+
+    try:
+        call_on_all(check, LookupError)
+    finally:
+        if is_first():
+            token_file.unlink(missing_ok=True)
 
 
 def wait_for_all(label: str) -> None:

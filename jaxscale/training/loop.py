@@ -22,7 +22,7 @@ from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import last_logged_step
-from jaxscale.records.processes import check_processes_agree, is_first, process_index, wait_for_all
+from jaxscale.records.processes import check_processes_agree, check_shared_folder, is_first, process_index, wait_for_all
 from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
 from jaxscale.training import endings
@@ -196,6 +196,7 @@ class _Training:
             self._prepare()  # reports mistakes before the directory is created
         with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
             heartbeat.start(process_index(), run_files.heartbeat_folder(self.folder))
+            check_shared_folder(self.folder)
             settings = self.experiment.checkpoint
             self.earlier = EarlierRun.read(self.folder, self.experiment)
             if self.earlier is not None:

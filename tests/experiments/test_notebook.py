@@ -16,7 +16,7 @@ def cells(notebook):
     return {cell["id"]: cell for cell in notebook["cells"]}
 
 
-@pytest.mark.parametrize("name", ["memory", "shakespeare"])
+@pytest.mark.parametrize("name", ["colab", "memory", "shakespeare"])
 def test_notebooks_are_stored_without_outputs_and_addresses(name):
     text = (FOLDER / f"{name}.ipynb").read_text("utf-8")
     notebook = json.loads(text)
@@ -46,24 +46,40 @@ def test_the_notebook_on_memory_runs(capsys, monkeypatch):
     assert found["explained"]._repr_html_().startswith("<iframe")
 
 
+def executed(notebook: dict, folder: Path) -> dict[str, list]:
+    """Execute a notebook in a folder as a user does, without the suite's devices; return each cell's outputs."""
+    (folder / "in.ipynb").write_text(json.dumps(notebook))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    jupyter = Path(sys.executable).with_name("jupyter")
+    command = [jupyter, "execute", "in.ipynb", "--output=out.ipynb", "--kernel_name=python3"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {
+        name: cell["outputs"]
+        for name, cell in cells(json.loads((folder / "out.ipynb").read_text())).items()
+        if cell["cell_type"] == "code"
+    }
+
+
+@pytest.mark.slow
+def test_the_notebook_for_colab_trains_on_the_machine_that_it_finds(tmp_path):
+    notebook = json.loads((FOLDER / "colab.ipynb").read_text("utf-8"))
+    cells(notebook)["settings"]["source"] = ["STEPS = 20\n", 'OUT = "run"\n']
+    outputs = executed(notebook, tmp_path)
+    text = {name: "".join("".join(o.get("text", "")) for o in out) for name, out in outputs.items()}
+    assert text["doctor"].startswith("cpu")
+    assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
+    assert text["sample"].startswith("def ")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 @pytest.mark.slow
 def test_the_notebook_trains_plots_samples_and_shows_its_report(tmp_path):
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     settings = cells(notebook)["settings"]
     assert settings["metadata"]["tags"] == ["parameters"]
     settings["source"] = ["STEPS = 30\n", 'OUT = "run"\n', 'REPOSITORY = ""\n']
-    (tmp_path / "in.ipynb").write_text(json.dumps(notebook))
-    # as a user has it: without the test suite's eight virtual devices
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    jupyter = Path(sys.executable).with_name("jupyter")
-    command = [jupyter, "execute", "in.ipynb", "--output=out.ipynb", "--kernel_name=python3"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    outputs = {
-        name: cell["outputs"]
-        for name, cell in cells(json.loads((tmp_path / "out.ipynb").read_text())).items()
-        if cell["cell_type"] == "code"
-    }
+    outputs = executed(notebook, tmp_path)
     assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
     said = {name: "".join("".join(o.get("text", "")) for o in out) for name, out in outputs.items()}
     first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+) nats", said["metrics"]).groups())

@@ -341,7 +341,13 @@ def test_rules_tell_exit_codes_apart_by_the_jobs_message():
         return "RestartJobSet"
 
     text = "Container jaxscale for pod default/x-0 failed with exit code {} matching FailJob rule at index 1"
-    expected = {2: "FailJobSet", 4: "FailJobSet", 75: "RestartJobSetAndIgnoreMaxRestarts", 137: "RestartJobSet"}
+    expected = {
+        2: "FailJobSet",
+        4: "FailJobSet",
+        5: "FailJobSet",
+        75: "RestartJobSetAndIgnoreMaxRestarts",
+        137: "RestartJobSet",
+    }
     assert {code: action(text.format(code)) for code in expected} == expected
     disruption = "Pod default/x-0 has condition DisruptionTarget matching FailJob rule at index 0"
     assert action(disruption) == "RestartJobSetAndIgnoreMaxRestarts"

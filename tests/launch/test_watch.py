@@ -340,6 +340,22 @@ def test_a_stopped_run_is_not_started_by_a_scheduler(tmp_path, capfd):
     assert "the run was stopped" in capfd.readouterr().err
 
 
+def test_restarts_by_a_scheduler_are_recorded_and_end_after_three_failures_at_one_step(tmp_path, capfd):
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS + "heartbeat.fail(RuntimeError('no')); sys.exit(1)")
+    codes = []
+    for attempt in range(4):
+        variables = {**os.environ, "JAXSCALE_RANK": "0", "JAXSCALE_PROCESSES": "1", "JAXSCALE_COORDINATOR": "a:1"}
+        variables["JAXSCALE_ATTEMPT"] = str(attempt)
+        codes.append(watch_host([sys.executable, str(script)], tmp_path / "run", 1, FAST, variables))
+    assert codes == [1, 1, 1, 5]
+    assert "gave up: three attempts in a row failed at step 4" in capfd.readouterr().err
+    attempts = read_attempts(tmp_path / "run")
+    assert [(attempt.number, attempt.code, attempt.step) for attempt in attempts] == [(0, 1, 4), (1, 1, 4), (2, 1, 4)]
+    assert "RuntimeError: no" in attempts[0].verdict
+    assert all(attempt.start_time < attempt.end_time for attempt in attempts)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
