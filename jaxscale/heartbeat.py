@@ -121,6 +121,7 @@ class Writer:
         self.failure = ""
         self._clock = clock
         self._start_time = self._change_time = clock()
+        self.start_time = time.time()
         self._closed_seconds: dict[str, float] = {}
         self._beat = 0
         self._thread: threading.Thread | None = None
@@ -252,9 +253,9 @@ def fail(error: BaseException) -> None:
         _writer.close()
 
 
-def now() -> Heartbeat:
-    """Return this process's heartbeat of this moment."""
-    return _writer.heartbeat()
+def now() -> tuple[Heartbeat, float]:
+    """Return this process's heartbeat of this moment, and when it began to count, in seconds since 1970."""
+    return _writer.heartbeat(), _writer.start_time
 
 
 def set_phase(phase: RunPhase, step: int | None = None) -> None:

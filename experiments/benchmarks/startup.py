@@ -27,7 +27,10 @@ from pathlib import Path
 
 from figures import Figure, show
 
+from jaxscale.heartbeat import Writer
+
 EXPERIMENT = Path(__file__).resolve().parents[1] / "shakespeare.py"
+CLUSTER = EXPERIMENT.parents[1] / "tpu_configs" / "h200_slurm.py"
 
 EARLY = {
     "typo in subcommand": (["tarin", str(EXPERIMENT)], "did you mean 'train'?"),
@@ -117,6 +120,22 @@ def main() -> None:
         }
         runs["import jax, flax, optax, scipy"] = (["-c", "import jax, flax.nnx, optax, scipy.optimize"], 0, "")
         runs["fit of 70B on 256 chips"] = (FIT, 0, "")
+        run_dir = Path(folder) / "run"
+        writer = Writer(run_dir / "processes", 0)
+        writer.set("finished")
+        writer.start()
+        writer.close()
+        launch = ["launch", str(EXPERIMENT), "--cluster", str(CLUSTER), "--dry-run"]
+        runs["launch --dry-run"] = (["-m", "jaxscale", *launch], 0, "")
+        small = {
+            "status": ["status", str(run_dir)],
+            "stop": ["stop", str(run_dir)],
+            "watch": ["watch", "--out", str(Path(folder) / "watched"), "--", "true"],
+        }
+        for name, words in small.items():
+            code, says = (2, "there is nothing to stop") if name == "stop" else (0, "")
+            seconds("-c", WITHOUT_JAX.replace(', "numpy"', ""), *words, code=code, says=says)
+            runs[name] = (["-m", "jaxscale", *words], code, says)
         for name, (words, says) in {**early, **LATE}.items():
             runs[name] = (["-m", "jaxscale", *words], 2, says)
         taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -138,7 +157,11 @@ def main() -> None:
             "s",
             2.0,
         ),
-        *(Figure(f"{name} beyond it", median[name] - median["import the experiment"], "s", 0.5) for name in LATE),
+        *(
+            Figure(f"{name} beyond it", median[name] - median["import the experiment"], "s", 0.5)
+            for name in (*LATE, "launch --dry-run")
+        ),
+        *(Figure(name, median[name], "s", 0.3) for name in ("status", "stop", "watch")),
     ]
     if not show(found, f"Startup, median of {rounds} rounds") and not args.tiny:
         raise SystemExit(1)

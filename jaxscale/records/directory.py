@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale import values
 from jaxscale.errors import UserError
-from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.storage import is_remote, run_path
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
+    from jaxscale.recipe.plan import Plan
 
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
 PROCESSES = "processes"
@@ -170,8 +170,10 @@ def set_aside(directory: Any) -> Any:
     return new_path
 
 
-def write_values(directory: Any, experiment: "Experiment", plan: Plan) -> None:
+def write_values(directory: Any, experiment: "Experiment", plan: "Plan") -> None:
     """Write experiment.json and plan.json to a run directory."""
+    from jaxscale.recipe.plan import PLAN_VERSION
+
     write_json(run_path(directory) / EXPERIMENT, values.to_json(experiment))
     write_json(run_path(directory) / PLAN, {"version": PLAN_VERSION, **values.to_json(plan)})
 

@@ -156,7 +156,7 @@ def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
         next_start = starts[index + 1] if index + 1 < len(starts) else float("inf")
         new = next((row for row in own if row["at"] == "first new step"), None)
         end = next((row for row in own if row["at"] == "end"), None)
-        last_time = max(row["time"] for row in rows if row["time"] < next_start)
+        last_time = max((row["time"] for row in rows if start_time <= row["time"] < next_start), default=start_time)
         final = dict(own[-1]["seconds_by_phase"])
         if end is None:  # it was killed, or it still runs
             final["stepping"] = final.get("stepping", 0.0) + last_time - own[-1]["time"]

@@ -18,12 +18,13 @@ import re
 import struct
 import time
 from collections.abc import Iterable
-from typing import Any, Literal, SupportsIndex, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FILE = "metrics.jsonl"
 RowKind = Literal["train", "eval", "event"]
@@ -41,8 +42,10 @@ class MetricsRows(list[dict[str, Any]]):
         array([ 2., nan])
     """
 
-    def column(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> "np.ndarray":
         """Return the field `name` of every row as float64 [rows], with NaN where the field is not a number."""
+        import numpy as np
+
         cells = (row.get(name) for row in self)
         numbers = [float(cell) if isinstance(cell, int | float) else math.nan for cell in cells]
         return np.array(numbers, dtype=np.float64)

@@ -4,7 +4,6 @@ If there are several processes, only the first writes output.
 """
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,10 +60,9 @@ class Journal:
 
     def log_hours(self, step: int, moment: str) -> None:
         """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
-        beat = heartbeat.now()
+        beat, start_time = heartbeat.now()
         seconds = {phase: round(value, 3) for phase, value in beat.seconds_by_phase.items()}
-        start_time = round(time.time() - beat.uptime, 3)
-        self.log_event(step, "hours", at=moment, process_start=start_time, seconds_by_phase=seconds)
+        self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds)
 
     def _report_failure(self, step: int, callback: str, error: str) -> None:
         """Show and log that a callback failed after a step."""
