@@ -108,7 +108,8 @@ class Watchdog:
         self._watched, self._command, self._variables = watched, command, variables
         self._processes: list[RankProcess] = []
         self._ending: Ending | None = None
-        self._is_own_ending = False
+        self._is_own_ending = self._is_peer_ending = False
+        self._noticed_ranks: set[int] = set()
         self._deadline = float("inf")
         self._signal_count = self._passed_signal_count = 0
         self._is_stopped = False
@@ -194,10 +195,14 @@ class Watchdog:
                 break
             if failed_code is not None and failed_code not in PREEMPTED_CODES:
                 self._fail(self._ending_of(process, "exit", failed_code))
-        foreign_ending = read_ending(self._watched) if self._is_fresh(FAILURE) else None
-        if self._ending is None and foreign_ending is not None:
-            self._ending = foreign_ending
+        published_ending = self._published_ending()
+        if self._ending is None and published_ending is not None:
+            self._ending = published_ending
             self._deadline = min(self._deadline, time.monotonic() + FAILURE_GRACE)
+
+    def _published_ending(self) -> Ending | None:
+        """Return the first failure of this attempt that a watchdog has published; `None` if there is none."""
+        return read_ending(self._watched) if self._is_fresh(FAILURE) else None
 
     def _is_fresh(self, name: str) -> bool:
         """Return whether a file is in the run's folder and was written during this launch."""
@@ -215,15 +220,14 @@ class Watchdog:
         """Take note of the processes that have ended, in the order in which they are noticed."""
         for process in self._processes:
             code = process.code
-            if code is None or code == 0:
+            if code is None or code == 0 or process.rank in self._noticed_ranks:
                 continue
+            self._noticed_ranks.add(process.rank)
             if self._is_stop_code(code):
                 grace = PREEMPTION_GRACE if code in PREEMPTED_CODES else FAILURE_GRACE
                 self._deadline = min(self._deadline, time.monotonic() + grace)
-            elif self._ending is None or self._is_peer_failure(self._ending):
-                ending = self._ending_of(process, "exit", code)
-                if self._ending is None or not self._is_peer_failure(ending):
-                    self._fail(ending)
+            elif self._ending is None or self._is_peer_ending:
+                self._fail(self._ending_of(process, "exit", code))
 
     def _is_stop_code(self, code: int) -> bool:
         """Return whether a process with this exit code ended because of a stop signal."""
@@ -247,11 +251,17 @@ class Watchdog:
         return beat is not None and beat.failure.startswith(PEER_FAILED)
 
     def _fail(self, ending: Ending) -> None:
-        """Take note of a failure, and publish it to the watchdogs of the other hosts if it is the first one."""
-        is_peer_failure = self._is_peer_failure(ending)
-        earlier_ending = read_ending(self._watched) if self._is_fresh(FAILURE) else None
+        """Take note of a failure, and publish it to the watchdogs of the other hosts if it is the first one.
+
+        The end of a process that only follows another one's failure is not published, and gives way to that failure.
+        """
+        is_peer_ending = self._is_peer_failure(ending)
+        if self._ending is not None and is_peer_ending:
+            return
+        earlier_ending = self._published_ending()
         self._ending = earlier_ending or ending
-        self._is_own_ending = earlier_ending is None and not is_peer_failure
+        self._is_peer_ending = earlier_ending is None and is_peer_ending
+        self._is_own_ending = earlier_ending is None and not is_peer_ending
         if self._is_own_ending:
             write_ending(self._watched, ending)
         grace = 0.0 if ending.cause in ("timeout", "frozen") else FAILURE_GRACE
@@ -270,6 +280,11 @@ class Watchdog:
             process.kill()
         for process in self._processes:
             process.close()
+        deadline = time.monotonic() + FAILURE_GRACE
+        while self._is_peer_ending and time.monotonic() < deadline:  # the cause may be on another host
+            if (published_ending := self._published_ending()) is not None:
+                self._ending, self._is_peer_ending = published_ending, False
+            time.sleep(0.05)
         if self._is_own_ending:
             self._show_verdict()
 

@@ -53,5 +53,5 @@ def experiment() -> jx.Experiment:
         evaluation=jx.Evaluation(every=0),
         samples=jx.Samples(every=0),
         checkpoint=jx.Checkpointing(every=4),
-        plan=jx.Plan(mesh="fsdp:2", zero=3),
+        plan=jx.Plan(mesh=os.environ.get("MESH", "fsdp:2"), zero=3),
     )

@@ -28,7 +28,8 @@ def text(tmp_path_factory) -> Path:
 def _launch(text: Path, out: Path, fault: str, *words: str, processes: int = 2) -> tuple[int, str, float]:
     """Launch a run on this machine; return the exit code, the output and the seconds."""
     variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes), "FAULT": fault, "TEXT": str(text)}
+    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "FAULT": fault, "TEXT": str(text)}
+    variables["MESH"] = f"fsdp:{processes}"
     command = [sys.executable, "-m", "jaxscale", "launch", str(FILE), "--cluster", f"local:{processes}"]
     start_time = time.monotonic()
     result = subprocess.run(
@@ -100,12 +101,12 @@ def test_faults(fault, text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_kill_9_at_any_rank_and_step_is_bitwise_undisturbed(processes, text, tmp_path):
+@pytest.mark.parametrize(("processes", "steps"), [(2, (2, 5, 9, 12)), (4, (3, 7, 11))])
+def test_kill_9_at_any_rank_and_step_is_bitwise_undisturbed(processes, steps, text, tmp_path):
     assert _launch(text, tmp_path / "whole", "", processes=processes)[0] == 0
     expected = _losses(tmp_path / "whole")
     for rank in range(processes):
-        for step in (2, 5, 9, 12):
+        for step in steps:
             run_dir = tmp_path / f"{rank}-{step}"
             code, output, _ = _launch(text, run_dir, f"SIGKILL:{rank}:stepping:{step}:1", processes=processes)
             assert code == 0, output

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -222,6 +223,21 @@ def test_another_hosts_failure_ends_this_hosts_processes(tmp_path):
     assert watchdog.run() == 137
     assert time.monotonic() - start_time < 8
     assert "rank 4 on other was ended by SIGKILL before its first heartbeat" in str(watchdog.verdict())
+
+
+def test_a_host_that_only_follows_reports_the_code_of_the_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxscale.launch.watch.FAILURE_GRACE", 3)
+    body = """
+        from jaxscale.errors import UserError
+        heartbeat.fail(UserError("another process failed and reports the reason"))
+        sys.exit(2)
+    """
+    watchdog = _watchdog(tmp_path, body, 2)
+    timer = threading.Timer(1.5, write_ending, (Watched(tmp_path / "processes", 5), Ending(4, "other", 1, "exit", 7)))
+    timer.start()
+    assert watchdog.run() == 7
+    timer.join()
+    assert _watchdog(tmp_path / "alone", body, 2).run() == 2
 
 
 def test_files_of_an_earlier_launch_do_not_count(tmp_path):

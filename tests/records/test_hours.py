@@ -15,7 +15,9 @@ AT_NEW = {"starting": 2.0, "compiling": 8.0, "stepping": 10.0}
 LAST = {"starting": 2.0, "compiling": 8.0, "stepping": 40.0, "saving": 5.0}
 
 
-def _attempt(number: int, code: int, times: tuple[float, float], seconds: dict[str, float], launch: str = "a") -> Attempt:
+def _attempt(
+    number: int, code: int, times: tuple[float, float], seconds: dict[str, float], launch: str = "a"
+) -> Attempt:
     return Attempt(number, launch, code, 0, *times, f"verdict {number}" if code else "", seconds)
 
 
