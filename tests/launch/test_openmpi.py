@@ -1,4 +1,4 @@
-"""Processes that OpenMPI starts train like those of a launch. Needs Debian's package openmpi-bin; skipped without it."""
+"""Processes that OpenMPI starts train like those of a launch; skipped without Debian's package openmpi-bin."""
 
 import os
 import shutil
