@@ -221,6 +221,18 @@ class Cluster:
         is_tpu = platform is not None and platform.chip.kind == "tpu"
         if isinstance(self.scheduler, QueuedResource) and not is_tpu:
             raise UserError(f"QueuedResource: got the platform {self.platform!r}, expected a TPU")
+        if isinstance(self.scheduler, Local):
+            own = Cluster.__dataclass_fields__
+            unused = [
+                name
+                for name in ("python", "setup", "variables", "interface", "cache")
+                if getattr(self, name) != own[name].default
+            ]
+            if unused:
+                raise UserError(
+                    f"Cluster.{unused[0]}: expected none with Local, whose processes start with this Python and "
+                    "environment"
+                )
         for name in ("shared", "python", "interface", "cache"):
             if "\n" in getattr(self, name) or "\0" in getattr(self, name):
                 raise UserError(f"Cluster.{name}: got {getattr(self, name)!r}, expected one line")

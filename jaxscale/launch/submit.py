@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
+from jaxscale.launch.documents import present_values
 from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
 from jaxscale.records import directory as run_files
 from jaxscale.records.storage import is_remote
@@ -45,9 +46,15 @@ def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
     """Check the directory of a run before its launch; with `resume` "never", rename an earlier run there.
 
     Raises:
-        UserError: the directory holds a run of another experiment, or another process works on it.
+        UserError: the directory holds a run of another experiment, another process works on it, or it cannot be
+            renamed from here.
     """
     path = run_files.run_path(run_dir)
+    if resume == "never" and not is_remote(run_dir) and not Path(run_dir).absolute().parent.exists():
+        raise UserError(
+            f"--resume never: {Path(run_dir).absolute().parent} is not visible here, so that an earlier run there "
+            "could not be renamed: create it, launch from a machine that sees it, or choose another --out"
+        )
     if resume == "never" and (path / run_files.EXPERIMENT).exists():
         with run_files.lock_run(path):
             print(f"the earlier run in {path} is now in {run_files.set_aside(path)}")
@@ -91,6 +98,7 @@ def launch(
         if is_dry_run:
             print(script, end="")
             return 0
+        present_values(cluster)  # sbatch passes the environment on
         folder = heartbeats_folder(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         script_file = folder / "job.sbatch"
@@ -153,8 +161,3 @@ def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:
     if result.returncode:
         raise UserError(f"{command[0]} refused the document: {(result.stderr or result.stdout).strip()}")
     return result.stdout
-
-
-def needs_shared_folder(cluster: Cluster, run_dir: str) -> bool:
-    """Return whether the hosts must share the folder of a run: not for a run in a bucket, and not on one host."""
-    return cluster.host_count > 1 and not is_remote(run_dir)

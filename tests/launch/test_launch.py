@@ -91,11 +91,11 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(fault, text, tmp_path):
     expected_code, expected_text = FAULTS[fault]
-    timeouts = "stepping=20,data=20,restoring=20,compiling=25,saving=20,frozen=10"
+    timeouts = "stepping=20,data=20,restoring=20,compiling=60,saving=20,frozen=10"
     code, output, seconds = _launch(text, tmp_path / "run", fault, "--timeouts", timeouts)
     assert code == expected_code, output
     assert re.search(expected_text, output), output
-    assert seconds < 150
+    assert seconds < 200
     if code == 0:
         assert [step for step, _ in _losses(tmp_path / "run")] == list(range(1, 13))
 
@@ -124,6 +124,10 @@ def test_kill_9_at_any_rank_and_step_is_bitwise_undisturbed(processes, steps, te
         (["launch", str(FILE), "--cluster", "local:2", "--log-every", "0"], "--log-every: got 0"),
         (["launch", str(FILE), "--cluster", "local:2", "--timeouts", "x=1"], "unknown phase in --timeouts"),
         (["launch", str(FILE), "--clutser", "local:2"], "unknown flag '--clutser' of launch; did you mean '--cluster'"),
+        (
+            ["launch", str(FILE), "--cluster", "local:2", "--out", "no/such/folder/run", "--resume", "never"],
+            "--resume never: ",
+        ),
         (["watch"], "watch lacks the command to run: jaxscale watch [flags] -- CMD"),
         (["watch", "--ranks", "0", "--", "true"], "--ranks: got 0"),
         (["retry", "--", "true"], "retry lacks --out"),
@@ -133,7 +137,8 @@ def test_kill_9_at_any_rank_and_step_is_bitwise_undisturbed(processes, steps, te
         (["fit", str(FILE), "--cluster", "local:2", "--platform", "cpu"], "got --platform and --cluster"),
     ],
 )
-def test_mistakes_are_refused(words, message, capsys):
+def test_mistakes_are_refused(words, message, capsys, monkeypatch):
+    monkeypatch.setenv("TEXT", "text.txt")
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
