@@ -105,6 +105,7 @@ def launch(
         script_file.write_text(script)
         for _ in range(scheduler.jobs):
             print(submit(["sbatch", str(script_file)], f"sbatch {script_file}"), end="")
+        print(f"follow it: jaxscale status {shlex.quote(run_dir)} --log 0")
         return 0
     if isinstance(scheduler, JobSet):
         check_dns_name("name of the run", name)

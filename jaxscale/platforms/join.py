@@ -447,12 +447,23 @@ def _end_for_missing_ranks(place: ProcessPlace, timeout: int) -> None:
     """Print that processes are missing, and end this process; JAX would abort it without a word about the run."""
     print(
         f"jaxscale: {place.scheduler}: after {timeout} s, not all {place.processes} processes have joined at "
-        f"{place.coordinator} (this is rank {place.rank}): the outputs of the others show which one failed or did not "
-        "start; JAXSCALE_JOIN_TIMEOUT sets another number of seconds",
+        f"{place.coordinator} (this is rank {place.rank}): {_missing_text(place)}; JAXSCALE_JOIN_TIMEOUT sets another "
+        "number of seconds",
         file=sys.stderr,
         flush=True,
     )
     os._exit(2)
+
+
+def _missing_text(place: ProcessPlace) -> str:
+    """Return text that names the ranks that have written no heartbeat, if a watchdog has set the folder of these."""
+    folder = os.environ.get(heartbeat.FOLDER_VARIABLE)
+    present = {} if folder is None else heartbeat.read_heartbeats(Path(folder))
+    missing = [str(rank) for rank in range(place.processes) if rank not in present]
+    if folder is None or not missing:
+        return "the outputs of the others show which one failed or did not start"
+    more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    return f"no heartbeat in {folder} from rank {', '.join(missing[:16])}{more}"
 
 
 def _is_number(text: str) -> bool:

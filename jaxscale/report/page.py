@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxscale.figures.axes import spread_indices
 from jaxscale.figures.markup import Markup, element, joined, page, table
+from jaxscale.records.hours import hours
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample
@@ -129,6 +130,11 @@ def _figure_list(run: RunRecord) -> Markup | None:
         compile_seconds = float(np.nansum(run.events("compile").column("seconds")))
         compile_note = f"{duration(compile_seconds)} compiling" if compile_seconds else ""
         figures.append(("Time", duration(run.seconds), compile_note))
+    run_hours = hours(run.directory)
+    if run_hours is not None and run_hours.lost:
+        lost_seconds = sum(seconds for _, seconds in run_hours.lost)
+        restart_note = f"{len(run_hours.lost)} restart{'s' * (len(run_hours.lost) > 1)}"
+        figures.append(("Lost to restarts", duration(lost_seconds), restart_note))
     if run.tokens_per_second is not None:
         mfu_note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
         figures.append(("Tokens per second", count(run.tokens_per_second), mfu_note))

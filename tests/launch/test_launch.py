@@ -68,6 +68,7 @@ def test_a_killed_run_comes_back_bitwise_and_reports_what_that_cost(text, tmp_pa
     assert abs(run_hours.seconds - (second.end_time - first.start_time)) < 0.1
     parts = sum(run_hours.seconds_by_phase.values()) + lost
     assert abs(parts - run_hours.seconds) < 0.1
+    assert "Lost to restarts" in (tmp_path / "killed" / "report.html").read_text()
     assert run_hours.seconds < seconds < run_hours.seconds + 4  # the launcher's own start
 
 

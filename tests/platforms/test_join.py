@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.heartbeat import read_heartbeats
-from jaxscale.platforms.join import ProcessPlace, first_host, local_gpus, place_of
+from jaxscale.heartbeat import Writer, read_heartbeats
+from jaxscale.platforms.join import ProcessPlace, _missing_text, first_host, local_gpus, place_of
 from jaxscale.records.metrics import read_metrics
 
 SLURM = {
@@ -210,6 +210,17 @@ def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_s
     assert [process.returncode for process in different] == [2, 2], outputs
     assert "rank 1 differs from rank 0: experiment: seed (5 here, 0 there)" in outputs[1]
     assert "another process failed and reports the reason" in outputs[0]
+
+
+def test_under_a_watchdog_the_missing_ranks_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_HEARTBEATS", str(tmp_path))
+    for rank in (0, 2):
+        writer = Writer(tmp_path, rank)
+        writer.start()
+        writer.close()
+    assert _missing_text(ProcessPlace("Slurm", "a:1", 4, 0)) == f"no heartbeat in {tmp_path} from rank 1, 3"
+    monkeypatch.delenv("JAXSCALE_HEARTBEATS")
+    assert "the outputs of the others" in _missing_text(ProcessPlace("Slurm", "a:1", 4, 0))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
