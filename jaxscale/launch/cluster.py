@@ -82,7 +82,7 @@ class JobSet:
         service_account: service account of the pods; "" for the default one.
         secrets: names of secrets whose entries become environment variables.
         restarts: number of restarts after failures that JobSet allows; stops by a signal do not count.
-        tells_failures_apart: whether the JobSet controller has `onJobFailureMessagePatterns`.
+        has_message_patterns: whether the JobSet controller has `onJobFailureMessagePatterns`.
     """
 
     image: str
@@ -92,7 +92,7 @@ class JobSet:
     service_account: str = ""
     secrets: tuple[str, ...] = ()
     restarts: int = 20
-    tells_failures_apart: bool = True
+    has_message_patterns: bool = True
 
     def __post_init__(self) -> None:
         _check_word("JobSet.image", self.image, required=True)

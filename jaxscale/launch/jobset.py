@@ -189,11 +189,11 @@ def _pod_rules() -> list[dict[str, Any]]:
 def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
     """Return the rules by which a failed job fails or restarts the set.
 
-    Each pod rule that fails a job gives it the reason PodFailurePolicy, so patterns of the job's message tell them
-    apart. A controller without such patterns counts every restart, and restarts after mistakes, too.
+    Each pod rule that fails a job gives it the reason PodFailurePolicy, so patterns of the job's message distinguish
+    them. A controller without such patterns counts every restart, and restarts after mistakes, too.
     """
     policy: dict[str, Any] = {"maxRestarts": scheduler.restarts}
-    if scheduler.tells_failures_apart:
+    if scheduler.has_message_patterns:
 
         def pattern(*codes: int) -> list[str]:
             """Return the patterns of the messages about exit codes."""

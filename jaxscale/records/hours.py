@@ -17,6 +17,8 @@ from jaxscale.records.metrics import read_rows
 from jaxscale.values.units import duration
 
 MOMENTS = ("first new step", "end")
+STOP_CODES = (75, 130)
+"""Exit codes of an attempt that a signal stopped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,7 @@ def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attemp
         end = next((row for row in own if row["at"] == "end"), None)
         new = next((row for row in own if row["at"] == "first new step"), None)
         cause = "" if attempt.code == 0 else attempt.verdict or f"code {attempt.code}"
+        cause = "stopped by a signal" if attempt.code in STOP_CODES else cause
         final = attempt.seconds_by_phase or ({} if end is None else end["seconds_by_phase"])
         span = _Span(attempt.start_time, attempt.end_time, attempt.launch, cause, final)
         if new is not None:

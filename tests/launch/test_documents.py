@@ -268,7 +268,7 @@ POD_CLUSTERS = [
     Cluster(
         "tpu v6e:16x16 x 2", JobSet("i", namespace="n", queue="q", service_account="s", secrets=("k",)), shared="gs://b"
     ),
-    Cluster("gpu h100 x 32", JobSet("i", claim="disk", tells_failures_apart=False), shared="/shared", interface="eth1"),
+    Cluster("gpu h100 x 32", JobSet("i", claim="disk", has_message_patterns=False), shared="/shared", interface="eth1"),
     Cluster("tpu 7x:4x4x4", POD, shared="gs://b"),
 ]
 

@@ -55,7 +55,7 @@ def test_the_time_between_two_launches_is_not_the_runs():
     hours = hours_of(rows, attempts)
     assert hours is not None
     assert hours.seconds == 100
-    assert hours.lost == (("verdict 1", 20),)
+    assert hours.lost == (("stopped by a signal", 20),)
 
 
 def test_a_run_without_a_launcher():
