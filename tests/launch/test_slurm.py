@@ -64,12 +64,9 @@ def _run(folder: Path, text: Path, act: str = "true", fault: str = "", steps: in
     cluster.write_text(CLUSTER.format(shared=str(folder), python=sys.executable, root=HERE.parents[1]))
     run_dir = folder / "runs" / "faulty"
     python = f"PYTHONPATH={HERE.parents[1]} {sys.executable}"
-    driver = (
-        DRIVER.format(
-            python=python, file=HERE / "faulty.py", cluster=cluster, run=run_dir, steps=steps, act_step=20, act=act
-        )
-        .replace("RUN", str(run_dir))
-        .replace("PYTHON", python)
+    act = act.format(program=f"{python} -m jaxscale", run=run_dir)
+    driver = DRIVER.format(
+        python=python, file=HERE / "faulty.py", cluster=cluster, run=run_dir, steps=steps, act_step=20, act=act
     )
     variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     variables |= {"FAULT": fault, "TEXT": str(text)}
@@ -115,7 +112,7 @@ def test_a_signal_saves_and_the_job_is_requeued(act, text, tmp_path, whole):
 
 
 def test_a_stopped_run_is_not_requeued(text, tmp_path):
-    run_dir, output = _run(tmp_path, text, "PYTHON -m jaxscale stop RUN", steps=400)
+    run_dir, output = _run(tmp_path, text, "{program} stop {run}", steps=400)
     assert "ExitCode=75:0" in output, output
     assert "Restarts=0" in output
     assert 20 <= len(_losses(run_dir)) < 400
