@@ -149,6 +149,11 @@ class Writer:
                 now - self._start_time, self._beat, seconds_by_phase, self.failure, *_main_thread_place(),
             )  # fmt: skip
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread that writes the file runs."""
+        return self._thread is not None
+
     def start(self) -> None:
         """Start the thread that writes the file, once the folder and the rank are known."""
         if self._thread is None and self.folder is not None and self.rank is not None:
@@ -247,8 +252,8 @@ def stop() -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Write that an error ended this process's work, unless an earlier error is written."""
-    if not _writer.failure:
+    """Write that an error ended this process's work, unless an earlier error or nothing at all is written."""
+    if _writer.is_writing and not _writer.failure:
         _writer.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"
         _writer.close()
 

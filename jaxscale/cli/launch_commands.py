@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -172,8 +171,3 @@ def _check_local_run(run_dir: str) -> None:
         raise UserError(f"{run_dir} is in a bucket, where runs write no heartbeats: see the logs of the scheduler")
     if not Path(run_dir).is_dir():
         raise UserError(f"run directory {run_dir} does not exist: give the directory of a run")
-
-
-def python_command() -> list[str]:
-    """Return the words by which this Python runs jaxscale."""
-    return [sys.executable, "-m", "jaxscale"]

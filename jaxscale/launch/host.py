@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxscale import heartbeat
+from jaxscale.errors import UserError
 from jaxscale.heartbeat import read_heartbeats
 from jaxscale.launch import watch
 from jaxscale.launch.retry import ended_attempt, launch_name
@@ -39,7 +40,10 @@ def watch_host(
         UserError: a variable is malformed, or the command does not exist.
     """
     place = place_of(variables)
-    attempt = int(variables.get(heartbeat.ATTEMPT_VARIABLE, 0))
+    attempt_text = variables.get(heartbeat.ATTEMPT_VARIABLE, "0")
+    if not (attempt_text.isascii() and attempt_text.isdigit()):
+        raise UserError(f"environment variable {heartbeat.ATTEMPT_VARIABLE}: got {attempt_text!r}, expected a number")
+    attempt = int(attempt_text)
     if attempt > 0 and (folder / watch.STOP).exists():
         print("jaxscale: the run was stopped by `jaxscale stop`; launch it again to continue it", file=sys.stderr)
         return 0

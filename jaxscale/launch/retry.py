@@ -53,8 +53,13 @@ def retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: bo
 def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: bool) -> int:
     """Run attempts in a locked folder; `retry` describes the arguments."""
     attempts = read_attempts(folder)
-    if not any(attempt.launch == launch for attempt in attempts):
-        (folder / watch.STOP).unlink(missing_ok=True)
+    if ends_when_preempted and (folder / watch.STOP).exists():  # as in the next of several jobs
+        print(
+            f"jaxscale: the run was stopped by `jaxscale stop`: launch it again, or remove {folder / watch.STOP}",
+            file=sys.stderr,
+        )
+        return 0
+    (folder / watch.STOP).unlink(missing_ok=True)
     while True:
         number = max((attempt.number for attempt in attempts), default=0) + 1
         watch.clear(folder)

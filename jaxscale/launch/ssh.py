@@ -42,6 +42,7 @@ def ssh_commands(
             "JAXSCALE_PROCESSES": str(len(scheduler.hosts)),
             "JAXSCALE_RANK": str(rank),
             heartbeat.ATTEMPT_VARIABLE: str(attempt),
+            heartbeat.LAUNCH_VARIABLE: "ssh",
         }
         lines = [
             "set -a; . /dev/stdin; set +a",

@@ -10,7 +10,7 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
 from jaxscale.launch.documents import present_values
-from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
+from jaxscale.launch.watch import STOP, heartbeats_folder, parse_timeouts
 from jaxscale.records import directory as run_files
 from jaxscale.records.storage import is_remote
 
@@ -103,6 +103,7 @@ def launch(
         folder.mkdir(parents=True, exist_ok=True)
         script_file = folder / "job.sbatch"
         script_file.write_text(script)
+        (folder / STOP).unlink(missing_ok=True)
         for _ in range(scheduler.jobs):
             print(submit(["sbatch", str(script_file)], f"sbatch {script_file}"), end="")
         print(f"follow it: jaxscale status {shlex.quote(run_dir)} --log 0")

@@ -317,6 +317,15 @@ def test_a_stop_ends_the_attempts(tmp_path):
     assert len(read_attempts(tmp_path)) == 3
 
 
+def test_a_stopped_run_is_not_continued_by_the_next_job_but_by_the_next_launch(tmp_path, capfd):
+    (tmp_path / STOP).touch()
+    assert retry(tmp_path, lambda attempt: (1, False), "job 2", ends_when_preempted=True) == 0
+    assert f"launch it again, or remove {tmp_path / STOP}" in capfd.readouterr().err
+    assert read_attempts(tmp_path) == []
+    assert retry(tmp_path, lambda attempt: (0, False), "b") == 0
+    assert not (tmp_path / STOP).exists()
+
+
 def test_two_launches_of_one_run_are_refused(tmp_path):
     def run(attempt: int) -> tuple[int, bool]:
         with pytest.raises(UserError, match=r"is in use by process \d+"):
@@ -332,6 +341,8 @@ def test_a_command_gets_the_attempts_number(tmp_path):
     assert run_command(["bash", "-c", "kill -9 $$"])(1) == (137, False)
     with pytest.raises(UserError, match="cannot start 'no-such-program'"):
         run_command(["no-such-program"])(1)
+    with pytest.raises(UserError, match="JAXSCALE_ATTEMPT: got 'x', expected a number"):
+        watch_host(["true"], tmp_path, 1, FAST, {"JAXSCALE_ATTEMPT": "x"})
 
 
 # -- one host of several ----------------------------------------------------------------------------------------------
