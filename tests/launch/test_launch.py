@@ -102,7 +102,7 @@ def test_faults(fault, text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "steps"), [(2, (2, 5, 9, 12)), (4, (3, 7, 11))])
+@pytest.mark.parametrize(("processes", "steps"), [(2, (2, 5, 9, 12)), (4, (7,))])
 def test_kill_9_at_any_rank_and_step_is_bitwise_undisturbed(processes, steps, text, tmp_path):
     assert _launch(text, tmp_path / "whole", "", processes=processes)[0] == 0
     expected = _losses(tmp_path / "whole")
