@@ -28,6 +28,19 @@ class Preempted(Exception):
     """The run received a signal to stop, and has saved a checkpoint from which a new start continues. Exit code 75."""
 
 
+DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 75, 130
+"""Exit codes of `train` and `launch`."""
+STOP_CODES = (PREEMPTED, INTERRUPTED)
+"""Exit codes of a process that a stop signal ended; with the first one it has saved."""
+EXIT_CODES: dict[type[BaseException], int] = {
+    UserError: MISTAKE,
+    Diverged: DIVERGED,
+    Preempted: PREEMPTED,
+    KeyboardInterrupt: INTERRUPTED,
+}
+"""Exit codes of errors; any other error is a crash."""
+
+
 def near_miss(word: str, known: Iterable[str]) -> str:
     """Return a suggestion to append to an error about an unknown word; "" if no known word is similar.
 

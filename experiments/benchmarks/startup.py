@@ -56,13 +56,13 @@ sys.exit(code)
 """
 
 
-def seconds(*words: str, code: int = 0, says: str = "") -> float:
+def seconds(*words: str, code: int = 0, expected_text: str = "") -> float:
     """Wall seconds of one Python process; its exit code and words are checked."""
     start = time.perf_counter()
     ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     taken = time.perf_counter() - start
     assert ended.returncode == code, f"{words}: exit code {ended.returncode}\n{ended.stderr}"
-    assert says in ended.stderr, f"{words}: expected {says!r} in\n{ended.stderr}"
+    assert expected_text in ended.stderr, f"{words}: expected {expected_text!r} in\n{ended.stderr}"
     assert "Traceback" not in ended.stderr, ended.stderr
     return taken
 
@@ -104,11 +104,11 @@ def main() -> None:
         variants = Path(folder) / "variants.py"
         variants.write_text("def experiment(): ...\ndef tiny(): ...\nVARIANTS = {'tiny': tiny}\n")
         early = {
-            name: ([str(variants) if word == "VARIANTS" else word for word in words], says)
-            for name, (words, says) in EARLY.items()
+            name: ([str(variants) if word == "VARIANTS" else word for word in words], expected_text)
+            for name, (words, expected_text) in EARLY.items()
         }
-        for words, says in early.values():
-            seconds("-c", WITHOUT_JAX, *words, code=2, says=says)
+        for words, expected_text in early.values():
+            seconds("-c", WITHOUT_JAX, *words, code=2, expected_text=expected_text)
         runs: dict[str, tuple[list[str], int, str]] = {
             "import jax": (["-c", "import jax"], 0, ""),
             "import jaxscale and jax": (["-c", "import jaxscale, jax; jaxscale.Experiment, jaxscale.Plan"], 0, ""),
@@ -133,15 +133,15 @@ def main() -> None:
             "watch": ["watch", "--out", str(Path(folder) / "watched"), "--", "true"],
         }
         for name, words in small.items():
-            code, says = (2, "there is nothing to stop") if name == "stop" else (0, "")
-            seconds("-c", WITHOUT_JAX.replace(', "numpy"', ""), *words, code=code, says=says)
-            runs[name] = (["-m", "jaxscale", *words], code, says)
-        for name, (words, says) in {**early, **LATE}.items():
-            runs[name] = (["-m", "jaxscale", *words], 2, says)
+            code, expected_text = (2, "there is nothing to stop") if name == "stop" else (0, "")
+            seconds("-c", WITHOUT_JAX.replace(', "numpy"', ""), *words, code=code, expected_text=expected_text)
+            runs[name] = (["-m", "jaxscale", *words], code, expected_text)
+        for name, (words, expected_text) in {**early, **LATE}.items():
+            runs[name] = (["-m", "jaxscale", *words], 2, expected_text)
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds + 1):
-            for name, (words, code, says) in runs.items():
-                one = seconds(*words, code=code, says=says)
+            for name, (words, code, expected_text) in runs.items():
+                one = seconds(*words, code=code, expected_text=expected_text)
                 if number:  # the first round fills the caches of files and bytecode
                     taken[name].append(one)
     median = {name: statistics.median(column) for name, column in taken.items()}

@@ -18,10 +18,9 @@ from jaxscale import heartbeat
 from jaxscale.cli import arguments, user_code
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
-from jaxscale.errors import Diverged, Preempted, UserError
+from jaxscale.errors import CRASHED, EXIT_CODES, PREEMPTED
 
-CRASHED, MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED, UNREAD = 1, 2, 4, 75, 130, 141
-EXIT_CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, KeyboardInterrupt: INTERRUPTED}
+UNREAD = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -222,11 +222,11 @@ class Cluster:
         if isinstance(self.scheduler, QueuedResource) and not is_tpu:
             raise UserError(f"QueuedResource: got the platform {self.platform!r}, expected a TPU")
         if isinstance(self.scheduler, Local):
-            own = Cluster.__dataclass_fields__
+            fields = Cluster.__dataclass_fields__
             unused = [
                 name
                 for name in ("python", "setup", "variables", "interface", "cache")
-                if getattr(self, name) != own[name].default
+                if getattr(self, name) != fields[name].default
             ]
             if unused:
                 raise UserError(

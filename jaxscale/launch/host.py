@@ -1,16 +1,17 @@
 """The watchdog of one host under a scheduler: it finds the host's place, and starts the host's processes."""
 
 import dataclasses
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxscale import heartbeat
-from jaxscale.errors import UserError
+from jaxscale.errors import CRASHED, GAVE_UP, PREEMPTED, UserError
 from jaxscale.heartbeat import read_heartbeats
 from jaxscale.launch import watch
 from jaxscale.launch.retry import ended_attempt, launch_name
-from jaxscale.launch.rules import GAVE_UP, PREEMPTED, decide
+from jaxscale.launch.rules import decide
 from jaxscale.launch.verdict import exit_code
 from jaxscale.launch.watch import Watchdog, Watched
 from jaxscale.platforms.join import ProcessPlace, place_of
@@ -79,7 +80,7 @@ def record_earlier_attempt(folder: Path, attempt: int) -> str:
         start_time = min(end_times[rank] - beats[rank].uptime for rank in beats)
         ending = watch.read_ending(Watched(folder, len(beats), attempt - 1))
         is_stopped = any(beat.failure.startswith(("Preempted", "KeyboardInterrupt")) for beat in beats.values())
-        code = PREEMPTED if is_stopped else 1 if ending is None else exit_code(ending)
+        code = PREEMPTED if is_stopped else CRASHED if ending is None else exit_code(ending)
         record = ended_attempt(folder, attempt - 1, launch, code, start_time)
         write_attempt(folder, dataclasses.replace(record, end_time=max(end_times.values())))
     attempts = [earlier for earlier in read_attempts(folder) if earlier.launch == launch]
@@ -104,19 +105,24 @@ def host_variables(
         >>> host_variables(place, 4, {})[5]["JAXSCALE_LOCAL_RANK"]
         '1'
     """
-    host_rank = 0 if place is None else place.rank
     if process_count == 1:
-        return {host_rank: dict(variables)}
-    host_count = 1 if place is None else place.processes
-    coordinator = "127.0.0.1:61440" if place is None else place.coordinator
+        return {0 if place is None else place.rank: dict(variables)}
+    if place is None:
+        place = ProcessPlace("watchdog", f"127.0.0.1:{free_port()}", 1, 0)
     return {
-        rank: {
+        place.rank * process_count + local_rank: {
             **variables,
-            "JAXSCALE_COORDINATOR": coordinator,
-            "JAXSCALE_PROCESSES": str(host_count * process_count),
-            "JAXSCALE_RANK": str(rank),
-            "JAXSCALE_LOCAL_RANK": str(rank - host_rank * process_count),
+            "JAXSCALE_COORDINATOR": place.coordinator,
+            "JAXSCALE_PROCESSES": str(place.processes * process_count),
+            "JAXSCALE_RANK": str(place.rank * process_count + local_rank),
+            "JAXSCALE_LOCAL_RANK": str(local_rank),
             "JAXSCALE_LOCAL_PROCESSES": str(process_count),
         }
-        for rank in range(host_rank * process_count, (host_rank + 1) * process_count)
+        for local_rank in range(process_count)
     }
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now; each attempt has a new one, since old processes may answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import UserError
+from jaxscale.errors import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED, UserError
 from jaxscale.heartbeat import ATTEMPT_VARIABLE
 from jaxscale.launch.cluster import Cluster, JobSet
 from jaxscale.launch.documents import environment, refuse_variables, shell_lines, watch_command
-from jaxscale.launch.rules import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED
 from jaxscale.records.storage import is_remote
 
 TPU_ACCELERATORS = {

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import IO
 
 from jaxscale import heartbeat
-from jaxscale.errors import UserError
+from jaxscale.errors import CRASHED, EXIT_CODES, UserError
 from jaxscale.heartbeat import Heartbeat
 from jaxscale.launch.verdict import Cause
 
 FAILED_GRACE = 15
 """Seconds that a process may still run after it wrote that an error ended its work."""
-CODES = {"UserError": 2, "Diverged": 4, "Preempted": 75, "KeyboardInterrupt": 130}
-"""The exit codes of errors, by the error's type; any other error has 1."""
-PREEMPTED_CODES = (75, 130)
-"""Exit codes of a process that received a stop signal; with 75 it has saved."""
+CODES = {error_type.__name__: code for error_type, code in EXIT_CODES.items()}
+"""The exit codes of errors, by the name of the error's type."""
 _DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -142,7 +140,7 @@ class RankProcess:
         if self._failure_time is None:
             self._failure_time = time.monotonic()
         is_late = time.monotonic() - self._failure_time > FAILED_GRACE
-        return CODES.get(beat.failure.partition(":")[0], 1) if is_late else None
+        return CODES.get(beat.failure.partition(":")[0], CRASHED) if is_late else None
 
     def interrupt(self) -> None:
         """Send SIGTERM to the process that writes the heartbeats, or to the command before the first heartbeat."""

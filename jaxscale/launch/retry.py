@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from jaxscale import heartbeat
-from jaxscale.errors import UserError
+from jaxscale.errors import STOP_CODES, UserError
 from jaxscale.heartbeat import read_heartbeats
 from jaxscale.launch import watch
-from jaxscale.launch.rules import INTERRUPTED, PREEMPTED, decide
+from jaxscale.launch.rules import decide
+from jaxscale.launch.stop_signals import received_signals
 from jaxscale.launch.verdict import judge
 from jaxscale.records.attempts import Attempt, read_attempts, write_attempt
 from jaxscale.records.directory import lock_run
@@ -67,9 +67,7 @@ def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: b
         code, was_interrupted = run(number)
         attempts.append(ended_attempt(folder, number, launch, code, start_time))
         write_attempt(folder, attempts[-1])
-        is_stopped = code in (PREEMPTED, INTERRUPTED) and (
-            was_interrupted or ends_when_preempted or (folder / watch.STOP).exists()
-        )
+        is_stopped = code in STOP_CODES and (was_interrupted or ends_when_preempted or (folder / watch.STOP).exists())
         if is_stopped or was_interrupted:
             return code
         decision = decide([attempt for attempt in attempts if attempt.launch == launch])
@@ -100,20 +98,10 @@ def ended_attempt(folder: Path, number: int, launch: str, code: int, start_time:
 
 def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
     """Sleep, and return whether a stop signal arrived meanwhile, or `jaxscale stop` was called."""
-    received: list[int] = []
-
-    def note(signal_number: int, frame: FrameType | None) -> None:
-        """Take note of a signal."""
-        received.append(signal_number)
-
-    previous_handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        end_time = time.monotonic() + seconds
+    end_time = time.monotonic() + seconds
+    with received_signals() as received:
         while time.monotonic() < end_time and not received and not (folder / watch.STOP).exists():
             time.sleep(0.1)
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
     return bool(received) or (folder / watch.STOP).exists()
 
 
@@ -130,20 +118,9 @@ def run_command(command: Sequence[str]) -> RunAttempt:
             process = subprocess.Popen(command, env=variables, process_group=0)
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r}: {error.strerror}") from None
-        received: list[int] = []
-
-        def pass_on(signal_number: int, frame: FrameType | None) -> None:
-            """Pass a signal on to the command."""
-            received.append(signal_number)
-            if Path(command[0]).name != "srun":
-                process.send_signal(signal.SIGTERM)
-
-        previous_handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        is_srun = Path(command[0]).name == "srun"
+        with received_signals(lambda: None if is_srun else process.send_signal(signal.SIGTERM)) as received:
             code = process.wait()
-        finally:
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
         return (128 - code if code < 0 else code), bool(received)
 
     return run

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jaxscale.errors import DIVERGED, DONE, GAVE_UP, MISTAKE, STOP_CODES
 from jaxscale.records.attempts import Attempt
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds before the next attempt
 SAME_STEP_LIMIT, NO_PROGRESS_LIMIT = 3, 5
-DONE, MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED = 0, 2, 4, 5, 75, 130
 FINAL_CODES = (DONE, MISTAKE, DIVERGED, GAVE_UP)
 """Exit codes after which another attempt would end in the same way."""
 
@@ -46,9 +46,9 @@ def decide(attempts: Sequence[Attempt]) -> NextStep:
     code = attempts[-1].code
     if code in FINAL_CODES:
         return NextStep(code)
-    if code in (PREEMPTED, INTERRUPTED):
+    if code in STOP_CODES:
         return NextStep(None, FIRST_DELAY)
-    failures = [attempt for attempt in attempts if attempt.code not in (PREEMPTED, INTERRUPTED)]
+    failures = [attempt for attempt in attempts if attempt.code not in STOP_CODES]
     last_steps = [attempt.step for attempt in failures[-SAME_STEP_LIMIT:]]
     if len(last_steps) == SAME_STEP_LIMIT and len(set(last_steps)) == 1:
         where = f"at step {last_steps[0]}" if last_steps[0] else "before the first step"

@@ -5,10 +5,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxscale.errors import UserError
+from jaxscale.errors import INTERRUPTED, PREEMPTED, UserError
 from jaxscale.launch.cluster import Cluster, Slurm
 from jaxscale.launch.documents import retry_command, shell_lines, watch_command
-from jaxscale.launch.rules import INTERRUPTED, PREEMPTED
 from jaxscale.launch.watch import STOP
 from jaxscale.records.directory import heartbeat_folder
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from jaxscale import heartbeat
-from jaxscale.errors import UserError
+from jaxscale.errors import PREEMPTED, UserError
 from jaxscale.launch.cluster import Cluster, Ssh
 from jaxscale.launch.documents import present_values, shell_lines, watch_command
 from jaxscale.launch.retry import launch_name, retry
@@ -86,7 +86,7 @@ def launch_ssh(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts:
         except KeyboardInterrupt:  # ssh has passed Ctrl-C on, and the hosts save
             for process in processes:
                 process.wait()
-            return 75, True
+            return PREEMPTED, True
         codes = failed_codes or [process.wait() for process in processes]
         return next((code for code in codes if code), 0), False
 

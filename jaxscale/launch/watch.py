@@ -13,14 +13,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from jaxscale import heartbeat
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import DONE, INTERRUPTED, PREEMPTED, STOP_CODES, UserError, unknown
 from jaxscale.heartbeat import PHASES, heartbeat_file, read_heartbeats
-from jaxscale.launch.rank_process import PREEMPTED_CODES, RankProcess, log_file
+from jaxscale.launch.rank_process import RankProcess, log_file
+from jaxscale.launch.stop_signals import received_signals
 from jaxscale.launch.verdict import PEER_FAILED, Ending, Verdict, exit_code, judge
 
 TIMEOUTS: Mapping[str, float] = {
@@ -111,14 +111,14 @@ class Watchdog:
         self._is_own_ending = self._is_peer_ending = False
         self._noticed_ranks: set[int] = set()
         self._deadline = float("inf")
-        self._signal_count = self._passed_signal_count = 0
+        self._received_signals: list[int] = []
         self._is_stopped = False
         self._stale_times: dict[str, int] = {}  # when files that an earlier launch left were written
 
     @property
     def was_interrupted(self) -> bool:
         """Whether this watchdog received a stop signal."""
-        return self._signal_count > 0
+        return bool(self._received_signals)
 
     def run(self) -> int:
         """Start the processes, wait until all have ended, and return the exit code.
@@ -130,13 +130,13 @@ class Watchdog:
         Raises:
             UserError: the command does not exist.
         """
-        with self._catch_signals():
+        with received_signals() as self._received_signals:
             try:
                 self._start()
-                while (left := [process for process in self._processes if process.code is None]) and (
+                while (running := [process for process in self._processes if process.code is None]) and (
                     time.monotonic() < self._deadline
                 ):
-                    self._look(left)
+                    self._look(running)
                     time.sleep(0.05)
                 self._notice_ends()
                 self._end_the_rest()
@@ -172,28 +172,27 @@ class Watchdog:
             process.follow()
         self._next_look_time = 0.0
 
-    def _look(self, left: Sequence[RankProcess]) -> None:
-        """Look at the processes that are left once: signals, ends, timeouts, and the other hosts' failures."""
-        if self._signal_count > self._passed_signal_count:
-            self._passed_signal_count = self._signal_count
-            if self._signal_count > 1:
-                self._deadline = 0.0
-            self._stop(left)
+    def _look(self, running: Sequence[RankProcess]) -> None:
+        """Look at the running processes once: signals, ends, timeouts, and the other hosts' failures."""
+        if self._received_signals:
+            self._stop(running)
+        if len(self._received_signals) > 1:
+            self._deadline = 0.0
         self._notice_ends()
         if time.monotonic() < self._next_look_time:
             return
         self._next_look_time = time.monotonic() + 0.5
         if self._is_fresh(STOP):
-            self._stop(left)
+            self._stop(running)
         if self._ending is not None:
             return
-        for process in left:
+        for process in running:
             overdue = process.overdue(self._watched.timeouts)
             failed_code = process.failed_code()
             if overdue is not None:
                 self._fail(self._ending_of(process, overdue[0], 1, overdue[1]))
                 break
-            if failed_code is not None and failed_code not in PREEMPTED_CODES:
+            if failed_code is not None and failed_code not in STOP_CODES:
                 self._fail(self._ending_of(process, "exit", failed_code))
         published_ending = self._published_ending()
         if self._ending is None and published_ending is not None:
@@ -209,11 +208,11 @@ class Watchdog:
         change_time = _change_time(self._watched.folder / name)
         return change_time > 0 and change_time != self._stale_times.get(name)
 
-    def _stop(self, left: Sequence[RankProcess]) -> None:
+    def _stop(self, running: Sequence[RankProcess]) -> None:
         """Pass a stop signal on to the processes, once."""
         if not self._is_stopped:
             self._is_stopped = True
-            for process in left:
+            for process in running:
                 process.interrupt()
 
     def _notice_ends(self) -> None:
@@ -224,14 +223,14 @@ class Watchdog:
                 continue
             self._noticed_ranks.add(process.rank)
             if self._is_stop_code(code):
-                grace = PREEMPTION_GRACE if code in PREEMPTED_CODES else FAILURE_GRACE
+                grace = PREEMPTION_GRACE if code in STOP_CODES else FAILURE_GRACE
                 self._deadline = min(self._deadline, time.monotonic() + grace)
             elif self._ending is None or self._is_peer_ending:
                 self._fail(self._ending_of(process, "exit", code))
 
     def _is_stop_code(self, code: int) -> bool:
         """Return whether a process with this exit code ended because of a stop signal."""
-        return code in PREEMPTED_CODES or (self._is_stopped and code in (-signal.SIGTERM, -signal.SIGKILL))
+        return code in STOP_CODES or (self._is_stopped and code in (-signal.SIGTERM, -signal.SIGKILL))
 
     def _ending_of(self, process: RankProcess, cause: str, code: int, seconds: float = 0.0) -> Ending:
         """Return the failure of a process.
@@ -271,12 +270,12 @@ class Watchdog:
 
     def _end_the_rest(self) -> None:
         """End the processes that are left; after a hang, they write their stacks first, to their logs alone."""
-        left = [process for process in self._processes if process.code is None]
-        if left and self._ending is not None and self._ending.cause != "exit":
-            for process in left:
+        running = [process for process in self._processes if process.code is None]
+        if running and self._ending is not None and self._ending.cause != "exit":
+            for process in running:
                 process.dump_stacks()
             time.sleep(STACK_SECONDS)
-        for process in left:
+        for process in running:
             process.kill()
         for process in self._processes:
             process.close()
@@ -308,24 +307,9 @@ class Watchdog:
         if self._ending is not None:
             return exit_code(self._ending)
         codes = [process.code for process in self._processes]
-        if 75 in codes:
-            return 75
-        return 0 if all(code == 0 for code in codes) else 130
-
-    @contextlib.contextmanager
-    def _catch_signals(self) -> Iterator[None]:
-        """Count the stop signals that arrive while the context is open."""
-
-        def count(signal_number: int, frame: FrameType | None) -> None:
-            """Count a signal."""
-            self._signal_count += 1
-
-        previous_handlers = {number: signal.signal(number, count) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
+        if PREEMPTED in codes:
+            return PREEMPTED
+        return DONE if all(code == DONE for code in codes) else INTERRUPTED
 
 
 def _change_time(path: Path) -> int:

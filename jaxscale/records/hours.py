@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxscale.errors import DONE, STOP_CODES
 from jaxscale.heartbeat import heartbeat_file, read_heartbeats
 from jaxscale.records.attempts import Attempt, read_attempts
 from jaxscale.records.directory import heartbeat_folder
@@ -17,8 +18,6 @@ from jaxscale.records.metrics import read_rows
 from jaxscale.values.units import duration
 
 MOMENTS = ("first new step", "end")
-STOP_CODES = (75, 130)
-"""Exit codes of an attempt that a signal stopped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +135,10 @@ def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attemp
     """Return the attempts of a launched run, whose times the launcher measured."""
     spans: list[_Span] = []
     for attempt in attempts:
-        own = [row for row in _moments(rows) if attempt.start_time <= row["process_start"] <= attempt.end_time]
-        end = next((row for row in own if row["at"] == "end"), None)
-        new = next((row for row in own if row["at"] == "first new step"), None)
-        cause = "" if attempt.code == 0 else attempt.verdict or f"code {attempt.code}"
+        attempt_rows = [row for row in _moments(rows) if attempt.start_time <= row["process_start"] <= attempt.end_time]
+        end = next((row for row in attempt_rows if row["at"] == "end"), None)
+        new = next((row for row in attempt_rows if row["at"] == "first new step"), None)
+        cause = "" if attempt.code == DONE else attempt.verdict or f"code {attempt.code}"
         cause = "stopped by a signal" if attempt.code in STOP_CODES else cause
         final = attempt.seconds_by_phase or ({} if end is None else end["seconds_by_phase"])
         span = _Span(attempt.start_time, attempt.end_time, attempt.launch, cause, final)
@@ -155,14 +154,14 @@ def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
     moments = _moments(rows)
     starts = sorted({row["process_start"] for row in moments})
     for index, start_time in enumerate(starts):
-        own = [row for row in moments if row["process_start"] == start_time]
+        process_rows = [row for row in moments if row["process_start"] == start_time]
         next_start = starts[index + 1] if index + 1 < len(starts) else float("inf")
-        new = next((row for row in own if row["at"] == "first new step"), None)
-        end = next((row for row in own if row["at"] == "end"), None)
+        new = next((row for row in process_rows if row["at"] == "first new step"), None)
+        end = next((row for row in process_rows if row["at"] == "end"), None)
         last_time = max((row["time"] for row in rows if start_time <= row["time"] < next_start), default=start_time)
-        final = dict(own[-1]["seconds_by_phase"])
+        final = dict(process_rows[-1]["seconds_by_phase"])
         if end is None:  # it was killed, or it still runs
-            final["stepping"] = final.get("stepping", 0.0) + last_time - own[-1]["time"]
+            final["stepping"] = final.get("stepping", 0.0) + last_time - process_rows[-1]["time"]
         cause = "" if end is not None else "the process was killed"
         span = _Span(start_time, last_time if end is None else end["time"], str(start_time), cause, final)
         if new is not None:

@@ -1,4 +1,4 @@
-"""An experiment, one process of which fails as `FAULT=KIND:RANK:PHASE:STEP:ATTEMPTS` says, once per process."""
+"""An experiment, one process of which fails as `FAULT=KIND:RANK:PHASE:STEP:ATTEMPTS` specifies, once per process."""
 
 import os
 import signal

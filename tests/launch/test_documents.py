@@ -199,7 +199,7 @@ def test_words_of_the_command_reach_the_processes_unchanged(tmp_path, monkeypatc
 def test_the_options_of_a_batch_script(monkeypatch):
     queue = Slurm("big", "acme", "high", "2-00:00:00", "gres", ("--constraint=ib",), "img.sqsh", jobs=3)
     cluster = Cluster(
-        "gpu b200 x 16", queue, shared="/shared", setup=("module load cuda",), interface="ib0", cache="/tmp/c"
+        "gpu b200 x 16", queue, shared="/shared", setup=("module load cuda",), interface="ib0", cache="/scratch/c"
     )
     script = sbatch_script(cluster, COMMAND, "/shared/runs/plays 100%", None, "/home/me")
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))

@@ -35,7 +35,7 @@ def _scenario(seed: int, count: int) -> tuple[dict[int, Heartbeat], set[int]]:
     step = draw.randint(1, 10**6)
     front_phase = draw.choice(LOOP_PHASES[1:])
     back_step = step - draw.choice([0, 1])
-    is_same_place = draw.random() < 0.3  # only whether they wait tells them apart
+    is_same_place = draw.random() < 0.3  # only whether they wait distinguishes them
     back_phases = [phase for phase in LOOP_PHASES if back_step < step or ORDER.index(phase) < ORDER.index(front_phase)]
     back_phase = draw.choice(back_phases)
     if is_same_place:

@@ -1,4 +1,4 @@
-"""The watchdog, on processes that write heartbeats and fail as told, without JAX."""
+"""The watchdog, on processes that write heartbeats and fail in a given way, without JAX."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.heartbeat import read_heartbeats
 from jaxscale.launch.host import host_variables, watch_host
-from jaxscale.launch.local import local_variables
+from jaxscale.launch.local import ALONE
 from jaxscale.launch.rank_process import log_file
 from jaxscale.launch.retry import retry, run_command
 from jaxscale.launch.status import is_running, show_log, status, stop
@@ -57,7 +57,7 @@ def _watchdog(folder: Path, body: str, count: int = 3, attempt: int = 1, **timeo
     script = folder / "process.py"
     folder.mkdir(exist_ok=True)
     script.write_text(PROCESS + textwrap.dedent(body))
-    variables = local_variables(count, "127.0.0.1:5000", os.environ)
+    variables = host_variables(None, count, {**os.environ, **ALONE})
     return Watchdog(
         Watched(folder / "processes", count, attempt, {**FAST, **timeouts}), [sys.executable, str(script)], variables
     )
@@ -169,7 +169,7 @@ def test_a_process_that_never_writes_is_missing(tmp_path):
     script = tmp_path / "silent.py"
     script.write_text("import time; time.sleep(60)")
     watched = Watched(tmp_path / "processes", 1, 1, {**FAST, "starting": 0.6})
-    watchdog = Watchdog(watched, [sys.executable, str(script)], local_variables(1, "127.0.0.1:5", os.environ))
+    watchdog = Watchdog(watched, [sys.executable, str(script)], host_variables(None, 1, {**os.environ, **ALONE}))
     assert watchdog.run() == 1
     assert str(watchdog.verdict()) == "rank 0 wrote no heartbeat"
 

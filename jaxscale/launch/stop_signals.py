@@ -1,0 +1,31 @@
+"""The stop signals that a launcher or a watchdog receives while it waits."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def received_signals(react: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Collect the numbers of the stop signals that arrive while the context is open; call `react` for each.
+
+    Example:
+        >>> with received_signals() as received:
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> received == [signal.SIGTERM]
+        True
+    """
+    received: list[int] = []
+
+    def collect(signal_number: int, frame: FrameType | None) -> None:
+        """Take note of a signal."""
+        received.append(signal_number)
+        react()
+
+    previous_handlers = {number: signal.signal(number, collect) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
