@@ -338,6 +338,7 @@ def join() -> ProcessPlace | None:
     heartbeat.set_phase("joining")
     timeout = _number(os.environ, "JAXSCALE_JOIN_TIMEOUT", 300)
     _check_coordinator(place, timeout)
+    _bypass_proxy(place.coordinator)
     options: dict[str, object] = {}
     if gpus := local_gpus(place, os.environ):
         options["local_device_ids"] = gpus  # JAX under Slurm would take one GPU, even where a host runs one process
@@ -453,6 +454,13 @@ def _end_for_missing_ranks(place: ProcessPlace, timeout: int) -> None:
         flush=True,
     )
     os._exit(2)
+
+
+def _bypass_proxy(coordinator: str) -> None:
+    """Exempt the coordinator from the proxies of the environment, by which the processes would never meet."""
+    name = "no_grpc_proxy"  # gRPC reads it in lower case, and no_proxy where it is not set
+    hosts = [os.environ.get(name) or os.environ.get("NO_PROXY".lower(), ""), coordinator.rpartition(":")[0]]
+    os.environ[name] = ",".join(filter(None, hosts))
 
 
 def _missing_text(place: ProcessPlace) -> str:

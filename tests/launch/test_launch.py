@@ -25,11 +25,13 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def _launch(text: Path, out: Path, fault: str, *words: str, processes: int = 2) -> tuple[int, str, float]:
+def _launch(
+    text: Path, out: Path, fault: str, *words: str, processes: int = 2, **more_variables: str
+) -> tuple[int, str, float]:
     """Launch a run on this machine; return the exit code, the output and the seconds."""
     variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "FAULT": fault, "TEXT": str(text)}
-    variables["MESH"] = f"fsdp:{processes}"
+    variables |= {"MESH": f"fsdp:{processes}"} | more_variables
     command = [sys.executable, "-m", "jaxscale", "launch", str(FILE), "--cluster", f"local:{processes}"]
     start_time = time.monotonic()
     result = subprocess.run(
@@ -99,6 +101,13 @@ def test_faults(fault, text, tmp_path):
     assert seconds < 200
     if code == 0:
         assert [step for step, _ in _losses(tmp_path / "run")] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_processes_meet_in_spite_of_proxies(text, tmp_path):
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY"), "http://192.0.2.9:3128")
+    code, output, _ = _launch(text, tmp_path / "run", "", "--timeouts", "joining=40", **proxies)
+    assert code == 0, output
 
 
 @pytest.mark.slow
