@@ -24,6 +24,8 @@ FIRST_PORT, PORT_COUNT = 61440, 4096
 HEARTBEAT_TIMEOUT = 30
 """Seconds without a sign of life from a process after which JAX ends the others; JAX's own default is 100."""
 PREFIX = "JAXSCALE_"
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
+_EXEMPT_FROM_GRPC, _EXEMPT = "no_grpc_proxy", "no_proxy"  # gRPC reads the second one if the first is not set
 OWN_VARIABLES = (
     "JAXSCALE_COORDINATOR",
     "JAXSCALE_PROCESSES",
@@ -458,9 +460,10 @@ def _end_for_missing_ranks(place: ProcessPlace, timeout: int) -> None:
 
 def _bypass_proxy(coordinator: str) -> None:
     """Exempt the coordinator from the proxies of the environment, by which the processes would never meet."""
-    name = "no_grpc_proxy"  # gRPC reads it in lower case, and no_proxy where it is not set
-    hosts = [os.environ.get(name) or os.environ.get("NO_PROXY".lower(), ""), coordinator.rpartition(":")[0]]
-    os.environ[name] = ",".join(filter(None, hosts))
+    if not any(name in os.environ for name in _PROXIES):
+        return
+    hosts = [os.environ.get(_EXEMPT_FROM_GRPC) or os.environ.get(_EXEMPT, ""), coordinator.rpartition(":")[0]]
+    os.environ[_EXEMPT_FROM_GRPC] = ",".join(filter(None, hosts))
 
 
 def _missing_text(place: ProcessPlace) -> str:

@@ -20,13 +20,14 @@ CLUSTER = """
 from jaxscale.launch import Cluster, Slurm
 
 cluster = Cluster(
-    platform="cpu x 2", hosts=2, scheduler=Slurm(time="10", is_exclusive=False), shared={shared!r}, python={python!r},
+    platform="cpu x 2", hosts=2, scheduler=Slurm({partition!r}, time="{time}", is_exclusive=False),
+    shared={shared!r}, python={python!r},
     setup=("export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=1 PYTHONPATH={root}",), grace=20,
 )
 """
 # launches, acts once rank 0 has entered a step, starts a requeued job at once, and waits for the end
 DRIVER = """
-{python} -m jaxscale launch {file} --cluster {cluster} --steps {steps}
+{python} -m jaxscale launch {file} --cluster {cluster} --steps {steps} || exit
 for _ in $(seq 1200); do
   step=$(grep -o '"step": [0-9]*' {run}/processes/rank-00000.json 2>/dev/null | grep -o '[0-9]*' || echo 0)
   [ "${{step:-0}}" -ge {act_step} ] && break; sleep 0.05
@@ -34,7 +35,8 @@ done
 {act}
 for _ in $(seq 400); do
   [ -z "$(squeue -h -o %T)" ] && break
-  [ "$(squeue -h -o %T)" = PENDING ] && scontrol update JobId=1 StartTime=now 2>/dev/null
+  # a node refuses a job whose earlier processes it ended in the same second
+  [ "$(squeue -h -o %T)" = PENDING ] && sleep 4 && scontrol update JobId=1 StartTime=now 2>/dev/null
   sleep 0.5
 done
 scontrol show job
@@ -57,11 +59,14 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def _run(folder: Path, text: Path, act: str = "true", fault: str = "", steps: int = 12) -> tuple[Path, str]:
+def _run(
+    folder: Path, text: Path, act: str = "true", fault: str = "", steps: int = 12, time: int = 10, partition: str = ""
+) -> tuple[Path, str]:
     """Launch a run in a sandbox; return its folder, and what Slurm reports of the job with the job's own output."""
     folder.chmod(0o755)
     cluster = folder / "cluster.py"
-    cluster.write_text(CLUSTER.format(shared=str(folder), python=sys.executable, root=HERE.parents[1]))
+    facts = {"shared": str(folder), "python": sys.executable, "root": HERE.parents[1]}
+    cluster.write_text(CLUSTER.format(**facts, time=time, partition=partition))
     run_dir = folder / "runs" / "faulty"
     python = f"PYTHONPATH={HERE.parents[1]} {sys.executable}"
     act = act.format(program=f"{python} -m jaxscale", run=run_dir)
@@ -109,6 +114,20 @@ def test_a_signal_saves_and_the_job_is_requeued(act, text, tmp_path, whole):
     assert re.search(r"stopped by (SIGTERM|a signal to another process) after step \d+, and saved", output)
     assert _losses(run_dir) == whole
     assert [attempt.code for attempt in read_attempts(run_dir / "processes")] == [75, 0]
+
+
+def test_a_run_beyond_its_time_limit_saves_and_is_requeued(text, tmp_path):
+    run_dir, output = _run(tmp_path, text, steps=1200, time=1)
+    assert "JobState=COMPLETED" in output, output
+    codes = [attempt.code for attempt in read_attempts(run_dir / "processes")]
+    assert len(codes) > 1
+    assert codes == [75] * (len(codes) - 1) + [0]
+    assert [step for step, _ in _losses(run_dir)] == list(range(1, 1201))
+
+
+def test_an_unknown_partition_is_refused_in_the_words_of_slurm(text, tmp_path):
+    _, output = _run(tmp_path, text, partition="nope")
+    assert "sbatch refused the document: sbatch: error: invalid partition specified: nope" in output
 
 
 def test_a_stopped_run_is_not_requeued(text, tmp_path):
