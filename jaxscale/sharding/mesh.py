@@ -97,7 +97,8 @@ class MeshSpec:
                 not run.
 
         Raises:
-            UserError: there are fewer devices than the mesh takes, or the TPU slices have unequal numbers of devices.
+            UserError: there are fewer devices than the mesh takes, a process has none of them, or the TPU slices have
+                unequal numbers of devices.
         """
         import jax
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -113,6 +114,15 @@ class MeshSpec:
         if isinstance(all_devices[0], AbstractDevice):
             return AbstractMesh(sizes, AXES, axis_types=modes, abstract_device=all_devices[0])
         mesh_devices = all_devices[: self.devices]
+        processes, mesh_processes = (
+            {getattr(device, "process_index", 0) for device in devices} for devices in (all_devices, mesh_devices)
+        )
+        if idle_processes := sorted(processes - mesh_processes):
+            raise UserError(
+                f"mesh {self} takes {self.devices} of {len(all_devices)} devices, so that {len(idle_processes)} of "
+                f"{len(processes)} processes have none: use a mesh of {len(all_devices)} devices, or start fewer "
+                "processes"
+            )
         count_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
         slice_count = len(count_by_slice)
         if len(set(count_by_slice.values())) > 1:

@@ -7,9 +7,9 @@ import pytest
 
 from jaxscale.checkpoint.convert import convert_state
 from jaxscale.checkpoint.store import Checkpoints, Description
-from jaxscale.cli.main import MISTAKE, main
+from jaxscale.cli.main import main
 from jaxscale.data import Text
-from jaxscale.errors import UserError
+from jaxscale.errors import MISTAKE, UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan

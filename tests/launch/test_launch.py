@@ -104,6 +104,14 @@ def test_faults(fault, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_mesh_without_devices_of_a_process_is_refused_and_not_tried_again(text, tmp_path):
+    code, output, _ = _launch(text, tmp_path / "run", "", MESH="data:1")
+    assert code == 2, output
+    assert "takes 1 of 2 devices, so that 1 of 2 processes have none: use a mesh of 2 devices" in output
+    assert "attempt 2" not in output
+
+
+@pytest.mark.slow
 def test_processes_meet_in_spite_of_proxies(text, tmp_path):
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY"), "http://192.0.2.9:3128")
     code, output, _ = _launch(text, tmp_path / "run", "", "--timeouts", "joining=40", **proxies)

@@ -33,7 +33,7 @@ for _ in $(seq 1200); do
   [ "${{step:-0}}" -ge {act_step} ] && break; sleep 0.05
 done
 {act}
-for _ in $(seq 400); do
+for _ in $(seq 1200); do
   [ -z "$(squeue -h -o %T)" ] && break
   # a node refuses a job whose earlier processes it ended in the same second
   [ "$(squeue -h -o %T)" = PENDING ] && sleep 4 && scontrol update JobId=1 StartTime=now 2>/dev/null
@@ -80,7 +80,7 @@ def _run(
         env=variables,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     logs = "".join(path.read_text(errors="replace") for path in (run_dir / "processes").glob("slurm-*.log"))
     return run_dir, f"{result.stdout}\n{result.stderr}\n{logs}"
@@ -117,12 +117,12 @@ def test_a_signal_saves_and_the_job_is_requeued(act, text, tmp_path, whole):
 
 
 def test_a_run_beyond_its_time_limit_saves_and_is_requeued(text, tmp_path):
-    run_dir, output = _run(tmp_path, text, steps=1200, time=1)
+    run_dir, output = _run(tmp_path, text, steps=800, time=1)
     assert "JobState=COMPLETED" in output, output
     codes = [attempt.code for attempt in read_attempts(run_dir / "processes")]
     assert len(codes) > 1
     assert codes == [75] * (len(codes) - 1) + [0]
-    assert [step for step, _ in _losses(run_dir)] == list(range(1, 1201))
+    assert [step for step, _ in _losses(run_dir)] == list(range(1, 801))
 
 
 def test_an_unknown_partition_is_refused_in_the_words_of_slurm(text, tmp_path):

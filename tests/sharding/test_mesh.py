@@ -1,3 +1,5 @@
+import types
+
 import hypothesis.strategies as st
 import jax
 import pytest
@@ -38,3 +40,9 @@ def test_the_mesh_has_every_axis_and_its_devices():
     assert mesh.axis_names == AXES
     assert dict(mesh.shape) == {**dict.fromkeys(AXES, 1), "data": 2, "tensor": 2}
     assert list(mesh.devices.flat) == jax.devices()[:4]
+
+
+def test_a_mesh_that_leaves_a_process_without_devices_is_refused():
+    devices = [types.SimpleNamespace(process_index=index // 4, device_kind="cpu", slice_index=0) for index in range(8)]
+    with pytest.raises(UserError, match="takes 4 of 8 devices, so that 1 of 2 processes have none: use a mesh of 8 "):
+        MeshSpec(fsdp=4).build(devices)
