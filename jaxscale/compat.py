@@ -162,6 +162,16 @@ def is_backend_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def jit_options(lowered: Any) -> dict[str, Any]:
+    """Return the compiler options that `jax.jit` was given for a lowered program, which its text does not hold.
+
+    Example:
+        >>> jit_options(jax.jit(lambda: 0.0, compiler_options={"xla_cpu_enable_fast_math": True}).lower())
+        {'xla_cpu_enable_fast_math': True}
+    """
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
 def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
     """Filter the programs that JAX's persistent compile cache writes and reads.
 

@@ -71,6 +71,7 @@ class Heartbeat:
         place: the line of code that the main thread executes, such as "loop.py:276 _restore_state"; the innermost one
             outside of Python's library.
         is_waiting: whether the main thread waits for devices or for other processes.
+        longest_by_phase: seconds of the longest time in each phase so far, the present one left out.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Heartbeat:
     failure: str = ""
     place: str = ""
     is_waiting: bool = False
+    longest_by_phase: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> "Heartbeat | None":
@@ -95,6 +97,7 @@ class Heartbeat:
             heartbeat = cls(**content)
             numbers = [heartbeat.rank, heartbeat.pid, heartbeat.attempt, heartbeat.step, heartbeat.beat]
             times = [heartbeat.since, heartbeat.uptime, *heartbeat.seconds_by_phase.values()]
+            times += heartbeat.longest_by_phase.values()
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
         is_valid = all(type(number) is int and number >= 0 for number in numbers)
@@ -123,6 +126,7 @@ class Writer:
         self._start_time = self._change_time = clock()
         self.start_time = time.time()
         self._closed_seconds: dict[str, float] = {}
+        self._longest_seconds: dict[str, float] = {}
         self._beat = 0
         self._thread: threading.Thread | None = None
         self._stop_event = threading.Event()
@@ -132,7 +136,9 @@ class Writer:
         """Set the phase, and the step if it is given."""
         now = self._clock()
         with self._lock:
-            self._closed_seconds[self.phase] = self._closed_seconds.get(self.phase, 0.0) + now - self._change_time
+            since = now - self._change_time
+            self._closed_seconds[self.phase] = self._closed_seconds.get(self.phase, 0.0) + since
+            self._longest_seconds[self.phase] = max(self._longest_seconds.get(self.phase, 0.0), since)
             self._change_time, self.phase = now, phase
             if step is not None:
                 self.step = step
@@ -147,6 +153,7 @@ class Writer:
             return Heartbeat(
                 self.rank or 0, socket.gethostname(), os.getpid(), self.attempt, self.phase, self.step, since,
                 now - self._start_time, self._beat, seconds_by_phase, self.failure, *_main_thread_place(),
+                longest_by_phase=dict(self._longest_seconds),
             )  # fmt: skip
 
     @property

@@ -33,7 +33,7 @@ class Launch(Train):
     def run(self, fields: Mapping[str, str]) -> int:
         """Check the flags, and launch the run."""
         from jaxscale.launch.cluster import read_cluster
-        from jaxscale.launch.submit import check_mesh, launch, prepare_directory
+        from jaxscale.launch.submit import check_compiler_options, check_mesh, launch, prepare_directory
         from jaxscale.launch.watch import parse_timeouts
 
         parse_timeouts(self.timeouts)
@@ -41,6 +41,7 @@ class Launch(Train):
         self.check()
         experiment, _ = load_experiment(self, fields)
         check_mesh(cluster, experiment)
+        check_compiler_options(cluster, experiment)
         run_dir = self.out or cluster.run_dir("-".join(filter(None, (experiment.name, self.variant))))
         if not self.dry_run:
             prepare_directory(run_dir, experiment, self.resume)

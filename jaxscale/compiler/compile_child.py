@@ -22,7 +22,7 @@ from jaxscale.compiler.collectives import collectives
 from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.live import Live, live_at_the_peak
-from jaxscale.compiler.report import CompileReport, out_of_memory
+from jaxscale.compiler.report import CompileReport, out_of_memory, program_hash
 from jaxscale.compiler.target import Target
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
@@ -143,7 +143,7 @@ def _compile(
         live_buffers = _live_buffers(dump_folder, devices) if explain else None
     live_fields = {} if live_buffers is None else {"live": live_buffers.tensors, "timeline": live_buffers.timeline}
     if compiled is None:
-        return _failure_report(message, fields, options, live_fields)
+        return _failure_report(message, fields, live_fields)
     memory = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return CompileReport(
@@ -160,7 +160,8 @@ def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
     import jax
 
     try:
-        program = HloProgram(compiled.as_text())
+        text = compiled.as_text()
+        program = HloProgram(text)
         flop_counts = program_flop(program)
         collective_list = tuple(collectives(program, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
@@ -171,6 +172,7 @@ def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
         "unknown_loops": flop_counts.unknown_loops,
         "silent_kernels": flop_counts.silent_kernels,
         "collectives": collective_list,
+        "program_hash": program_hash(text),
     }
 
 
@@ -182,15 +184,12 @@ def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:
         return None
 
 
-def _failure_report(
-    message: str, fields: dict[str, Any], options: Mapping[str, Any], live_fields: Mapping[str, Any]
-) -> CompileReport:
+def _failure_report(message: str, fields: dict[str, Any], live_fields: Mapping[str, Any]) -> CompileReport:
     """Return the report of a program that was not compiled.
 
     Args:
         message: the compiler's error message.
         fields: fields of the report that are already known, by name.
-        options: options of the compiler.
         live_fields: fields of the report that describe its live buffers, by name.
 
     Raises:
@@ -198,7 +197,7 @@ def _failure_report(
     """
     if match := re.search(r"No such compile option: '([^']*)'", message):
         raise UserError(f"the compiler of {fields['platform']} has no option {match[1]!r}; leave it out")
-    if options and "INVALID_ARGUMENT" in message and "option" in message:
+    if "INVALID_ARGUMENT" in message and "setting option" in message:
         raise UserError(f"the compiler of {fields['platform']} rejects an option: {message}")
     if "ptxas" in message:
         raise UserError(

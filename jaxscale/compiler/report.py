@@ -6,6 +6,7 @@ TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's
 
 import collections
 import dataclasses
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -72,6 +73,24 @@ def out_of_memory(message: str) -> OutOfMemory | None:
                 message.strip(),
             )
     return None
+
+
+def program_hash(text: str) -> str:
+    """Return a hash of a compiled program, its scopes and source lines left out.
+
+    Args:
+        text: text of the program, as `Compiled.as_text` returns it.
+
+    Example:
+        >>> program_hash('ROOT %a = f32[] add(%b, %c), metadata={op_name="x"}') == program_hash(
+        ...     'ROOT %a = f32[] add(%b, %c), metadata={op_name="y"}'
+        ... )
+        True
+    """
+    first_line, _, rest = text.partition("\n")
+    computations = re.sub(r"\A.*?(?=^(?:%|ENTRY))", "", rest, count=1, flags=re.DOTALL | re.MULTILINE)
+    bare_text = re.sub(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", f"{first_line}\n{computations}")
+    return hashlib.sha256(bare_text.encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +165,7 @@ class CompileReport:
         seconds: seconds that the compiler took.
         versions: versions of jax, jaxlib and the compiler, by package.
         attached: whether the program was compiled for an attached device, not for a described one.
+        program_hash: hash of the compiled program, as `program_hash` returns it; "" if there is none.
         key: hash of the program, the platform, the versions and the options; the report's key in the cache.
         cached: whether the report comes from the cache.
     """
@@ -171,6 +191,7 @@ class CompileReport:
     seconds: float = 0.0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attached: bool = False
+    program_hash: str = ""
     key: str = ""
     cached: bool = False
 

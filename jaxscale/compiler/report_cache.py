@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from jaxscale.compat import jit_options
+from jaxscale.compiler.described import LoweredFor
 from jaxscale.compiler.report import CompileReport
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
-FORMAT = 5
+FORMAT = 6
 """Version of the format of reports; increased when the meaning of reports changes."""
 
 
@@ -39,6 +41,7 @@ def report_key(
         explain: whether the report lists live buffers.
         attached: whether the devices are attached.
     """
+    options = {**jit_options(lowered.lowered if isinstance(lowered, LoweredFor) else lowered), **options}
     facts = {
         "format": FORMAT,
         "platform": str(platform),

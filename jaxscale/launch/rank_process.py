@@ -20,6 +20,8 @@ from jaxscale.launch.verdict import Cause
 
 FAILED_GRACE = 15
 """Seconds that a process may still run after it wrote that an error ended its work."""
+PATIENCE = 5
+"""How many times as long as ever before a phase may take, even beyond its timeout."""
 CODES = {error_type.__name__: code for error_type, code in EXIT_CODES.items()}
 """The exit codes of errors, by the name of the error's type."""
 _DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -118,6 +120,8 @@ class RankProcess:
     def overdue(self, timeouts: Mapping[str, float]) -> tuple[Cause, float] | None:
         """Return the cause and the seconds if this process hangs: its phase takes too long, or its heartbeats stopped.
 
+        A phase may take `PATIENCE` times as long as it ever took in this process, even beyond its timeout.
+
         Args:
             timeouts: seconds by phase, and under "frozen" the seconds without a heartbeat.
         """
@@ -130,7 +134,8 @@ class RankProcess:
         if beat.phase != "finished" and silence > timeouts["frozen"]:
             return "frozen", silence
         since = beat.since + silence
-        return ("timeout", since) if since > timeouts[beat.phase] else None
+        timeout = max(timeouts[beat.phase], PATIENCE * beat.longest_by_phase.get(beat.phase, 0.0))
+        return ("timeout", since) if since > timeout else None
 
     def failed_code(self) -> int | None:
         """Return the code of a process that wrote its failure but does not end, as in JAX's shutdown barrier."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale.errors import UserError
@@ -86,16 +87,34 @@ def show_log(folder: Path, rank: int) -> None:
         ranks = sorted(int(file.stem.removeprefix("rank-")) for file in folder.glob("rank-*.log"))
         expected_text = f"expected one of {', '.join(map(str, ranks))}" if ranks else "only launched runs have logs"
         raise UserError(f"--log {rank}: {path} does not exist; {expected_text}")
-    with path.open("rb") as file:
-        for line in last_lines(path, SHOWN_LINES):
-            print(line)
-        file.seek(0, os.SEEK_END)
-        with contextlib.suppress(KeyboardInterrupt):
-            while is_running(folder, rank):
-                sys.stdout.write(file.read().decode(errors="replace"))
-                sys.stdout.flush()
-                time.sleep(0.5)
-            sys.stdout.write(file.read().decode(errors="replace"))
+    for line in last_lines(path, SHOWN_LINES):
+        print(line)
+    with contextlib.suppress(KeyboardInterrupt):
+        follow(path, path.stat().st_size, lambda: is_running(folder, rank))
+
+
+def follow(path: Path, position: int, is_growing: Callable[[], bool], interval: float = 0.5) -> None:
+    """Print what is added to a text file.
+
+    Args:
+        path: the file, which need not exist yet.
+        position: number of bytes of the file to leave out.
+        is_growing: whether more may be added.
+        interval: seconds between two looks.
+    """
+    is_last_look = False
+    while True:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(position)
+            added = file.read()
+            position += len(added)
+            sys.stdout.write(added.decode(errors="replace"))
+            sys.stdout.flush()
+        if is_last_look:
+            return
+        is_last_look = not is_growing()
+        if not is_last_look:
+            time.sleep(interval)
 
 
 def is_running(folder: Path, rank: int) -> bool:

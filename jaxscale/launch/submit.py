@@ -1,5 +1,6 @@
 """Launch a run on a cluster: write the scheduler's document, and submit it with the scheduler's own program."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -10,9 +11,14 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
 from jaxscale.launch.documents import present_values
+from jaxscale.launch.status import follow
 from jaxscale.launch.watch import STOP, heartbeats_folder, parse_timeouts
 from jaxscale.records import directory as run_files
+from jaxscale.records.attempts import read_attempts
 from jaxscale.records.storage import is_remote
+
+FOLLOW_SECONDS = 5.0
+"""Seconds between two looks at a job and its log."""
 
 
 def check_mesh(cluster: Cluster, experiment: Any) -> None:
@@ -40,6 +46,24 @@ def check_mesh(cluster: Cluster, experiment: Any) -> None:
                     f"plan.mesh: got {mesh}, whose {axis} axis spans {counts[axis]} slices of {cluster.platform!r}, "
                     f"expected {axis} shards within a slice: use --plan.mesh replica:{platform.slices},..."
                 )
+
+
+def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
+    """Check the options of a GPU's compiler that a plan sets; only libtpu has those of a TPU.
+
+    Raises:
+        UserError: the compiler rejects an option.
+    """
+    platform, options = cluster.parsed, experiment.plan.compiler
+    if platform is None or platform.chip.kind != "gpu" or not options.of(platform.chip):
+        return
+    import jax
+
+    from jaxscale.compiler.options import check_options
+
+    config: Any = jax.config
+    config.update("jax_platforms", "cpu")
+    check_options(options, jax.devices()[0], platform.chip)
 
 
 def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
@@ -104,9 +128,12 @@ def launch(
         script_file = folder / "job.sbatch"
         script_file.write_text(script)
         (folder / STOP).unlink(missing_ok=True)
-        for _ in range(scheduler.jobs):
-            print(submit(["sbatch", str(script_file)], f"sbatch {script_file}"), end="")
-        print(f"follow it: jaxscale status {shlex.quote(run_dir)} --log 0")
+        answers = [submit(["sbatch", str(script_file)], f"sbatch {script_file}") for _ in range(scheduler.jobs)]
+        print("".join(answers), end="")
+        follow_text = f"follow it: jaxscale status {shlex.quote(run_dir)} --log 0"
+        if sys.stdout.isatty() and (job := re.search(r"Submitted batch job (\d+)", answers[0])) is not None:
+            return follow_job(job[1], folder / f"slurm-{job[1]}.log", follow_text)
+        print(follow_text)
         return 0
     if isinstance(scheduler, JobSet):
         check_dns_name("name of the run", name)
@@ -140,6 +167,31 @@ def launch(
         )
         return 0
     return launch_ssh(cluster, command, run_dir, timeouts)
+
+
+def follow_job(job: str, log: Path, detached_text: str) -> int:
+    """Print a Slurm job's log until the job ends, which Ctrl-C does not change; return the launch's exit code.
+
+    Args:
+        job: number of the job.
+        log: file of its output.
+        detached_text: line to print after Ctrl-C.
+    """
+
+    def is_running() -> bool:
+        """Return whether the job is in the queue; Slurm forgets it some minutes after its end."""
+        try:
+            return bool(submit(["squeue", "--noheader", "--job", job], "squeue"))
+        except UserError:
+            return False
+
+    try:
+        follow(log, 0, is_running, FOLLOW_SECONDS)
+    except KeyboardInterrupt:
+        print(f"\njob {job} goes on, and scancel {job} ends it; {detached_text}")
+        return 0
+    attempts = read_attempts(log.parent)
+    return attempts[-1].code if attempts else 0
 
 
 def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:

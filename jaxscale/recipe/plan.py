@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.platforms.compiler_options import DEFAULT, CompilerOptions
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.kernels import AUTO, Kernels
 from jaxscale.recipe.plan_json import MOVED_FIELDS, PIPELINE_FIELDS, upgrade
@@ -149,6 +150,8 @@ class Plan:
         unroll: number of layers per iteration of the scan over layers. It becomes 1 under a memory rule that treats one
             layer at a time, and on a CPU under every memory rule but `none`.
         rules: mesh axes of each logical axis.
+        compiler: options of XLA for the train step: "default"; the name of a set for the chip, such as "overlap"; or
+            single options, such as "xla_gpu_enable_triton_gemm=false".
 
     A field with a text form accepts the text or the value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
 
@@ -174,6 +177,7 @@ class Plan:
     kernels: Kernels = AUTO
     unroll: int = 1
     rules: AxisRules = AxisRules()
+    compiler: CompilerOptions = DEFAULT
 
     if TYPE_CHECKING:  # with the types that the constructor accepts, which include the text forms
 
@@ -194,6 +198,7 @@ class Plan:
             kernels: Kernels | str = AUTO,
             unroll: int = 1,
             rules: AxisRules = AxisRules(),
+            compiler: CompilerOptions | str = DEFAULT,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jaxscale.compiler.options import check_options
 from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.memory.apply import policy_of
@@ -49,6 +50,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
         UserError: the plan does not fit the model, the batch or the devices.
     """
     plan, line = resolve_mesh(plan, experiment.batch, devices)
+    check_options(plan.compiler, devices[0])
     check(Facts(plan, experiment))  # refuses combinations of requests
     plan = with_momentum_codec(experiment, plan)
     stages = None

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.compiler.options import options_for
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
@@ -30,7 +31,7 @@ from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
 from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
-from jaxscale.state.layout import Layout, first_weights, local_bytes
+from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
@@ -121,6 +122,7 @@ class TrainStep:
             donate_argnums=0,
             in_shardings=in_shardings,
             out_shardings=(layout.state_shardings, whole_sharding),
+            compiler_options=options_for(self.plan.compiler, device_of(layout.mesh)) or None,
         )
         jit = functools.partial(jax.jit, in_shardings=in_shardings)
         self.gradients_fn = jit(self._mean_gradients, out_shardings=layout.gradient_shardings)

@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import textwrap
 import warnings
 from concurrent import futures
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxscale.launch.slurm import sbatch_script
 from jaxscale.launch.ssh import ssh_commands
 from jaxscale.launch.submit import check_mesh, launch
 from jaxscale.platforms.join import place_of
+from jaxscale.records.attempts import Attempt, write_attempt
 
 CONFIGS = sorted((Path(jaxscale.__file__).parents[1] / "tpu_configs").glob("*.py"))
 COMMAND = ["train", "my file.py", "--name=$(rm -rf ~) `x` 'q' \"d\" $HOME", "--data.text=a\\b;c|d&e"]
@@ -451,3 +453,44 @@ def test_a_startup_script_is_a_program_and_machines_need_a_bucket():
     with pytest.raises(UserError, match="which the machines do not share"):
         request(cluster, COMMAND, "runs/x", None)
     assert runpy.run_path(str(CONFIGS[0]))["cluster"] == read_cluster(str(CONFIGS[0]))
+
+
+def _fake_slurm(folder, monkeypatch, looks):
+    """Put an sbatch and a squeue into the path; the job writes a line at each of some looks, and then it has ended."""
+    log = folder / "run" / "processes" / "slurm-7.log"
+    scripts = {
+        "sbatch": "echo Submitted batch job 7",
+        "squeue": f"""
+            n=$(cat {folder}/looks 2>/dev/null || echo 0); echo $((n + 1)) > {folder}/looks
+            echo "line $n" >> {log}
+            [ $n -lt {looks} ] && echo "7 batch plays R" || echo "slurm_load_jobs error: Invalid job id" >&2
+            [ $n -lt {looks} ]
+        """,
+    }
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{textwrap.dedent(script)}")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("jaxscale.launch.submit.FOLLOW_SECONDS", 0.01)
+
+
+def test_a_launch_at_a_terminal_follows_the_job_and_returns_its_code(tmp_path, monkeypatch, capsys):
+    _fake_slurm(tmp_path, monkeypatch, looks=3)
+    (tmp_path / "run" / "processes").mkdir(parents=True)
+    write_attempt(tmp_path / "run" / "processes", Attempt(1, "slurm-7", 4, 40))
+    code = launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None)
+    assert code == 4
+    assert capsys.readouterr().out.splitlines() == ["Submitted batch job 7", "line 0", "line 1", "line 2", "line 3"]
+
+
+def test_an_interrupt_leaves_the_job_in_the_queue(tmp_path, monkeypatch, capsys):
+    _fake_slurm(tmp_path, monkeypatch, looks=3)
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    assert launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None) == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == f"job 7 goes on, and scancel 7 ends it; follow it: jaxscale status {tmp_path}/run --log 0"

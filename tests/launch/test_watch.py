@@ -186,6 +186,23 @@ def test_long_phases_that_change_give_no_alarm(tmp_path):
     assert _run(tmp_path, body, count=2)[0] == 0
 
 
+@pytest.mark.parametrize(("seconds", "code"), [(2.0, 0), (20.0, 1)])
+def test_a_phase_may_take_five_times_as_long_as_before(seconds, code, tmp_path):
+    body = f"""
+        heartbeat.set_phase("evaluating")
+        wait(0.8)
+        heartbeat.set_phase("stepping", 5)
+        heartbeat.set_phase("evaluating")
+        wait({seconds})
+        heartbeat.set_phase("finished")
+        heartbeat.stop()
+    """
+    ended_code, verdict, _ = _run(tmp_path, body, 1, evaluating=1.2)
+    assert ended_code == code
+    if code:
+        assert "has been in evaluating, step 5" in verdict
+
+
 def test_a_process_that_failed_but_stays_in_a_barrier_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxscale.launch.rank_process.FAILED_GRACE", 0.5)
     body = "if rank == 1: heartbeat.fail(ValueError('no'))\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()"

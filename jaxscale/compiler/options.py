@@ -1,0 +1,50 @@
+"""Options of the compiler that a plan sets: their values for a device, and whether its compiler has them."""
+
+from typing import Any
+
+from jaxscale.errors import UserError, near_miss
+from jaxscale.platforms.compiler_options import SETS, CompilerOptions, OptionValue
+from jaxscale.platforms.detect import chip_of
+from jaxscale.platforms.platform import Chip
+
+
+def options_for(options: CompilerOptions, device: Any) -> dict[str, OptionValue]:
+    """Return the value of each option that a plan sets for a device, which may be a description."""
+    return options.of(chip_of(device.device_kind, device.platform))
+
+
+def check_options(options: CompilerOptions, device: Any, chip: Chip | None = None) -> None:
+    """Refuse options that a device's compiler rejects, before the step is traced; each compiles a small program.
+
+    Args:
+        options: the options of a plan.
+        device: one of the step's devices.
+        chip: the chip whose options to check; that of the device by default. A CPU has the names of GPUs' options.
+
+    Raises:
+        UserError: the compiler has no such option, or rejects its value.
+
+    Example:
+        >>> import jax
+        >>> check_options(CompilerOptions.parse("xla_cpu_fast=true"), jax.devices()[0])
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: plan.compiler xla_cpu_fast=True: the compiler of cpu has no such option; leave it out
+    """
+    import jax
+    from jax.sharding import AbstractDevice, SingleDeviceSharding
+
+    if isinstance(device, AbstractDevice):  # nothing can be compiled for it alone
+        return
+    chip = chip or chip_of(device.device_kind, device.platform)
+    for name, value in options.of(chip).items():
+        program = jax.jit(lambda: 0.0, out_shardings=SingleDeviceSharding(device), compiler_options={name: value})
+        try:
+            program.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            message = str(error)
+            known = {row.option for chip_sets in SETS.values() for rows in chip_sets.values() for row in rows}
+            reason = "has no such option" if "No such compile option" in message else f"rejects it ({message})"
+            hint = near_miss(name, sorted(known))
+            raise UserError(
+                f"plan.compiler {name}={value}: the compiler of {chip.name} {reason}; leave it out{hint}"
+            ) from None

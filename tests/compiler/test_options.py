@@ -1,0 +1,113 @@
+"""Options of the compiler that a plan sets: they reach the compiler, the same in a report as in a run."""
+
+import dataclasses
+
+import pytest
+
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.options import options_for
+from jaxscale.compiler.report import program_hash
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.planning.program import batch_shapes, step_recipe
+from jaxscale.platforms.compiler_options import SETS, CompilerOptions
+from jaxscale.platforms.platform import Platform, chips
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.step.build import build
+
+WITHOUT_FUSION = "xla_disable_hlo_passes=fusion,cpu-instruction-fusion"
+GPU = Platform.parse("gpu h100 x 8").chip
+
+
+class Tokens:
+    def shapes(self, batch):
+        return dict.fromkeys(("tokens", "targets"), ((batch, 16), "int32"))
+
+
+def experiment(compiler: str = "default") -> Experiment:
+    model = Decoder(vocab=64, context=16, heads=2, layers=2, embed=64)
+    return Experiment("tiny", model, Tokens(), batch=4, steps=3, plan=Plan(mesh="data:2", compiler=compiler))
+
+
+def test_a_report_and_a_run_have_one_program_and_it_depends_on_the_options(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path))
+    hashes = {}
+    for compiler in ("default", WITHOUT_FUSION):
+        step = build(experiment(compiler))
+        step.compile(batch_shapes(step.experiment))
+        report = compile_report(step_recipe(experiment(compiler), step.plan, None), "cpu x 2")
+        assert report.program_hash == program_hash(step.program) != ""
+        hashes[compiler] = report.program_hash
+    assert len(set(hashes.values())) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("overlp", "expected default, the name of a set .*did you mean 'overlap'"),
+        ("overlap,triton", "got 'triton', expected OPTION=VALUE"),
+        ("triton_gemm=true", "expected an option of XLA"),
+        ("xla_a=1,xla_a=2", "got an option twice"),
+        ("xla_cpu_enable_fast_maths=true", "xla_cpu_enable_fast_maths=True: the compiler of cpu has no such option"),
+        ("xla_cpu_enable_fast_math=perhaps", "rejects it .*'perhaps' is not a valid bool"),
+        ("xla_gpu_enable_pipelined_all_gathers=true", ""),  # a CPU rehearses the run without it
+    ],
+)
+def test_what_no_compiler_takes_is_refused_before_a_trace(text, message):
+    if not message:
+        assert options_for(CompilerOptions.parse(text), build(experiment(text)).mesh.devices.flat[0]) == {}
+        return
+    with pytest.raises(UserError, match=message):
+        build(experiment(text))
+
+
+def test_the_text_form_comes_back_and_values_have_types():
+    text = "overlap,xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL,xla_gpu_enable_triton_gemm=false,xla_a=3"
+    options = CompilerOptions.parse(text)
+    assert str(options) == text
+    assert CompilerOptions.parse(str(CompilerOptions())) == CompilerOptions()
+    values = options.of(GPU)
+    assert values["xla_gpu_enable_command_buffer"] == "FUSION,CUSTOM_CALL"
+    assert values["xla_gpu_enable_triton_gemm"] is False
+    assert values["xla_a"] == 3
+    overlap = CompilerOptions.parse("overlap,xla_gpu_enable_pipelined_all_gather=false").of(GPU)
+    assert overlap["xla_gpu_enable_pipelined_all_gather"] is False  # a single option precedes the set's
+
+
+def test_every_recommended_option_has_its_source_and_its_effect():
+    names = {*chips(), "gpu"}
+    for chip_sets in SETS.values():
+        assert set(chip_sets) <= names
+        for rows in chip_sets.values():
+            assert all(row.option.startswith("xla_") and row.source and row.effect for row in rows)
+            assert len({row.option for row in rows}) == len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "platform"), [("gpu", "gpu h100 x 2"), ("gpu", "gpu b200 x 2")])
+@pytest.mark.parametrize("name", SETS)
+def test_each_set_compiles_for_its_gpus(name, chip, platform, monkeypatch, tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    _compile_set(name, platform, monkeypatch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu v4:2x2x1", "tpu v5e:2x2", "tpu v5p:2x2x1", "tpu v6e:2x2", "tpu 7x:2x2x1"])
+@pytest.mark.parametrize("name", SETS)
+def test_each_set_compiles_for_its_tpus(name, platform, monkeypatch, tmp_path):
+    pytest.importorskip("libtpu")
+    _compile_set(name, platform, monkeypatch, tmp_path)
+
+
+def _compile_set(name, platform, monkeypatch, tmp_path):
+    """Compile a step with a set of options, or skip a chip that the set does not cover."""
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    parsed_platform = Platform.parse(platform)
+    if not CompilerOptions(name).of(parsed_platform.chip):
+        pytest.skip(f"{name} has no options for {platform}")
+    plan = dataclasses.replace(Plan(zero=3, compiler=name), mesh=None)
+    report = compile_report(step_recipe(dataclasses.replace(experiment(), plan=plan), plan, None), platform)
+    assert report.crashed is None, report
+    assert report.temp_bytes is not None
