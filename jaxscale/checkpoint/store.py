@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxscale.checkpoint.host_copies import HostCopies
 from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
 from jaxscale.checkpoint.verified import (
     FORMAT,
@@ -74,6 +75,7 @@ class Checkpoints:
         self._keep, self._is_best_kept = keep, best
         self._running_save: tuple[Description, Any] | None = None  # a description, and the future of its save
         self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
+        self._host_copies: HostCopies | None = None
         if write:
             _check_reachable(self.folder)
             with self._explain_disk_errors():
@@ -283,6 +285,10 @@ class Checkpoints:
             UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
         """
         steps = send_from_first(self.steps()) if step is None else [step]
+        if step is None and self._host_copies is not None:
+            newer = self._host_copies.restore_arrays(leaves, newer_than=max(steps, default=0))
+            if newer is not None:
+                return newer
         damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
         for checkpoint_step in reversed(steps):
             restored, reason = restore_silently(self._folder(checkpoint_step), leaves)
@@ -300,6 +306,30 @@ class Checkpoints:
             f"no checkpoint in {self.folder} can be used ({reasons_text}): restore a checkpoint from a copy, "
             "or start again with --resume never, or with --out and another directory"
         )
+
+    # -- copies in the hosts' memory -----------------------------------------------------------------------------------
+
+    def keep_host_copies(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
+        """Let `copy_to_hosts` keep copies in the hosts' memory, which `restore_arrays` prefers where they are newer.
+
+        Args:
+            run_dir: the run directory.
+            leaves: shape, dtype and sharding of each array of the canonical tree, by name.
+
+        Raises:
+            UserError: there is no file system in memory, or it is too small.
+        """
+        self._host_copies = HostCopies(run_dir, leaves)
+
+    def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
+        """Copy a canonical tree to the hosts' memory, in the background; its arrays may be donated afterwards."""
+        if self._host_copies is not None:
+            self._host_copies.save_arrays(arrays, description)
+
+    def drop_host_copies(self) -> None:
+        """Remove the copies in this host's memory."""
+        if self._host_copies is not None:
+            self._host_copies.clear()
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept."""

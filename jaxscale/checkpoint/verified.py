@@ -60,12 +60,14 @@ class Restored:
         arrays: the canonical tree, as arrays by name.
         damaged: reason why each newer checkpoint was skipped as damaged, by the checkpoint's step.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
+        origin: text for the user on where it was read, if not from the run directory.
     """
 
     description: Description
     arrays: dict[str, Any]
     damaged: dict[int, str] = dataclasses.field(default_factory=dict)
     converted: tuple[str, ...] = ()
+    origin: str = ""
 
 
 class DamagedError(Exception):

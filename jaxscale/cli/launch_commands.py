@@ -24,16 +24,18 @@ class Launch(Train):
             this machine.
         dry_run: whether to print the scheduler's document instead of submitting it.
         timeouts: seconds after which a phase counts as hung, such as stepping=120,data=60.
+        elastic: replica goes on with fewer replicas and the same batch after a machine is lost; ssh and local only.
     """
 
     cluster: str | None = flag("CLUSTER", "required")
     dry_run: bool = False
     timeouts: str | None = flag("PHASE=S", "10 minutes for a step")
+    elastic: str | None = flag("replica", "none")
 
     def run(self, fields: Mapping[str, str]) -> int:
         """Check the flags, and launch the run."""
         from jaxscale.launch.cluster import read_cluster
-        from jaxscale.launch.submit import check_compiler_options, check_mesh, launch, prepare_directory
+        from jaxscale.launch.submit import check_compiler_options, check_mesh, elastic_of, launch, prepare_directory
         from jaxscale.launch.watch import parse_timeouts
 
         parse_timeouts(self.timeouts)
@@ -42,11 +44,12 @@ class Launch(Train):
         experiment, _ = load_experiment(self, fields)
         check_mesh(cluster, experiment)
         check_compiler_options(cluster, experiment)
+        elastic = elastic_of(cluster, experiment, self.elastic)
         run_dir = self.out or cluster.run_dir("-".join(filter(None, (experiment.name, self.variant))))
         if not self.dry_run:
             prepare_directory(run_dir, experiment, self.resume)
         command = self.command_line(fields, run_dir)
-        return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run)
+        return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run, elastic=elastic)
 
     def command_line(self, fields: Mapping[str, str], run_dir: str) -> list[str]:
         """Return the words of the train command that each process runs; the launcher carries out --resume never."""

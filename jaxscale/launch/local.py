@@ -4,15 +4,22 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxscale.launch.elastic import Elastic, with_fields
 from jaxscale.launch.host import host_variables
 from jaxscale.launch.retry import launch_name, retry
-from jaxscale.launch.watch import Watchdog, Watched
+from jaxscale.launch.watch import Watchdog, Watched, read_ending
 
 ALONE = {"JAXSCALE_COORDINATOR": "127.0.0.1:61440", "JAXSCALE_PROCESSES": "1", "JAXSCALE_RANK": "0"}
 """Variables of a process that joins no other, even inside of a scheduler's job."""
 
 
-def launch_local(command: Sequence[str], process_count: int, folder: Path, timeouts: Mapping[str, float]) -> int:
+def launch_local(
+    command: Sequence[str],
+    process_count: int,
+    folder: Path,
+    timeouts: Mapping[str, float],
+    elastic: Elastic | None = None,
+) -> int:
     """Run a command in several processes of this machine until it is done, and return the exit code.
 
     Args:
@@ -20,6 +27,7 @@ def launch_local(command: Sequence[str], process_count: int, folder: Path, timeo
         process_count: number of processes.
         folder: folder of the run's heartbeats.
         timeouts: seconds by phase.
+        elastic: the replicas that are left; `None` to start all processes again.
 
     Raises:
         UserError: another launch works on the run.
@@ -27,8 +35,13 @@ def launch_local(command: Sequence[str], process_count: int, folder: Path, timeo
 
     def run(attempt: int) -> tuple[int, bool]:
         """Run one attempt."""
-        variables = host_variables(None, process_count, {**os.environ, **ALONE})
-        watchdog = Watchdog(Watched(folder, process_count, attempt, timeouts), command, variables)
-        return watchdog.run(), watchdog.was_interrupted
+        words = list(command) if elastic is None else with_fields(list(command), elastic.size.fields)
+        count = process_count if elastic is None else len(elastic.slots)
+        watched = Watched(folder, count, attempt, timeouts)
+        watchdog = Watchdog(watched, words, host_variables(None, count, {**os.environ, **ALONE}))
+        code = watchdog.run()
+        if elastic is not None:
+            elastic.note(read_ending(watched))
+        return code, watchdog.was_interrupted
 
     return retry(folder, run, launch_name({}))

@@ -10,15 +10,22 @@ from jaxscale import heartbeat
 from jaxscale.errors import PREEMPTED, UserError
 from jaxscale.launch.cluster import Cluster, Ssh
 from jaxscale.launch.documents import present_values, shell_lines, watch_command
+from jaxscale.launch.elastic import Elastic, with_fields
 from jaxscale.launch.retry import launch_name, retry
-from jaxscale.launch.watch import heartbeats_folder
+from jaxscale.launch.watch import Watched, heartbeats_folder, read_ending
 
 PORT_COUNT = 64
 """Number of ports that attempts take in turn."""
 
 
 def ssh_commands(
-    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, attempt: int, folder: str = "."
+    cluster: Cluster,
+    command: Sequence[str],
+    run_dir: str,
+    timeouts: str | None,
+    attempt: int,
+    folder: str = ".",
+    used_hosts: Sequence[int] | None = None,
 ) -> list[list[str]]:
     """Return the command line that starts the watchdog of each host.
 
@@ -32,14 +39,16 @@ def ssh_commands(
         timeouts: text of the watchdogs' timeouts.
         attempt: number of the attempt, on which the coordinator's port depends.
         folder: folder in which the processes run.
+        used_hosts: numbers of the hosts to start; `None` for all.
     """
     scheduler = cluster.scheduler
     assert isinstance(scheduler, Ssh)
+    hosts = [scheduler.hosts[index] for index in used_hosts or range(len(scheduler.hosts))]
     commands: list[list[str]] = []
-    for rank, host in enumerate(scheduler.hosts):
+    for rank, host in enumerate(hosts):
         variables = {
-            "JAXSCALE_COORDINATOR": f"{scheduler.hosts[0]}:{scheduler.port + attempt % PORT_COUNT}",
-            "JAXSCALE_PROCESSES": str(len(scheduler.hosts)),
+            "JAXSCALE_COORDINATOR": f"{hosts[0]}:{scheduler.port + attempt % PORT_COUNT}",
+            "JAXSCALE_PROCESSES": str(len(hosts)),
             "JAXSCALE_RANK": str(rank),
             heartbeat.ATTEMPT_VARIABLE: str(attempt),
             heartbeat.LAUNCH_VARIABLE: "ssh",
@@ -57,8 +66,17 @@ def ssh_commands(
     return commands
 
 
-def launch_ssh(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> int:
+def launch_ssh(
+    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, elastic: Elastic | None = None
+) -> int:
     """Run a command on all hosts until it is done, and return the exit code.
+
+    Args:
+        cluster: a cluster of hosts that are reached by ssh.
+        command: words of the train command, without the program.
+        run_dir: directory of the run.
+        timeouts: text of the watchdogs' timeouts.
+        elastic: the replicas that are left; `None` to start all hosts again.
 
     Raises:
         UserError: ssh is missing, or a variable that the cluster passes on is not set.
@@ -69,7 +87,10 @@ def launch_ssh(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts:
     def run(attempt: int) -> tuple[int, bool]:
         """Run one attempt; the code is that of the first host that failed."""
         processes: list[subprocess.Popen[str]] = []
-        for words in ssh_commands(cluster, command, run_dir, timeouts, attempt, os.getcwd()):
+        attempt_command, hosts = list(command), None
+        if elastic is not None:
+            attempt_command, hosts = with_fields(attempt_command, elastic.size.fields), elastic.slots
+        for words in ssh_commands(cluster, attempt_command, run_dir, timeouts, attempt, os.getcwd(), hosts):
             try:
                 process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
             except OSError as error:
@@ -88,6 +109,8 @@ def launch_ssh(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts:
                 process.wait()
             return PREEMPTED, True
         codes = failed_codes or [process.wait() for process in processes]
+        if elastic is not None:
+            elastic.note(read_ending(Watched(folder, len(processes), attempt)))
         return next((code for code in codes if code), 0), False
 
     return retry(folder, run, launch_name({}))

@@ -11,6 +11,7 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
 from jaxscale.launch.documents import present_values
+from jaxscale.launch.elastic import Elastic, sizes
 from jaxscale.launch.status import follow
 from jaxscale.launch.watch import STOP, heartbeats_folder, parse_timeouts
 from jaxscale.records import directory as run_files
@@ -66,6 +67,26 @@ def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
     check_options(options, jax.devices()[0], platform.chip)
 
 
+def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic | None:
+    """Return the replicas of a launch with --elastic; `None` without.
+
+    Raises:
+        UserError: the flag has another value, the scheduler starts all machines again, or the plan has no replicas.
+    """
+    if axis is None:
+        return None
+    if axis != "replica":
+        raise UserError(f"--elastic: got {axis!r}, expected replica")
+    scheduler = cluster.scheduler
+    if not isinstance(scheduler, Local | Ssh):
+        raise UserError(
+            f"--elastic: {type(scheduler).__name__} replaces a lost machine and starts all of them again, expected ssh "
+            "or local; without the flag, --checkpoint.memory_every lets a restart lose few steps"
+        )
+    count = scheduler.processes if isinstance(scheduler, Local) else len(scheduler.hosts)
+    return Elastic(sizes(experiment), count)
+
+
 def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
     """Check the directory of a run before its launch; with `resume` "never", rename an earlier run there.
 
@@ -86,7 +107,13 @@ def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
 
 
 def launch(
-    cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, *, is_dry_run: bool = False
+    cluster: Cluster,
+    command: Sequence[str],
+    run_dir: str,
+    timeouts: str | None,
+    *,
+    is_dry_run: bool = False,
+    elastic: Elastic | None = None,
 ) -> int:
     """Launch a run, or print what would be submitted.
 
@@ -96,6 +123,7 @@ def launch(
         run_dir: directory of the run.
         timeouts: text of the watchdogs' timeouts.
         is_dry_run: whether to print the scheduler's document only.
+        elastic: the replicas with which the run goes on after a machine is lost; `None` to start all again.
 
     Returns:
         The exit code: that of the run on this machine and over ssh, and otherwise that of the submission.
@@ -113,7 +141,8 @@ def launch(
             return 0
         from jaxscale.launch.local import launch_local
 
-        return launch_local(full_command, scheduler.processes, heartbeats_folder(run_dir), parse_timeouts(timeouts))
+        folder = heartbeats_folder(run_dir)
+        return launch_local(full_command, scheduler.processes, folder, parse_timeouts(timeouts), elastic)
     name = Path(run_dir).name
     if isinstance(scheduler, Slurm):
         from jaxscale.launch.slurm import sbatch_script
@@ -166,7 +195,7 @@ def launch(
             end="",
         )
         return 0
-    return launch_ssh(cluster, command, run_dir, timeouts)
+    return launch_ssh(cluster, command, run_dir, timeouts, elastic)
 
 
 def follow_job(job: str, log: Path, detached_text: str) -> int:

@@ -79,15 +79,18 @@ class Checkpointing:
             counts steps only.
         keep: number of the newest checkpoints to keep.
         best: whether to keep also the checkpoint with the least held-out loss.
+        memory_every: number of steps between copies of the state in the memory of the hosts, from which a restart
+            continues if they are newer than the newest checkpoint; 0 for none.
     """
 
     every: int = 500
     minutes: float | None = 10.0
     keep: int = 3
     best: bool = True
+    memory_every: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, "checkpoint", every=0, minutes=0, keep=1)
+        _check(self, "checkpoint", every=0, minutes=0, keep=1, memory_every=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -275,7 +275,10 @@ class _Training:
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
         heartbeat.set_phase("restoring")
-        restored = self.checkpoints.restore_arrays(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
+        leaves = self.step.canonical_abstract()
+        if self.experiment.checkpoint.memory_every:
+            self.checkpoints.keep_host_copies(self.folder, leaves)
+        restored = self.checkpoints.restore_arrays(leaves, set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
         description = restored.description
@@ -283,13 +286,13 @@ class _Training:
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skip_count = int(state.watch.skipped)
-        resume_fields: dict[str, Any] = {}
+        resume_fields: dict[str, Any] = {"from_memory": True} if restored.origin else {}
         if restored.damaged:
             resume_fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
         if restored.converted:
             resume_fields["converted"] = list(restored.converted)
         extras_note = self.step.describe_restored(restored.arrays)
-        self.journal.say(f"continuing {self.folder} after step {self.updates}{extras_note}")
+        self.journal.say(f"continuing {self.folder} after step {self.updates}{restored.origin}{extras_note}")
         for line in restored.converted:
             self.journal.say(line)
         assert self.earlier is not None

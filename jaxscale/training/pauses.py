@@ -50,7 +50,9 @@ class Pauses:
 
     def is_due(self, updates: int) -> bool:
         """Return whether a pause is due after this number of updates, by one of the intervals in steps."""
-        intervals = self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every
+        checkpoint = self.experiment.checkpoint
+        intervals = self.experiment.evaluation.every, self.experiment.samples.every, checkpoint.every
+        intervals += (checkpoint.memory_every,)
         return any(_is_due(updates, interval) for interval in intervals)
 
     def __call__(
@@ -79,6 +81,10 @@ class Pauses:
         if is_last or is_stopping or is_save_due or is_checkpoint_due:
             with heartbeat.in_phase("saving"):
                 self._save(updates, tokens, state, data_state, wait=is_last or is_stopping)
+        elif _is_due(updates, checkpoint_settings.memory_every):
+            with heartbeat.in_phase("saving"):
+                description = self._description(updates, tokens, data_state)
+                self.checkpoints.copy_to_hosts(self.step.to_canonical(state), description)
 
     def poll(self) -> None:
         """Log the checkpoint that has been committed since the last call, if there is one."""
@@ -110,7 +116,17 @@ class Pauses:
         """Save a checkpoint in the background; with `wait`, return only after it is committed."""
         self._log_commit(self.checkpoints.wait())
         self._save_start_time = time.perf_counter()  # of the save that is running
-        description = Description(
+        description = self._description(updates, tokens, data_state)
+        self.journal.flush()  # the log of a run in a bucket is buffered, and must be written before the checkpoint
+        self.checkpoints.save_arrays(self.step.to_canonical(state), description)
+        self._last_save_time = time.monotonic()
+        if wait:
+            self._log_commit(self.checkpoints.wait())
+            self.checkpoints.drop_host_copies()
+
+    def _description(self, updates: int, tokens: int, data_state: Any) -> Description:
+        """Return the description of the state after a step."""
+        return Description(
             step=updates,
             tokens=tokens,
             data=data_state,
@@ -119,11 +135,6 @@ class Pauses:
             best=self.best_loss,
             versions=versions(),
         )
-        self.journal.flush()  # the log of a run in a bucket is buffered, and must be written before the checkpoint
-        self.checkpoints.save_arrays(self.step.to_canonical(state), description)
-        self._last_save_time = time.monotonic()
-        if wait:
-            self._log_commit(self.checkpoints.wait())
 
     def _log_commit(self, description: Description | None) -> None:
         """Log that the checkpoint with this description was committed; do nothing for `None`."""

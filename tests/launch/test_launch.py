@@ -103,6 +103,48 @@ def test_faults(fault, text, tmp_path):
         assert [step for step, _ in _losses(tmp_path / "run")] == list(range(1, 13))
 
 
+def _quarter(text, out, fault, *words, processes=4, mesh="replica:4,fsdp:2"):
+    """Launch four replicas of two devices, with copies in memory after every second step and no checkpoint."""
+    flags = ["--batch", "24", "--checkpoint.every", "100", "--checkpoint.memory_every", "2", *words]
+    return _launch(text, out, fault, *flags, processes=processes, MESH=mesh, JAX_NUM_CPU_DEVICES="2")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_memory_with_three_of_four_replicas(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_MEMORY", str(tmp_path / "memory"))
+    code, output, _ = _quarter(text, tmp_path / "elastic", "SIGKILL:2:stepping:8:1", "--elastic", "replica")
+    assert code == 0, output
+    assert "was lost; the run goes on with 3 of 4 replicas, and with a batch of 24 in 2 microbatches" in output
+    assert "after step 6, from the copy in the hosts' memory" in output
+    first, second = read_attempts(tmp_path / "elastic" / "processes")
+    assert second.code == 0
+    new_row = read_metrics(tmp_path / "elastic", "train")[first.step - 1]
+    assert new_row["time"] - first.end_time < 60
+    assert [step for step, _ in _losses(tmp_path / "elastic")] == list(range(1, 13))
+    assert _quarter(text, tmp_path / "whole", "")[0] == 0
+    losses, whole_losses = ([loss for _, loss in _losses(tmp_path / name)] for name in ("elastic", "whole"))
+    assert losses[:6] == whole_losses[:6]
+    assert losses == pytest.approx(whole_losses, rel=1e-5)  # the same rows in each step, summed in another order
+    assert not list((tmp_path / "memory").iterdir())  # the copies go when the run is done
+    # by hand: a run that ends at the same step, launched again with three replicas
+    code, output, _ = _quarter(text, tmp_path / "hand", "mistake:2:stepping:8:1")
+    assert code == 2, output
+    by_hand = {"processes": 3, "mesh": "replica:3,fsdp:2"}
+    code, output, _ = _quarter(text, tmp_path / "hand", "", "--plan.microbatches", "2", **by_hand)
+    assert code == 0, output
+    assert _losses(tmp_path / "hand") == _losses(tmp_path / "elastic")
+
+
+@pytest.mark.slow
+def test_a_restart_of_all_goes_on_from_memory_bitwise(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_MEMORY", str(tmp_path / "memory"))
+    code, output, _ = _quarter(text, tmp_path / "run", "SIGKILL:1:stepping:8:1", processes=2, mesh="fsdp:4")
+    assert code == 0, output
+    assert "after step 6, from the copy in the hosts' memory" in output
+    assert _quarter(text, tmp_path / "whole", "", processes=2, mesh="fsdp:4")[0] == 0
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "whole")
+
+
 @pytest.mark.slow
 def test_a_mesh_without_devices_of_a_process_is_refused_and_not_tried_again(text, tmp_path):
     code, output, _ = _launch(text, tmp_path / "run", "", MESH="data:1")

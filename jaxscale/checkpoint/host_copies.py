@@ -1,0 +1,341 @@
+"""HostCopies: copies of a run's state in the memory of its hosts, from which a restart goes on where one is newer.
+
+A copy costs no disk and no network, so that a run may take one every few steps. It outlives the processes, because it
+is a file in a file system that Linux keeps in memory, and it is lost with its host. Each part of an array is written
+once per host. After a restart, on the same number of devices or on another one, the processes take the newest copy of
+which every host has the parts that its devices need: under data parallelism, any host has them.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import secrets
+import shutil
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale import heartbeat
+from jaxscale.checkpoint.verified import Description, Restored
+from jaxscale.errors import UserError
+from jaxscale.records.processes import is_first, process_index, send_from_first, wait_for_all
+from jaxscale.values.units import size
+
+FOLDER_VARIABLE = "JAXSCALE_MEMORY"
+"""The environment variable that names the folder of the copies, in a file system that is kept in memory."""
+RUN_ID = "memory_copies"
+"""File in the run directory with the number that the run's folders of copies have on all hosts."""
+KEPT = 2
+"""Number of copies: while the newest one is written, or if a process dies meanwhile, the one before is whole."""
+
+Region = tuple[tuple[int, int], ...]
+"""Start and end of a part of an array along each dim."""
+CopyKey = tuple[int, int]
+"""Step and attempt of a copy. Attempts on other numbers of devices round differently, so that no copy mixes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of an array in a file.
+
+    Args:
+        region: the region of the array.
+        dtype: name of the array's dtype.
+        path: the file.
+        position: first byte in the file.
+    """
+
+    region: Region
+    dtype: str
+    path: Path
+    position: int
+
+
+class HostCopies:
+    """The copies of one run in the memory of this host. Every process calls the same methods at the same steps.
+
+    Args:
+        run_dir: the run directory.
+        leaves: shape, dtype and sharding of each array of the canonical tree, by name.
+
+    Raises:
+        UserError: there is no file system in memory, or it is too small for three copies.
+    """
+
+    def __init__(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
+        folder_name = os.environ.get(FOLDER_VARIABLE)
+        root = Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
+        if not folder_name and not root.parent.is_dir():
+            raise UserError(
+                f"checkpoint.memory_every: this host has no /dev/shm; set {FOLDER_VARIABLE} to a folder in memory"
+            )
+        self.folder = root / _run_id(run_dir)
+        self._leaves = leaves
+        self._writers = _host_of_each_process()
+        self._thread: threading.Thread | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_space()
+        wait_for_all("the folders of copies exist")
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def save_arrays(self, arrays: Mapping[str, Any], description: Description) -> None:
+        """Copy the parts that this process writes to the host, and write them in the background.
+
+        The caller may donate the arrays once this method has returned.
+        """
+        self.wait()
+        parts = [
+            (name, region, np.array(shard.data))
+            for name, array in arrays.items()
+            for region, shard in self._parts_to_write(array)
+        ]
+        self._thread = threading.Thread(target=self._write, args=(parts, description), name="host copy")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the copy that is being written is whole."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def clear(self) -> None:
+        """Remove the copies of the run on this host."""
+        self.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _parts_to_write(self, array: Any) -> Iterator[tuple[Region, Any]]:
+        """Yield each region of an array that this process writes with a shard: the first process of its host does."""
+        shape, me = array.shape, process_index()
+        writer_by_region: dict[Region, int] = {}
+        for device, index in array.sharding.devices_indices_map(shape).items():
+            process = device.process_index
+            if self._writers[process] == self._writers[me]:
+                region = _region(index, shape)
+                writer_by_region[region] = min(process, writer_by_region.get(region, process))
+        written: set[Region] = set()
+        for shard in array.addressable_shards:
+            region = _region(shard.index, shape)
+            if writer_by_region[region] == me and region not in written:
+                written.add(region)
+                yield region, shard
+
+    def _write(self, parts: Sequence[tuple[str, Region, np.ndarray]], description: Description) -> None:
+        """Write the file of this process, and remove its old ones; a full memory leaves the earlier copies."""
+        key = description.step, heartbeat.now()[0].attempt
+        path = self._file(key, process_index())
+        half_path = path.with_suffix(".half")
+        positions = np.cumsum([0, *(array.nbytes for _, _, array in parts)]).tolist()
+        header = {
+            "description": dataclasses.asdict(description),
+            "parts": [
+                [name, region, str(array.dtype), position]
+                for (name, region, array), position in zip(parts, positions, strict=False)
+            ],
+        }
+        try:
+            with half_path.open("wb") as file:
+                for _, _, array in parts:
+                    file.write(array.reshape(-1).view(np.uint8).data)
+                text = json.dumps(header).encode()
+                file.write(text + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little"))
+            half_path.replace(path)
+        except OSError:
+            half_path.unlink(missing_ok=True)
+            return
+        # the other processes have written the copy before this one, too, because they call `save_arrays` as often
+        keys = sorted(_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
+        if len(keys) >= KEPT:
+            self._remove(lambda key: key < keys[-KEPT])
+
+    def _file(self, key: CopyKey, rank: int) -> Path:
+        """Return the path of a process's file of a copy."""
+        return self.folder / f"step-{key[0]:08d}-attempt-{key[1]:05d}-rank-{rank:05d}"
+
+    def _remove(self, is_unneeded: Callable[[CopyKey], bool]) -> None:
+        """Remove the files of unneeded copies; other processes of the host may do so, too."""
+        for path in self.folder.glob("step-*-rank-?????"):
+            if is_unneeded(_key(path)):
+                path.unlink(missing_ok=True)
+
+    def _check_space(self) -> None:
+        """Refuse a file system without room for the copies that are kept and the one that is being written."""
+        nbytes = 0
+        for leaf in self._leaves.values():
+            host = self._writers[process_index()]
+            regions = {
+                _region(index, leaf.shape)
+                for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+                if self._writers[device.process_index] == host
+            }
+            nbytes += sum(_count(region) for region in regions) * np.dtype(leaf.dtype).itemsize
+        used = sum(path.stat().st_size for path in self.folder.iterdir())
+        free = shutil.disk_usage(self.folder).free + used
+        if (KEPT + 1) * nbytes > free:
+            raise UserError(
+                f"checkpoint.memory_every: {KEPT + 1} copies of {size(nbytes)} do not fit into {self.folder.parent}, "
+                f"which has {size(free)}: enlarge it (docker --shm-size, a pod's emptyDir with medium Memory), set "
+                f"{FOLDER_VARIABLE} to another folder in memory, or set checkpoint.memory_every to 0"
+            )
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def restore_arrays(self, leaves: Mapping[str, Any], newer_than: int) -> Restored | None:
+        """Restore the newest copy of which every host has what its devices need.
+
+        Args:
+            leaves: shape, dtype and sharding of each array to read, by name.
+            newer_than: step of the newest checkpoint; older copies are not read.
+
+        Returns:
+            The copy; `None` if there is none.
+        """
+        import jax
+
+        copies = {
+            key: copy
+            for key, copy in self._copies().items()
+            if key[0] > newer_than and all(_is_covered(leaf, copy.parts.get(name, [])) for name, leaf in leaves.items())
+        }
+        newest = max(_common(sorted(copies)), default=None)
+        self._remove(lambda key: newest is None or key > newest)  # the run takes those steps again
+        if newest is None:
+            return None
+        parts = copies[newest].parts
+        arrays = {
+            name: jax.make_array_from_callback(
+                leaf.shape,
+                leaf.sharding,
+                lambda index, leaf=leaf, name=name: _read(parts[name], _region(index, leaf.shape), leaf.dtype),
+            )
+            for name, leaf in leaves.items()
+        }
+        wait_for_all("the copies are read")
+        return Restored(copies[newest].description, arrays, origin=", from the copy in the hosts' memory")
+
+    def _copies(self) -> dict[CopyKey, "_Copy"]:
+        """Return the copies on this host; torn files are left out."""
+        copies: dict[CopyKey, _Copy] = {}
+        for path in sorted(self.folder.glob("step-*-rank-?????")):
+            header = _header(path)
+            if header is None:
+                continue
+            copy = copies.setdefault(_key(path), _Copy(Description(**header["description"])))
+            for name, region, dtype, position in header["parts"]:
+                part = Part(tuple((start, end) for start, end in region), dtype, path, position)
+                copy.parts.setdefault(name, []).append(part)
+        return copies
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """What a host has of a copy: its description, and parts of its arrays by the arrays' names."""
+
+    description: Description
+    parts: dict[str, list[Part]] = dataclasses.field(default_factory=dict)
+
+
+def _key(path: Path) -> CopyKey:
+    """Return step and attempt of the copy that a file belongs to."""
+    _, step, _, attempt, _, _ = path.name.split("-")
+    return int(step), int(attempt)
+
+
+def _run_id(run_dir: Any) -> str:
+    """Return the number of a run, which the first process draws once and stores in the run directory."""
+    path = run_dir / RUN_ID
+    number = 0
+    if is_first():
+        number = int(path.read_text()) if path.exists() else secrets.randbelow(2**31)
+        path.write_text(str(number))
+    return str(send_from_first([number])[0])
+
+
+def _host_of_each_process() -> list[int]:
+    """Return a number of the host of each process; equal numbers mean one host."""
+    import jax
+
+    if jax.process_count() == 1:
+        return [0]
+    from jax.experimental.multihost_utils import process_allgather
+
+    return process_allgather(np.int32(zlib.crc32(socket.gethostname().encode()) & 0x7FFFFFFF)).tolist()
+
+
+def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
+    """Return the copies that all processes have, of the newest eight."""
+    import jax
+
+    if jax.process_count() == 1:
+        return set(keys)
+    from jax.experimental.multihost_utils import process_allgather
+
+    padded = np.full((8, 2), -1, np.int32)
+    padded[: len(keys[-8:])] = np.reshape(keys[-8:], (-1, 2))
+    tables = process_allgather(padded).tolist()
+    return set.intersection(*({(step, attempt) for step, attempt in table} for table in tables)) - {(-1, -1)}
+
+
+def _header(path: Path) -> Any:
+    """Return the content at the end of a file that describes its parts; `None` if it is torn."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-12, os.SEEK_END)
+            tail = file.read()
+            length = int.from_bytes(tail[:8], "little")
+            file.seek(-12 - length, os.SEEK_END)
+            text = file.read(length)
+        return json.loads(text) if zlib.crc32(text) == int.from_bytes(tail[8:], "little") else None
+    except (OSError, ValueError):
+        return None
+
+
+def _region(index: Any, shape: tuple[int, ...]) -> Region:
+    """Return the region that a sharding's index selects of an array."""
+    return tuple(part.indices(dim)[:2] for part, dim in zip(index, shape, strict=True))
+
+
+def _count(region: Region) -> int:
+    """Return the number of elements of a region."""
+    return math.prod(end - start for start, end in region)
+
+
+def _overlap(one: Region, other: Region) -> Region:
+    """Return the region that two regions share; its ends may lie before its starts."""
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _is_covered(leaf: Any, parts: Sequence[Part]) -> bool:
+    """Return whether parts of an array cover all that this process's devices hold of it."""
+    regions = {part.region for part in parts if part.dtype == str(leaf.dtype)}
+    return all(
+        _coverage(_region(index, leaf.shape), regions)
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    )
+
+
+def _coverage(region: Region, pieces: set[Region]) -> bool:
+    """Return whether pieces, of which no two overlap, cover a region."""
+    overlaps = [_overlap(region, piece) for piece in pieces]
+    return _count(region) == sum(_count(overlap) for overlap in overlaps if all(start < end for start, end in overlap))
+
+
+def _read(parts: Sequence[Part], region: Region, dtype: Any) -> np.ndarray:
+    """Return a region of an array, read from the parts that cover it."""
+    result = np.empty([end - start for start, end in region], dtype)
+    for part in {part.region: part for part in parts}.values():
+        overlap = _overlap(region, part.region)
+        if all(start < end for start, end in overlap):
+            shape = [end - start for start, end in part.region]
+            stored = np.memmap(part.path, np.uint8, "r", part.position, (math.prod(shape) * result.itemsize,))
+            source = np.asarray(stored).view(dtype).reshape(shape)
+            source_slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, part.region, strict=True))
+            slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, region, strict=True))
+            result[slices] = source[source_slices]
+    return result

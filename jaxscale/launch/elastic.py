@@ -1,0 +1,127 @@
+"""Elastic runs: after a machine is lost, go on with fewer replicas at the same global batch."""
+
+import dataclasses
+import sys
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.launch.verdict import Ending
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A size of a run.
+
+    Args:
+        replicas: number of replicas.
+        fields: the plan's fields at this size, by their paths.
+        text: batch and microbatches, in words.
+    """
+
+    replicas: int
+    fields: dict[str, str]
+    text: str
+
+
+def sizes(experiment: Any) -> dict[int, Size]:
+    """Return the sizes at which an experiment can go on, by the number of replicas.
+
+    The global batch stays the same, and a device processes at most as many rows at a time as with all replicas, so that
+    fewer replicas take more microbatches. A number of replicas over which the batch cannot be split so is left out.
+
+    Args:
+        experiment: the experiment, whose mesh has a replica axis.
+
+    Raises:
+        UserError: the plan keeps something that belongs to one replica, or has no replicas.
+    """
+    plan, batch = experiment.plan, experiment.batch
+    mesh = plan.mesh
+    if mesh is None or mesh.replica < 2:
+        raise UserError(
+            f"--elastic replica: got the mesh {mesh or 'auto'}, expected a replica axis, such as --plan.mesh "
+            "replica:4,fsdp:8"
+        )
+    reasons = {
+        "plan.pipeline": plan.pipeline is not None and "its schedule fixes the microbatches",
+        "plan.diloco": plan.diloco is not None and "each replica has weights of its own",
+        "plan.reduce": plan.reduce not in (None, "float32", "bfloat16") and "each replica keeps its rounding errors",
+    }
+    for name, reason in reasons.items():
+        if reason:
+            raise UserError(f"--elastic replica: {name} is set, and {reason}; leave out one of the two")
+    rows = batch // (plan.microbatches * mesh.batch_shards)
+    found: dict[int, Size] = {}
+    for replica_count in range(1, mesh.replica + 1):
+        smaller_mesh = dataclasses.replace(mesh, replica=replica_count)
+        shards = smaller_mesh.batch_shards
+        counts = range(plan.microbatches, batch // shards + 1) if batch % shards == 0 else ()
+        count = next((n for n in counts if batch % (n * shards) == 0 and batch // (n * shards) <= rows), None)
+        if count is not None:
+            fields = {"plan.mesh": str(smaller_mesh), "plan.microbatches": str(count)}
+            plural = "es" if count > 1 else ""
+            found[replica_count] = Size(replica_count, fields, f"a batch of {batch} in {count} microbatch{plural}")
+    return found
+
+
+class Elastic:
+    """The replicas that are left of a launch.
+
+    Args:
+        sizes: sizes at which the run can go on, by the number of replicas.
+        process_count: number of processes of all replicas.
+
+    Raises:
+        UserError: the processes cannot be shared evenly by the replicas.
+    """
+
+    def __init__(self, sizes: dict[int, Size], process_count: int) -> None:
+        self._sizes, self._all = sizes, max(sizes)
+        if process_count % self._all:
+            raise UserError(
+                f"--elastic replica: {process_count} processes cannot be shared evenly by {self._all} replicas"
+            )
+        self._processes_each = process_count // self._all
+        self._replicas = list(range(self._all))
+        self.size = sizes[self._all]
+
+    @property
+    def slots(self) -> list[int]:
+        """The processes that the next attempt starts, by their numbers among those of all replicas."""
+        used_replicas = self._replicas[: self.size.replicas]
+        return [
+            replica * self._processes_each + index for replica in used_replicas for index in range(self._processes_each)
+        ]
+
+    def note(self, ending: Ending | None) -> None:
+        """Take note of how an attempt ended: a machine counts as lost if a process on it was killed, or is frozen.
+
+        Where too few replicas are left, the next attempt waits for all machines again.
+
+        Args:
+            ending: the first failure of the attempt; `None` if there was none.
+        """
+        if ending is None or not (ending.code < 0 or ending.cause in ("frozen", "missing")):
+            return
+        lost_replica = self.slots[ending.rank] // self._processes_each
+        self._replicas.remove(lost_replica)
+        smaller = [size for count, size in self._sizes.items() if count <= len(self._replicas)]
+        if smaller:
+            self.size = max(smaller, key=lambda size: size.replicas)
+            text = f"goes on with {self.size.replicas} of {self._all} replicas, and with {self.size.text}"
+        else:
+            self._replicas, self.size = list(range(self._all)), self._sizes[self._all]
+            text = f"cannot go on with fewer replicas, and starts all {self._all} again"
+        print(f"jaxscale: replica {lost_replica} ({ending.host}) was lost; the run {text}", file=sys.stderr, flush=True)
+
+
+def with_fields(command: list[str], fields: dict[str, str]) -> list[str]:
+    """Return a train command with other values of some fields.
+
+    Example:
+        >>> with_fields(["train", "e.py", "--plan.mesh=replica:4", "--out=run"], {"plan.mesh": "replica:3"})
+        ['train', 'e.py', '--out=run', '--plan.mesh=replica:3']
+    """
+    prefixes = tuple(f"--{path}=" for path in fields)
+    kept = [word for word in command if not word.startswith(prefixes)]
+    return [*kept, *(f"--{path}={text}" for path, text in fields.items())]

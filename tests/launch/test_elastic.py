@@ -1,0 +1,114 @@
+"""Elastic runs: the sizes at which a plan can go on, and the machines that are left."""
+
+import dataclasses
+
+import pytest
+
+from jaxscale.data import Text
+from jaxscale.errors import UserError
+from jaxscale.launch import Cluster, JobSet, Local, Slurm, Ssh
+from jaxscale.launch.elastic import Elastic, sizes, with_fields
+from jaxscale.launch.ssh import ssh_commands
+from jaxscale.launch.submit import elastic_of
+from jaxscale.launch.verdict import Ending
+from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+
+
+def _experiment(batch: int = 24, **plan) -> Experiment:
+    model = Decoder(vocab=64, context=8, layers=1, embed=8, heads=2)
+    return Experiment("plays", model, Text("x"), batch=batch, plan=Plan(**{"mesh": "replica:4,fsdp:2", **plan}))
+
+
+@pytest.mark.parametrize("batch", [8, 24, 48, 64, 96])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_every_size_has_the_same_batch_and_no_more_rows_at_a_time(batch, microbatches):
+    if batch % (8 * microbatches):
+        return
+    experiment = _experiment(batch, microbatches=microbatches)
+    rows = batch // (8 * microbatches)
+    found = sizes(experiment)
+    assert found[4].fields == {"plan.mesh": "replica:4,fsdp:2", "plan.microbatches": str(microbatches)}
+    for replicas, size in found.items():
+        count = int(size.fields["plan.microbatches"])
+        assert batch % (count * replicas * 2) == 0
+        assert batch // (count * replicas * 2) <= rows
+    assert (3 in found) == (batch % 6 == 0)
+    assert {1, 2} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"mesh": "fsdp:8"}, "got the mesh fsdp:8, expected a replica axis"),
+        ({"mesh": None}, "got the mesh auto"),
+        ({"mesh": "replica:2", "pipeline": "1f1b:2x4"}, "its schedule fixes the microbatches"),
+        ({"mesh": "replica:2", "diloco": "every=10"}, "each replica has weights of its own"),
+        ({"mesh": "replica:2", "reduce": "int8"}, "each replica keeps its rounding errors"),
+    ],
+)
+def test_a_plan_that_belongs_to_its_replicas_is_refused(plan, message):
+    with pytest.raises(UserError, match=message):
+        sizes(_experiment(**plan))
+
+
+def _killed(rank: int) -> Ending:
+    return Ending(rank, f"node{rank}", 1, "exit", -9)
+
+
+def test_lost_replicas_are_left_out_until_none_can_go_on(capsys):
+    elastic = Elastic(sizes(_experiment()), 8)
+    assert elastic.slots == list(range(8))
+    elastic.note(None)
+    elastic.note(Ending(3, "node3", 1, "exit", 1))  # an error of the program is no lost machine
+    elastic.note(Ending(3, "node3", 1, "timeout"))
+    assert elastic.slots == list(range(8))
+    elastic.note(_killed(3))
+    assert elastic.slots == [0, 1, 4, 5, 6, 7]
+    assert elastic.size.fields == {"plan.mesh": "replica:3,fsdp:2", "plan.microbatches": "2"}
+    elastic.note(_killed(3))  # the fourth process of this attempt is number 5 of all
+    assert elastic.slots == [0, 1, 6, 7]
+    elastic.note(Ending(0, "node0", 1, "frozen"))
+    assert elastic.slots == [6, 7]
+    elastic.note(_killed(1))
+    assert elastic.slots == list(range(8))
+    err = capsys.readouterr().err
+    assert "replica 1 (node3) was lost; the run goes on with 3 of 4 replicas, and with a batch of 24 in 2 micro" in err
+    assert "cannot go on with fewer replicas, and starts all 4 again" in err
+
+
+def test_a_size_that_does_not_divide_the_batch_leaves_a_machine_idle():
+    elastic = Elastic(sizes(_experiment(batch=16)), 4)
+    elastic.note(_killed(0))
+    assert elastic.slots == [1, 2]  # 16 rows cannot be split over 3 replicas
+    elastic.note(_killed(0))
+    assert elastic.slots == [2, 3]
+
+
+def test_only_launchers_that_start_the_processes_are_elastic():
+    experiment = _experiment()
+    assert elastic_of(Cluster("local", Local(4)), experiment, None) is None
+    assert elastic_of(Cluster("local", Local(4)), experiment, "replica").slots == [0, 1, 2, 3]
+    with pytest.raises(UserError, match="got 'slice', expected replica"):
+        elastic_of(Cluster("local", Local(4)), experiment, "slice")
+    with pytest.raises(UserError, match="6 processes cannot be shared evenly by 4 replicas"):
+        elastic_of(Cluster("local", Local(6)), experiment, "replica")
+    for scheduler in (Slurm(), JobSet("image:1")):
+        with pytest.raises(UserError, match="starts all of them again, expected ssh or local"):
+            elastic_of(Cluster("gpu h100 x 32", scheduler), experiment, "replica")
+
+
+def test_the_hosts_that_are_left_get_new_numbers():
+    cluster = Cluster("gpu h100 x 32", Ssh(("a", "b", "c", "d")))
+    experiment = dataclasses.replace(_experiment(), plan=Plan(mesh="replica:4,fsdp:8"), batch=96)
+    elastic = elastic_of(cluster, experiment, "replica")
+    elastic.note(_killed(0))
+    command = with_fields(["train", "e.py", "--plan.mesh=replica:4,fsdp:8"], elastic.size.fields)
+    commands = ssh_commands(cluster, command, "/runs/x", None, 2, "/home", elastic.slots)
+    assert [words[-2] for words in commands] == ["b", "c", "d"]
+    for rank, words in enumerate(commands):
+        assert "export JAXSCALE_PROCESSES=3" in words[-1]
+        assert f"export JAXSCALE_RANK={rank}" in words[-1]
+        assert "export JAXSCALE_COORDINATOR=b:" in words[-1]
+        assert "--plan.mesh=replica:3,fsdp:8" in words[-1]
