@@ -23,11 +23,9 @@ from jaxscale.platforms.platform import Platform
 
 PLATFORMS = {
     "gpu": ("gpu h100 x 8", "gpu b200 x 8"),
-    "v4": ("tpu v4:2x2x4",),
     "v5e": ("tpu v5e:4x4",),
     "v5p": ("tpu v5p:2x2x4",),
     "v6e": ("tpu v6e:4x4",),
-    "7x": ("tpu 7x:2x2x2",),
 }
 """The platforms on which the sets of a chip are compiled."""
 CONTEXT = 1024

@@ -84,30 +84,30 @@ def test_every_recommended_option_has_its_source_and_its_effect():
             assert len({row.option for row in rows}) == len(rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("chip", "platform"), [("gpu", "gpu h100 x 2"), ("gpu", "gpu b200 x 2")])
-@pytest.mark.parametrize("name", SETS)
-def test_each_set_compiles_for_its_gpus(name, chip, platform, monkeypatch, tmp_path):
-    pytest.importorskip("jax_plugins.xla_cuda13")
-    _compile_set(name, platform, monkeypatch, tmp_path)
+def test_a_set_without_an_effect_on_a_chip_is_refused_there():
+    with pytest.raises(
+        UserError, match=r"plan\.compiler vmem: no option of this set has an effect on h100, only on v6e"
+    ):
+        CompilerOptions("vmem").of(GPU)
+    assert CompilerOptions("vmem").of(Platform.parse("cpu x 2").chip) == {}
+
+
+PLATFORMS = {
+    "gpu": ("gpu h100 x 2", "gpu b200 x 2"),
+    "v5e": ("tpu v5e:2x2",),
+    "v5p": ("tpu v5p:2x2x1",),
+    "v6e": ("tpu v6e:2x2",),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["tpu v4:2x2x1", "tpu v5e:2x2", "tpu v5p:2x2x1", "tpu v6e:2x2", "tpu 7x:2x2x1"])
-@pytest.mark.parametrize("name", SETS)
-def test_each_set_compiles_for_its_tpus(name, platform, monkeypatch, tmp_path):
-    pytest.importorskip("libtpu")
-    _compile_set(name, platform, monkeypatch, tmp_path)
-
-
-def _compile_set(name, platform, monkeypatch, tmp_path):
-    """Compile a step with a set of options, or skip a chip that the set does not cover."""
+@pytest.mark.parametrize(("name", "chip"), [(name, chip) for name, chip_sets in SETS.items() for chip in chip_sets])
+def test_each_set_compiles_for_its_chips(name, chip, monkeypatch, tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda13" if chip == "gpu" else "libtpu")
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    parsed_platform = Platform.parse(platform)
-    if not CompilerOptions(name).of(parsed_platform.chip):
-        pytest.skip(f"{name} has no options for {platform}")
-    plan = dataclasses.replace(Plan(zero=3, compiler=name), mesh=None)
-    report = compile_report(step_recipe(dataclasses.replace(experiment(), plan=plan), plan, None), platform)
-    assert report.crashed is None, report
-    assert report.temp_bytes is not None
+    for platform in PLATFORMS[chip]:
+        plan = Plan(zero=3, compiler=name)
+        report = compile_report(step_recipe(dataclasses.replace(experiment(), plan=plan), plan, None), platform)
+        assert report.crashed is None, report
+        assert report.temp_bytes is not None

@@ -26,7 +26,7 @@ from jaxscale.replicas.codecs import CODECS
 from tests.system.data import write_data
 from tests.system.mixtures import mixture
 from tests.system.techniques import HELD, TECHNIQUES, Technique
-from tests.system.whole import Ended, command, compiled_once, whole_run
+from tests.system.whole import Ended, command, compiled_once, from_memory, whole_run
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -98,6 +98,16 @@ def test_alone_on_one_device(technique: Technique, place, programs):
 def test_alone_on_four_devices(technique: Technique, place):
     with compiled_once() if technique.default else contextlib.nullcontext():
         whole_run(place, technique.variant, technique.flags, technique.four, onto=technique.onto)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "technique", [technique for technique in TECHNIQUES if technique.four], ids=lambda one: one.name
+)
+def test_goes_on_from_memory(technique: Technique, place, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_MEMORY", str(place / "memory"))
+    with compiled_once():
+        from_memory(place, technique.variant, technique.flags, technique.four)
 
 
 @pytest.mark.slow

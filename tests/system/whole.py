@@ -101,6 +101,45 @@ def stopped_after(step: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def failing_after(step: int) -> Iterator[None]:
+    """A run in this process fails once it has this step behind it, before anything is saved after it."""
+    real = jaxscale.training.loop._Training._settle
+
+    def settle(self: Any, n: int, metrics: Any) -> None:
+        real(self, n, metrics)
+        if n == step:
+            raise RuntimeError("made by the test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxscale.training.loop._Training, "_settle", settle)
+        yield
+
+
+def from_memory(folder: Path, variant: str, flags: str, layout: str) -> None:
+    """A run that fails without a checkpoint goes on from the copy in memory, as one that nothing disturbed.
+
+    Args:
+        folder: with the experiment file and its data; runs are made there.
+        variant: of the experiment.
+        flags: of the techniques.
+        layout: flags of the mesh.
+    """
+    run, undisturbed = folder / "run", folder / "undisturbed"
+    subject = [str(folder / "tiny.py"), *filter(None, [variant])]
+    copies = ["--checkpoint.every", "0", "--checkpoint.best", "false", "--checkpoint.memory_every", "1"]
+    training = ["train", *subject, "--steps", str(STEPS), *shlex.split(flags), *shlex.split(layout), *copies, "--out"]
+    command(*training, str(undisturbed))
+    with failing_after(STEPS - 1):
+        command(*training, str(run), codes=(1,))
+    assert newest(run) == 0
+    said = command(*training, str(run))
+    assert f"after step {STEPS - 2}, from the copy in the hosts' memory" in said, said
+    assert last_lines(run) == last_lines(undisturbed)
+    for name in ("arrays", "data"):
+        assert described(run, STEPS)[name] == described(undisturbed, STEPS)[name]
+
+
 def killed_after(step: int, out: Path, *words: str) -> None:
     """A run of its own process that gets a SIGKILL once the checkpoint of this step is saved."""
     process = subprocess.Popen(
