@@ -71,9 +71,9 @@ SETS: Mapping[str, Mapping[str, tuple[Recommended, ...]]] = {
 """The options of each set, by the name of the set and of the chip, or "gpu" for every GPU.
 
 Left out, because they change nothing in that program: on GPUs pipelined reduce-scatters, the latency-hiding scheduler,
-and the thresholds by which reduce-scatters and all-reduces are combined; on TPUs asynchronous all-gather fusion (v5e has
-it by default, other chips refuse it), layouts of all-reduces, data-parallel all-reduces, pipelining of the all-gathers of
-the backward pass, the overlap limit of host transfers, and a rerun of the scheduler.
+and the thresholds for combining reduce-scatters and all-reduces; on TPUs asynchronous all-gather fusion (the default of
+v5e; other chips refuse it), layouts of all-reduces, data-parallel all-reduces, pipelining of the all-gathers of the
+backward pass, the overlap limit of host transfers, and a rerun of the scheduler.
 """
 
 
