@@ -1,5 +1,6 @@
 """An experiment, one process of which fails as `FAULT=KIND:RANK:PHASE:STEP:ATTEMPTS` specifies, once per process."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -30,12 +31,21 @@ def _set_and_fail(self: heartbeat.Writer, phase: Any, step: int | None = None) -
         sys.exit(3)
     elif kind == "mistake":
         raise jx.errors.UserError("made by the test")
+    elif kind == "fill":
+        _fill(os.environ["FILL"])
     elif kind == "spin":
         while True:
             pass
     else:
         time.sleep(2)  # so that the checkpoint that is being written is there
         os.kill(os.getpid(), signal.Signals[kind])
+
+
+def _fill(folder: str) -> None:
+    """Write until the disk is full."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, "filler"), "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 heartbeat.Writer.set = _set_and_fail

@@ -154,6 +154,31 @@ def test_a_mesh_without_devices_of_a_process_is_refused_and_not_tried_again(text
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
+@pytest.mark.parametrize("phase", ["stepping", "saving"])
+def test_a_disk_that_one_process_fills_ends_the_run_with_the_reason_and_the_checkpoint_before(phase, text, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    step = 7 if phase == "stepping" else 8
+    try:
+        code, output, seconds = _launch(text, disk / "run", f"fill:1:{phase}:{step}:1", FILL=str(disk))
+        assert code == 2, output
+        assert re.search(r"cannot write .*[Nn]o space left", output), output
+        assert "intact" in output
+        assert seconds < 60
+        (disk / "filler").unlink()
+        code, output, _ = _launch(text, disk / "run", "")
+        assert code == 0, output
+        assert "after step 4" in output
+        assert [step for step, _ in _losses(disk / "run")] == list(range(1, 13))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.slow
 def test_processes_meet_in_spite_of_proxies(text, tmp_path):
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY"), "http://192.0.2.9:3128")
     code, output, _ = _launch(text, tmp_path / "run", "", "--timeouts", "joining=40", **proxies)
