@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxscale.heartbeat import read_heartbeats
 from jaxscale.records.attempts import read_attempts
 from jaxscale.records.metrics import read_metrics
 
@@ -135,3 +136,36 @@ def test_a_stopped_run_is_not_requeued(text, tmp_path):
     assert "ExitCode=75:0" in output, output
     assert "Restarts=0" in output
     assert 20 <= len(_losses(run_dir)) < 400
+
+
+PLANS = {
+    "data": "--plan.mesh data:4 --plan.zero 0",
+    "zero": "--plan.mesh fsdp:4 --plan.zero 3",
+    "pipeline": "--plan.mesh fsdp:2 --plan.pipeline 1f1b:2x4 --plan.zero 0",
+}
+
+
+@pytest.mark.parametrize("tasks", [2, 4])
+def test_bare_tasks_join_without_a_flag_and_equal_one_process(tasks, text, tmp_path):
+    tmp_path.chmod(0o755)
+    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    variables |= {"TEXT": str(text), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
+    train = f"{sys.executable} -m jaxscale train {HERE / 'faulty.py'} --steps 20"
+    commands = [
+        f"JAX_NUM_CPU_DEVICES={4 // tasks} srun -N 2 -n {tasks} --overcommit {train} {flags} --out {tmp_path / name}"
+        for name, flags in PLANS.items()
+    ]
+    driver = [HERE / "slurm_sandbox.sh", "2", "bash", "-c", " && ".join(commands)]
+    result = subprocess.run(driver, env=variables, capture_output=True, text=True, errors="replace", timeout=600)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    for name, flags in PLANS.items():
+        out = tmp_path / f"{name}-alone"
+        alone = [*train.split(), *flags.split(), "--out", str(out)]
+        subprocess.run(alone, env=variables | {"JAX_NUM_CPU_DEVICES": "4"}, check=True, capture_output=True)
+        joined, expected = _losses(tmp_path / name), _losses(out)
+        assert [step for step, _ in joined] == list(range(1, 21))
+        assert [loss for _, loss in joined] == pytest.approx([loss for _, loss in expected], rel=1e-5)
+        beats = read_heartbeats(tmp_path / name / "processes")
+        assert sorted(beats) == list(range(tasks))
+        seconds = max(beat.seconds_by_phase["starting"] + beat.seconds_by_phase["joining"] for beat in beats.values())
+        print(f"{tasks} tasks, {name}: {seconds:.1f} s to join")
