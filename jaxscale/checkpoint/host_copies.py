@@ -3,7 +3,8 @@
 A copy costs no disk and no network, so that a run may take one every few steps. It outlives the processes, because it
 is a file in a file system that Linux keeps in memory, and it is lost with its host. Each part of an array is written
 once per host. After a restart, on the same number of devices or on another one, the processes take the newest copy of
-which every host has the parts that its devices need: under data parallelism, any host has them.
+which every host has the parts that its devices need: under data parallelism, any host has them. (Orbax's emergency
+checkpoints serve restarts on as many devices as before, whose ids they put into the old order.)
 """
 
 import dataclasses
