@@ -22,6 +22,7 @@ from jaxscale.pipeline.plan import OPTIONS as PIPELINE_OPTIONS
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.plan import forms as pipeline_forms
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.platforms.compiler_options import CompilerOptions
 from jaxscale.recipe.kernels import KNOWN, PLATFORMS, Kernels
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
@@ -396,6 +397,7 @@ VALUES: dict[Any, Callable[[], list[Any]]] = {
     NamedCodec: lambda: [functools.partial(_codec_text, codec) for codec in CODECS.values()],
     Diloco: lambda: [lambda rng: f"every={rng.choice((1, 2, 2))}" + (",momentum=0" if rng.random() < 0.3 else "")],
     Kernels: kernel_choices,
+    CompilerOptions: lambda: ["overlap", "overlap,xla_llvm_disable_expensive_passes=true"],
     tuple[int, ...]: lambda: ["1"],  # layers of each stage, which `with_needs` counts
 }
 """Texts of the types with a grammar of their own, or functions that draw one."""

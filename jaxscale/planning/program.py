@@ -74,7 +74,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     import jax
 
     arguments = (step.layout.abstract, step.abstract_batch(batch))
-    jaxpr = jax.make_jaxpr(step.step_fn)(*arguments)
+    jaxpr = step.step_fn.trace(*arguments).jaxpr
     step.check_kernels()
     program = flatten(jaxpr)
     keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
