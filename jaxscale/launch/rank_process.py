@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxscale import heartbeat
-from jaxscale.errors import CRASHED, EXIT_CODES, UserError
+from jaxscale.errors import CRASHED, DONE, EXIT_CODES, STOP_CODES, UserError
 from jaxscale.heartbeat import Heartbeat
 from jaxscale.launch.verdict import Cause
 
@@ -94,8 +94,18 @@ class RankProcess:
 
     @property
     def code(self) -> int | None:
-        """The exit code, or minus the number of the signal that ended the process; `None` while it runs."""
-        return self.process.poll()
+        """The exit code, or minus the number of the signal that ended the process; `None` while it runs.
+
+        JAX may abort a process that is about to end, because the first process and its service ended a moment before.
+        What the process reported of its work counts then: that it was stopped and has saved, or that it is finished.
+        """
+        code = self.process.poll()
+        if code != -signal.SIGABRT or self.rank == 0 or (beat := self.read_heartbeat()) is None:
+            return code
+        if beat.failure:
+            stop_code = CODES.get(beat.failure.partition(":")[0])
+            return stop_code if stop_code in STOP_CODES else code
+        return DONE if beat.phase == "finished" else code
 
     def read_heartbeat(self) -> Heartbeat | None:
         """Return the newest heartbeat that this process wrote; `None` before the first one."""

@@ -220,6 +220,29 @@ def test_a_stop_signal_is_passed_on_once(tmp_path):
     assert log_file(tmp_path / "processes", 1).read_text().count("saved") == 1
 
 
+@pytest.mark.parametrize(
+    ("report", "rank", "code"),
+    [
+        ("heartbeat.fail(Preempted('saved'))", 1, 75),
+        ("heartbeat.set_phase('finished'); heartbeat.stop()", 1, 0),
+        ("heartbeat.set_phase('finished'); heartbeat.stop()", 0, 134),
+        ("heartbeat.fail(RuntimeError('no luck'))", 1, 134),
+        ("time.sleep(1)", 1, 134),
+    ],
+)
+def test_an_abort_after_the_end_of_the_first_process_is_no_failure(report, rank, code, tmp_path):
+    body = f"""
+        from jaxscale.errors import Preempted
+        if rank == {rank}:
+            {report}
+            os.abort()
+        heartbeat.{"fail(Preempted('saved'))" if code == 75 else "set_phase('finished')"}
+        heartbeat.stop()
+        sys.exit({75 if code == 75 else 0})
+    """
+    assert _run(tmp_path, body, 2)[0] == code
+
+
 def test_a_second_stop_signal_kills(tmp_path):
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     watchdog = _watchdog(tmp_path, body, stepping=30)
