@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale import heartbeat
 from jaxscale.checkpoint.verified import Description, Restored
 from jaxscale.errors import UserError
-from jaxscale.records.processes import is_first, process_index, send_from_first, wait_for_all
+from jaxscale.records.directory import explain_write_errors
+from jaxscale.records.processes import call_on_all, is_first, process_index, send_from_first
 from jaxscale.values.units import size
 
 FOLDER_VARIABLE = "JAXSCALE_MEMORY"
@@ -38,7 +39,8 @@ KEPT = 2
 Region = tuple[tuple[int, int], ...]
 """Start and end of a part of an array along each dim."""
 CopyKey = tuple[int, int]
-"""Step and attempt of a copy. Attempts on other numbers of devices round differently, so that no copy mixes them."""
+"""Step of a copy, and when its processes started, in seconds since 1970, by the first one's clock. What one start has
+written is never mixed with another's, which may have other devices and round differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,26 +72,26 @@ class HostCopies:
     """
 
     def __init__(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
-        folder_name = os.environ.get(FOLDER_VARIABLE)
-        root = Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
-        if not folder_name and not root.parent.is_dir():
-            raise UserError(
-                f"checkpoint.memory_every: this host has no /dev/shm; set {FOLDER_VARIABLE} to a folder in memory"
-            )
-        self.folder = root / _run_id(run_dir)
+        run_id = call_on_all(lambda: _run_id(run_dir), LookupError)
+        run_number, self._start_time = send_from_first([run_id, int(time.time())])
+        self.folder = _root() / str(run_number)
         self._leaves = leaves
-        self._writers = _host_of_each_process()
+        self._hosts = _host_of_each_process()
         self._thread: threading.Thread | None = None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._check_space()
-        wait_for_all("the folders of copies exist")
+        call_on_all(self._make_folder, LookupError)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def save_arrays(self, arrays: Mapping[str, Any], description: Description) -> None:
+    def save_arrays(self, arrays: Mapping[str, Any], description: Description, newest_checkpoint: int = 0) -> None:
         """Copy the parts that this process writes to the host, and write them in the background.
 
         The caller may donate the arrays once this method has returned.
+
+        Args:
+            arrays: the canonical tree.
+            description: description of the copy.
+            newest_checkpoint: step of the run's newest checkpoint; the copy is not read once this checkpoint and all
+                newer ones are gone, as when a user goes back to an older one.
         """
         self.wait()
         parts = [
@@ -97,7 +99,13 @@ class HostCopies:
             for name, array in arrays.items()
             for region, shard in self._parts_to_write(array)
         ]
-        self._thread = threading.Thread(target=self._write, args=(parts, description), name="host copy")
+        # All processes have written the two copies before this one: each waited for its last but one before it took
+        # part in the steps since, and these are done.
+        keys = sorted(_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
+        if len(keys) >= KEPT:
+            self._remove(lambda key: key < keys[-KEPT])
+        header = {"description": dataclasses.asdict(description), "newest_checkpoint": newest_checkpoint}
+        self._thread = threading.Thread(target=self._write, args=(parts, header), name="host copy")
         self._thread.start()
 
     def wait(self) -> None:
@@ -117,7 +125,7 @@ class HostCopies:
         writer_by_region: dict[Region, int] = {}
         for device, index in array.sharding.devices_indices_map(shape).items():
             process = device.process_index
-            if self._writers[process] == self._writers[me]:
+            if self._hosts[process] == self._hosts[me]:
                 region = _region(index, shape)
                 writer_by_region[region] = min(process, writer_by_region.get(region, process))
         written: set[Region] = set()
@@ -127,19 +135,15 @@ class HostCopies:
                 written.add(region)
                 yield region, shard
 
-    def _write(self, parts: Sequence[tuple[str, Region, np.ndarray]], description: Description) -> None:
-        """Write the file of this process, and remove its old ones; a full memory leaves the earlier copies."""
-        key = description.step, heartbeat.now()[0].attempt
-        path = self._file(key, process_index())
+    def _write(self, parts: Sequence[tuple[str, Region, np.ndarray]], header: dict[str, Any]) -> None:
+        """Write the file of this process; a full memory leaves the earlier copies."""
+        path = self._file((header["description"]["step"], self._start_time), process_index())
         half_path = path.with_suffix(".half")
         positions = np.cumsum([0, *(array.nbytes for _, _, array in parts)]).tolist()
-        header = {
-            "description": dataclasses.asdict(description),
-            "parts": [
-                [name, region, str(array.dtype), position]
-                for (name, region, array), position in zip(parts, positions, strict=False)
-            ],
-        }
+        header["parts"] = [
+            [name, region, str(array.dtype), position]
+            for (name, region, array), position in zip(parts, positions, strict=False)
+        ]
         try:
             with half_path.open("wb") as file:
                 for _, _, array in parts:
@@ -149,15 +153,10 @@ class HostCopies:
             half_path.replace(path)
         except OSError:
             half_path.unlink(missing_ok=True)
-            return
-        # the other processes have written the copy before this one, too, because they call `save_arrays` as often
-        keys = sorted(_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
-        if len(keys) >= KEPT:
-            self._remove(lambda key: key < keys[-KEPT])
 
     def _file(self, key: CopyKey, rank: int) -> Path:
         """Return the path of a process's file of a copy."""
-        return self.folder / f"step-{key[0]:08d}-attempt-{key[1]:05d}-rank-{rank:05d}"
+        return self.folder / f"step-{key[0]:08d}-start-{key[1]:010d}-rank-{rank:05d}"
 
     def _remove(self, is_unneeded: Callable[[CopyKey], bool]) -> None:
         """Remove the files of unneeded copies; other processes of the host may do so, too."""
@@ -165,15 +164,22 @@ class HostCopies:
             if is_unneeded(_key(path)):
                 path.unlink(missing_ok=True)
 
-    def _check_space(self) -> None:
-        """Refuse a file system without room for the copies that are kept and the one that is being written."""
+    def _make_folder(self) -> None:
+        """Make the folder, and refuse a file system without room for the copies that are kept and a new one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.memory_every: cannot make {self.folder} ({error.strerror}); set {FOLDER_VARIABLE} to a "
+                "folder in memory"
+            ) from None
         nbytes = 0
         for leaf in self._leaves.values():
-            host = self._writers[process_index()]
+            host = self._hosts[process_index()]
             regions = {
                 _region(index, leaf.shape)
                 for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
-                if self._writers[device.process_index] == host
+                if self._hosts[device.process_index] == host
             }
             nbytes += sum(_count(region) for region in regions) * np.dtype(leaf.dtype).itemsize
         used = sum(path.stat().st_size for path in self.folder.iterdir())
@@ -202,22 +208,27 @@ class HostCopies:
         copies = {
             key: copy
             for key, copy in self._copies().items()
-            if key[0] > newer_than and all(_is_covered(leaf, copy.parts.get(name, [])) for name, leaf in leaves.items())
+            if key[0] > newer_than >= copy.newest_checkpoint
+            and all(_is_covered(leaf, copy.parts.get(name, [])) for name, leaf in leaves.items())
         }
         newest = max(_common(sorted(copies)), default=None)
         self._remove(lambda key: newest is None or key > newest)  # the run takes those steps again
         if newest is None:
             return None
         parts = copies[newest].parts
-        arrays = {
-            name: jax.make_array_from_callback(
-                leaf.shape,
-                leaf.sharding,
-                lambda index, leaf=leaf, name=name: _read(parts[name], _region(index, leaf.shape), leaf.dtype),
-            )
-            for name, leaf in leaves.items()
-        }
-        wait_for_all("the copies are read")
+
+        def read() -> dict[str, Any]:
+            """Read the arrays of this process's devices."""
+            return {
+                name: jax.make_array_from_callback(
+                    leaf.shape,
+                    leaf.sharding,
+                    lambda index, leaf=leaf, name=name: _read(parts[name], _region(index, leaf.shape), leaf.dtype),
+                )
+                for name, leaf in leaves.items()
+            }
+
+        arrays = call_on_all(read, LookupError)
         return Restored(copies[newest].description, arrays, origin=", from the copy in the hosts' memory")
 
     def _copies(self) -> dict[CopyKey, "_Copy"]:
@@ -227,7 +238,8 @@ class HostCopies:
             header = _header(path)
             if header is None:
                 continue
-            copy = copies.setdefault(_key(path), _Copy(Description(**header["description"])))
+            description = Description(**header["description"])
+            copy = copies.setdefault(_key(path), _Copy(description, header["newest_checkpoint"]))
             for name, region, dtype, position in header["parts"]:
                 part = Part(tuple((start, end) for start, end in region), dtype, path, position)
                 copy.parts.setdefault(name, []).append(part)
@@ -236,26 +248,40 @@ class HostCopies:
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """What a host has of a copy: its description, and parts of its arrays by the arrays' names."""
+    """What a host has of a copy.
+
+    Args:
+        description: the description of the state.
+        newest_checkpoint: step of the newest checkpoint when the copy was taken.
+        parts: parts of the arrays, by the arrays' names.
+    """
 
     description: Description
+    newest_checkpoint: int
     parts: dict[str, list[Part]] = dataclasses.field(default_factory=dict)
 
 
 def _key(path: Path) -> CopyKey:
-    """Return step and attempt of the copy that a file belongs to."""
-    _, step, _, attempt, _, _ = path.name.split("-")
-    return int(step), int(attempt)
+    """Return the key of the copy that a file belongs to."""
+    _, step, _, start_time, _, _ = path.name.split("-")
+    return int(step), int(start_time)
 
 
-def _run_id(run_dir: Any) -> str:
+def _root() -> Path:
+    """Return the folder of all runs' copies on this host."""
+    folder_name = os.environ.get(FOLDER_VARIABLE)
+    return Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
+
+
+def _run_id(run_dir: Any) -> int:
     """Return the number of a run, which the first process draws once and stores in the run directory."""
     path = run_dir / RUN_ID
-    number = 0
-    if is_first():
+    if not is_first():
+        return 0
+    with explain_write_errors(run_dir):
         number = int(path.read_text()) if path.exists() else secrets.randbelow(2**31)
         path.write_text(str(number))
-    return str(send_from_first([number])[0])
+    return number
 
 
 def _host_of_each_process() -> list[int]:
@@ -270,7 +296,7 @@ def _host_of_each_process() -> list[int]:
 
 
 def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
-    """Return the copies that all processes have, of the newest eight."""
+    """Return the keys that all processes have, of the newest eight."""
     import jax
 
     if jax.process_count() == 1:

@@ -76,6 +76,7 @@ class Checkpoints:
         self._running_save: tuple[Description, Any] | None = None  # a description, and the future of its save
         self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
         self._host_copies: HostCopies | None = None
+        self._newest_step = 0  # of the checkpoints that were there or were saved since
         if write:
             _check_reachable(self.folder)
             with self._explain_disk_errors():
@@ -257,6 +258,7 @@ class Checkpoints:
         with self._explain_disk_errors():
             save.result()
             self._descriptions[description.step] = description
+            self._newest_step = max(self._newest_step, description.step)
             if is_first():
                 self._prune()
         return description
@@ -285,8 +287,9 @@ class Checkpoints:
             UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
         """
         steps = send_from_first(self.steps()) if step is None else [step]
+        self._newest_step = max(steps, default=0)
         if step is None and self._host_copies is not None:
-            newer = self._host_copies.restore_arrays(leaves, newer_than=max(steps, default=0))
+            newer = self._host_copies.restore_arrays(leaves, newer_than=self._newest_step)
             if newer is not None:
                 return newer
         damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
@@ -324,7 +327,7 @@ class Checkpoints:
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
         """Copy a canonical tree to the hosts' memory, in the background; its arrays may be donated afterwards."""
         if self._host_copies is not None:
-            self._host_copies.save_arrays(arrays, description)
+            self._host_copies.save_arrays(arrays, description, self._newest_step)
 
     def drop_host_copies(self) -> None:
         """Remove the copies in this host's memory."""

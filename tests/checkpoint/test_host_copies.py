@@ -1,12 +1,13 @@
 """Copies of the state in the hosts' memory: they come back on any mesh, and what is torn or mixed never does."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale import heartbeat
 from jaxscale.checkpoint.host_copies import HostCopies, _region
 from jaxscale.checkpoint.verified import Description
 from jaxscale.errors import UserError
@@ -75,6 +76,9 @@ def test_the_arrays_may_be_donated_and_the_two_newest_copies_are_kept(tmp_path):
         for leaf in tree.values():
             leaf.delete()
     copies.wait()
+    assert len(list(copies.folder.iterdir())) == 3  # the first one goes when the next one starts
+    copies.save_arrays(_tree("data:2", (), seed=30), Description(30, 0, None, "plays"))
+    copies.wait()
     assert len(list(copies.folder.iterdir())) == 2
     _assert_equal(copies.restore_arrays(_shapes(first), newer_than=0).arrays, _tree("data:2", (), seed=30))
     assert copies.restore_arrays(_shapes(first), newer_than=30) is None
@@ -103,21 +107,40 @@ def test_a_copy_that_is_not_whole_gives_way_to_the_one_before(damage, tmp_path):
     _assert_equal(restored.arrays, _tree("fsdp:4", ("fsdp",), seed=10))
 
 
-def test_parts_of_two_attempts_are_not_mixed(tmp_path, monkeypatch):
+def test_parts_of_two_starts_are_not_mixed(tmp_path, monkeypatch):
     tree = _tree("fsdp:4", ("fsdp",))
-    copies = _copies(tmp_path, tree)
-    for attempt, rank in ((1, 0), (2, 1)):  # each attempt has written half of the tree
-        monkeypatch.setattr(heartbeat._writer, "attempt", attempt)
+    header = {"description": dataclasses.asdict(Description(20, 0, None, "plays")), "newest_checkpoint": 0}
+    for start_time, rank in ((1_700_000_000, 0), (1_700_000_060, 1)):  # each start has written half of the tree
+        monkeypatch.setattr("time.time", lambda start_time=start_time: start_time)
+        copies = _copies(tmp_path, tree)
         monkeypatch.setattr("jaxscale.checkpoint.host_copies.process_index", lambda rank=rank: rank)
         half = [
             (name, _region(shard.index, leaf.shape), np.array(shard.data))
             for name, leaf in tree.items()
             for shard in leaf.addressable_shards[2 * rank : 2 * rank + 2]
         ]
-        copies._write(half, Description(20, 0, None, "plays"))
+        copies._write(half, dict(header))
+        monkeypatch.setattr("jaxscale.checkpoint.host_copies.process_index", lambda: 0)
     assert len(list(copies.folder.iterdir())) == 2
-    monkeypatch.setattr("jaxscale.checkpoint.host_copies.process_index", lambda: 0)
     assert copies.restore_arrays(_shapes(tree), newer_than=0) is None
+
+
+def test_a_user_who_removes_checkpoints_goes_back_to_an_older_one(tmp_path):
+    tree = _tree("data:2", ())
+    copies = _copies(tmp_path, tree)
+    copies.save_arrays(tree, Description(48, 0, None, "plays"), newest_checkpoint=40)
+    copies.wait()
+    assert copies.restore_arrays(_shapes(tree), newer_than=40) is not None
+    assert copies.restore_arrays(_shapes(tree), newer_than=30) is None
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXSCALE_MEMORY", str(tmp_path / "file"))
+    with pytest.raises(
+        UserError, match=r"checkpoint\.memory_every: cannot make .*set JAXSCALE_MEMORY to a folder in me"
+    ):
+        _copies(tmp_path, _tree("data:2", ()))
 
 
 def test_a_run_does_not_read_the_copies_of_an_earlier_one_in_its_directory(tmp_path):
