@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.platforms.compiler_options import CompilerOptions
 from jaxscale.recipe.kernels import Kernels
 from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.sharding.mesh import MeshSpec
@@ -92,6 +93,7 @@ plans = st.builds(
     offload=st.builds(OffloadPlan, optimizer_state=st.sampled_from(["device", "streamed", "host"])),
     state=st.builds(StatePlan, st.sampled_from(["float32", "int8", "fp8"])),
     kernels=st.builds(Kernels, loss_chunk=st.none() | st.integers(1, 100)),
+    compiler=st.sampled_from(["default", "overlap", "vmem,xla_a=1,2,xla_b=true"]).map(CompilerOptions.parse),
     rules=st.builds(AxisRules, seq=st.sampled_from([(), ("sequence",), ("sequence", "tensor")])),
 )
 jobs = st.fixed_dictionaries(
@@ -133,7 +135,7 @@ def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner) and not isinstance(inner, MeshSpec | MemoryPlan | Kernels):
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, MeshSpec | MemoryPlan | Kernels | CompilerOptions):
             found |= leaves(inner, f"{prefix}{field.name}.")
         else:
             found[prefix + field.name] = inner

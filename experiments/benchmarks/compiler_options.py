@@ -1,6 +1,7 @@
 """What options of XLA change: a decoder's step under ZeRO 3, compiled ahead of time with each option alone.
 
     python experiments/benchmarks/compiler_options.py                            # the sets of --plan.compiler
+    python experiments/benchmarks/compiler_options.py --tiny                     # on this machine's CPU
     python experiments/benchmarks/compiler_options.py "gpu h100 x 8" xla_gpu_enable_triton_gemm=false ...
 
 The compilers of TPUs and GPUs must be installed (jaxscale[aot-tpu], jaxscale[aot-gpu]); no device is needed, so that
@@ -73,7 +74,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("platform", nargs="?", help="a platform, such as tpu v5e:4x4; by default, those of the sets")
     parser.add_argument("options", nargs="*", help="OPTION=VALUE, or several ones with commas; by default, the sets'")
+    parser.add_argument("--tiny", action="store_true", help="one option, on two devices of this machine's CPU")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.platform, arguments.options = "cpu x 2", ["xla_disable_hlo_passes=fusion,cpu-instruction-fusion"]
     options = {arguments.platform: list(arguments.options)}
     if arguments.platform is None:
         rows = [

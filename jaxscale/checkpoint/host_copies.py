@@ -44,7 +44,7 @@ written is never mixed with another's, which may have other devices and round di
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A part of an array in a file.
 
     Args:
@@ -241,7 +241,7 @@ class HostCopies:
             description = Description(**header["description"])
             copy = copies.setdefault(_key(path), _Copy(description, header["newest_checkpoint"]))
             for name, region, dtype, position in header["parts"]:
-                part = Part(tuple((start, end) for start, end in region), dtype, path, position)
+                part = StoredPart(tuple((start, end) for start, end in region), dtype, path, position)
                 copy.parts.setdefault(name, []).append(part)
         return copies
 
@@ -258,7 +258,7 @@ class _Copy:
 
     description: Description
     newest_checkpoint: int
-    parts: dict[str, list[Part]] = dataclasses.field(default_factory=dict)
+    parts: dict[str, list[StoredPart]] = dataclasses.field(default_factory=dict)
 
 
 def _key(path: Path) -> CopyKey:
@@ -338,7 +338,7 @@ def _overlap(one: Region, other: Region) -> Region:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _is_covered(leaf: Any, parts: Sequence[Part]) -> bool:
+def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
     """Return whether parts of an array cover all that this process's devices hold of it."""
     regions = {part.region for part in parts if part.dtype == str(leaf.dtype)}
     return all(
@@ -353,7 +353,7 @@ def _coverage(region: Region, pieces: set[Region]) -> bool:
     return _count(region) == sum(_count(overlap) for overlap in overlaps if all(start < end for start, end in overlap))
 
 
-def _read(parts: Sequence[Part], region: Region, dtype: Any) -> np.ndarray:
+def _read(parts: Sequence[StoredPart], region: Region, dtype: Any) -> np.ndarray:
     """Return a region of an array, read from the parts that cover it."""
     result = np.empty([end - start for start, end in region], dtype)
     for part in {part.region: part for part in parts}.values():

@@ -142,6 +142,8 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         topics.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
         topics.append(("Layers", f"The scan over layers runs {plan['unroll']} layers in each iteration."))
+    if plan.get("compiler", "default") != "default":
+        topics.append(("Compiler", f"XLA compiles the step with these options: {plan['compiler']}."))
     other_fields = {name: value for name, value in plan.items() if name not in _DESCRIBED_FIELDS}
     if other_fields:
         topics.append(("Also", ", ".join(f"{name} = {value}" for name, value in other_fields.items())))
@@ -166,7 +168,7 @@ _MOMENT_SENTENCES = {
 }
 _DESCRIBED_FIELDS = (
     "version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "precision", "matmul", "reduce",
-    "diloco", "memory", "offload", "state", "kernels", "unroll", "rules",
+    "diloco", "memory", "offload", "state", "kernels", "unroll", "rules", "compiler",
 )  # fmt: skip
 """Fields that sentences describe, or that have no effect by themselves."""
 
