@@ -7,6 +7,7 @@ which every host has the parts that its devices need: under data parallelism, an
 checkpoints serve restarts on as many devices as before, whose ids they put into the old order.)
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -238,7 +239,10 @@ class HostCopies:
             header = _header(path)
             if header is None:
                 continue
-            description = Description(**header["description"])
+            try:
+                description = Description(**header["description"])
+            except TypeError:  # of another version
+                continue
             copy = copies.setdefault(_key(path), _Copy(description, header["newest_checkpoint"]))
             for name, region, dtype, position in header["parts"]:
                 part = StoredPart(tuple((start, end) for start, end in region), dtype, path, position)
@@ -292,7 +296,10 @@ def _host_of_each_process() -> list[int]:
         return [0]
     from jax.experimental.multihost_utils import process_allgather
 
-    return process_allgather(np.int32(zlib.crc32(socket.gethostname().encode()) & 0x7FFFFFFF)).tolist()
+    name = socket.gethostname()  # containers of one machine have memories, and names, of their own
+    with contextlib.suppress(OSError):  # machines may have the same name
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
+    return process_allgather(np.int32(zlib.crc32(name.encode()) & 0x7FFFFFFF)).tolist()
 
 
 def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
@@ -306,7 +313,7 @@ def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
     padded = np.full((8, 2), -1, np.int32)
     padded[: len(keys[-8:])] = np.reshape(keys[-8:], (-1, 2))
     tables = process_allgather(padded).tolist()
-    return set.intersection(*({(step, attempt) for step, attempt in table} for table in tables)) - {(-1, -1)}
+    return set.intersection(*({(step, start_time) for step, start_time in table} for table in tables)) - {(-1, -1)}
 
 
 def _header(path: Path) -> Any:

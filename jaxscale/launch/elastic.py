@@ -61,6 +61,11 @@ def sizes(experiment: Any) -> dict[int, Size]:
             fields = {"plan.mesh": str(smaller_mesh), "plan.microbatches": str(count)}
             plural = "es" if count > 1 else ""
             found[replica_count] = Size(replica_count, fields, f"a batch of {batch} in {count} microbatch{plural}")
+    if mesh.replica not in found:
+        raise UserError(
+            f"--elastic replica: batch {batch} cannot be split into {plan.microbatches} microbatches over mesh {mesh}: "
+            f"choose a batch that is a multiple of {plan.microbatches * mesh.batch_shards}"
+        )
     return found
 
 

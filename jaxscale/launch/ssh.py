@@ -12,10 +12,15 @@ from jaxscale.launch.cluster import Cluster, Ssh
 from jaxscale.launch.documents import present_values, shell_lines, watch_command
 from jaxscale.launch.elastic import Elastic, with_fields
 from jaxscale.launch.retry import launch_name, retry
+from jaxscale.launch.verdict import Ending
 from jaxscale.launch.watch import Watched, heartbeats_folder, read_ending
 
 PORT_COUNT = 64
 """Number of ports that attempts take in turn."""
+SSH_FAILED = 255
+"""Exit code of ssh itself, as when a host is not reached; watchdogs end with smaller ones."""
+ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+"""Options by which ssh ends when a host has not answered for half a minute."""
 
 
 def ssh_commands(
@@ -62,8 +67,23 @@ def ssh_commands(
         ]
         address = f"{scheduler.user}@{host}" if scheduler.user else host
         script = shlex.join(["bash", "-c", "\n".join(lines)])
-        commands.append(["ssh", "-o", "BatchMode=yes", *shlex.split(" ".join(scheduler.options)), address, script])
+        commands.append(
+            ["ssh", "-o", "BatchMode=yes", *shlex.split(" ".join(scheduler.options)), *ALIVE, address, script]
+        )
     return commands
+
+
+def unreachable(processes: Sequence[subprocess.Popen[str]], attempt: int) -> Ending | None:
+    """Return the ending of the first host that ssh did not reach, or lost; `None` if there is none.
+
+    Args:
+        processes: the ended processes of ssh, by the hosts' ranks.
+        attempt: number of the attempt.
+    """
+    for rank, process in enumerate(processes):
+        if process.returncode == SSH_FAILED:
+            return Ending(rank, f"the host of rank {rank}", attempt, "missing")
+    return None
 
 
 def launch_ssh(
@@ -110,7 +130,7 @@ def launch_ssh(
             return PREEMPTED, True
         codes = failed_codes or [process.wait() for process in processes]
         if elastic is not None:
-            elastic.note(read_ending(Watched(folder, len(processes), attempt)))
+            elastic.note(read_ending(Watched(folder, len(processes), attempt)) or unreachable(processes, attempt))
         return next((code for code in codes if code), 0), False
 
     return retry(folder, run, launch_name({}))

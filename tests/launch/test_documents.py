@@ -24,7 +24,7 @@ from jaxscale.launch.documents import PROXIES, present_values
 from jaxscale.launch.jobset import jobset, jobset_text
 from jaxscale.launch.queued_resource import accelerator_type, request, submit_request
 from jaxscale.launch.slurm import sbatch_script
-from jaxscale.launch.ssh import ssh_commands
+from jaxscale.launch.ssh import ALIVE, ssh_commands
 from jaxscale.launch.submit import check_mesh, launch
 from jaxscale.platforms.join import place_of
 from jaxscale.records.attempts import Attempt, write_attempt
@@ -222,7 +222,7 @@ def test_the_options_of_a_batch_script(monkeypatch):
 def test_ssh_gives_each_host_its_place_and_each_attempt_its_port():
     cluster = Cluster("gpu h200 x 16", Ssh(("n1", "n2"), user="me", options=("-i key",)))
     first, second = (ssh_commands(cluster, COMMAND, "runs/x", None, attempt) for attempt in (1, 2))
-    assert first[0][:6] == ["ssh", "-o", "BatchMode=yes", "-i", "key", "me@n1"]
+    assert first[0][:-1] == ["ssh", "-o", "BatchMode=yes", "-i", "key", *ALIVE, "me@n1"]
     places = []
     for words in (*first, second[0]):
         script = shlex.split(words[-1])[2]

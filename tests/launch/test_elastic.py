@@ -1,6 +1,7 @@
 """Elastic runs: the sizes at which a plan can go on, and the machines that are left."""
 
 import dataclasses
+import subprocess
 
 import pytest
 
@@ -8,7 +9,7 @@ from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.launch import Cluster, JobSet, Local, Slurm, Ssh
 from jaxscale.launch.elastic import Elastic, sizes, with_fields
-from jaxscale.launch.ssh import ssh_commands
+from jaxscale.launch.ssh import ssh_commands, unreachable
 from jaxscale.launch.submit import elastic_of
 from jaxscale.launch.verdict import Ending
 from jaxscale.models.decoder import Decoder
@@ -76,6 +77,19 @@ def test_lost_replicas_are_left_out_until_none_can_go_on(capsys):
     err = capsys.readouterr().err
     assert "replica 1 (node3) was lost; the run goes on with 3 of 4 replicas, and with a batch of 24 in 2 micro" in err
     assert "cannot go on with fewer replicas, and starts all 4 again" in err
+
+
+def test_a_host_that_ssh_does_not_reach_is_lost(tmp_path):
+    processes = [subprocess.Popen(["sh", "-c", f"exit {code}"], text=True) for code in (1, 255, 0)]
+    for process in processes:
+        process.wait()
+    assert unreachable(processes, 2) == Ending(1, "the host of rank 1", 2, "missing")
+    assert unreachable(processes[::2], 2) is None
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+    with pytest.raises(UserError, match="batch 12 cannot be split into 1 microbatches over mesh replica:4,fsdp:2"):
+        sizes(_experiment(batch=12))
 
 
 def test_a_size_that_does_not_divide_the_batch_leaves_a_machine_idle():
