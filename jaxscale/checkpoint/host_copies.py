@@ -3,7 +3,7 @@
 A copy costs no disk and no network, so that a run may take one every few steps. It outlives the processes, because it
 is a file in a file system that Linux keeps in memory, and it is lost with its host. Each part of an array is written
 once per host. After a restart, on the same number of devices or on another one, the processes take the newest copy of
-which every host has the parts that its devices need: under data parallelism, any host has them. (Orbax's emergency
+which every host has the parts that its devices need; a host that is new has none. (Orbax's emergency
 checkpoints serve restarts on as many devices as before, whose ids they put into the old order.)
 """
 
@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import shutil
-import socket
+import sys
 import threading
 import time
 import zlib
@@ -26,22 +26,23 @@ import numpy as np
 
 from jaxscale.checkpoint.verified import Description, Restored
 from jaxscale.errors import UserError
-from jaxscale.records.directory import explain_write_errors
+from jaxscale.records.directory import explain_write_errors, write_json
 from jaxscale.records.processes import call_on_all, is_first, process_index, send_from_first
 from jaxscale.values.units import size
 
 FOLDER_VARIABLE = "JAXSCALE_MEMORY"
 """The environment variable that names the folder of the copies, in a file system that is kept in memory."""
-RUN_ID = "memory_copies"
-"""File in the run directory with the number that the run's folders of copies have on all hosts."""
+RUN_FILE = "memory_copies"
+"""File in the run directory: the number that the run's folders of copies have on all hosts, the directory itself, since
+a directory may be copied, and the start that wrote the last copies."""
 KEPT = 2
 """Number of copies: while the newest one is written, or if a process dies meanwhile, the one before is whole."""
 
 Region = tuple[tuple[int, int], ...]
 """Start and end of a part of an array along each dim."""
 CopyKey = tuple[int, int]
-"""Step of a copy, and when its processes started, in seconds since 1970, by the first one's clock. What one start has
-written is never mixed with another's, which may have other devices and round differently."""
+"""When the processes of a copy started, in seconds since 1970 by the first one's clock, and the copy's step. What one
+start has written is never mixed with another's, which may have other devices and round differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +50,14 @@ class StoredPart:
     """A part of an array in a file.
 
     Args:
+        shape: shape of the whole array.
         region: the region of the array.
         dtype: name of the array's dtype.
         path: the file.
         position: first byte in the file.
     """
 
+    shape: tuple[int, ...]
     region: Region
     dtype: str
     path: Path
@@ -73,13 +76,16 @@ class HostCopies:
     """
 
     def __init__(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
-        run_id = call_on_all(lambda: _run_id(run_dir), LookupError)
-        run_number, self._start_time = send_from_first([run_id, int(time.time())])
-        self.folder = _root() / str(run_number)
-        self._leaves = leaves
-        self._hosts = _host_of_each_process()
+        self._run_dir, self._leaves = run_dir, leaves
+        record = call_on_all(lambda: _read_record(run_dir), LookupError)
+        self._number, self._last_start, self._start_time = send_from_first([*record, int(time.time())])
+        self.folder = _root() / str(self._number)
         self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+        self._has_reported = False
         call_on_all(self._make_folder, LookupError)
+        self._hosts = self._host_of_each_process()
+        call_on_all(self._check_space, LookupError)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -95,11 +101,22 @@ class HostCopies:
                 newer ones are gone, as when a user goes back to an older one.
         """
         self.wait()
+        if self._error is not None and not self._has_reported:
+            self._has_reported = True
+            print(
+                f"jaxscale: rank {process_index()} cannot copy the state to {self.folder} ({self._error.strerror}): a "
+                "restart goes on from an earlier copy or from the newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         parts = [
-            (name, region, np.array(shard.data))
+            (name, array.shape, region, np.array(shard.data))
             for name, array in arrays.items()
             for region, shard in self._parts_to_write(array)
         ]
+        if is_first() and self._last_start != self._start_time:
+            self._last_start = self._start_time
+            _write_record(self._run_dir, self._number, self._start_time)
         # All processes have written the two copies before this one: each waited for its last but one before it took
         # part in the steps since, and these are done.
         keys = sorted(_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
@@ -136,44 +153,68 @@ class HostCopies:
                 written.add(region)
                 yield region, shard
 
-    def _write(self, parts: Sequence[tuple[str, Region, np.ndarray]], header: dict[str, Any]) -> None:
-        """Write the file of this process; a full memory leaves the earlier copies."""
-        path = self._file((header["description"]["step"], self._start_time), process_index())
+    def _write(self, parts: Sequence[tuple[str, tuple[int, ...], Region, np.ndarray]], header: dict[str, Any]) -> None:
+        """Write the file of this process; a full memory leaves the earlier copies.
+
+        Args:
+            parts: name and shape of an array, and a region of it with its values.
+            header: the description and further facts, by their names.
+        """
+        path = self._file((self._start_time, header["description"]["step"]), process_index())
         half_path = path.with_suffix(".half")
-        positions = np.cumsum([0, *(array.nbytes for _, _, array in parts)]).tolist()
+        positions = np.cumsum([0, *(values.nbytes for *_, values in parts)]).tolist()
         header["parts"] = [
-            [name, region, str(array.dtype), position]
-            for (name, region, array), position in zip(parts, positions, strict=False)
+            [name, shape, region, str(values.dtype), position]
+            for (name, shape, region, values), position in zip(parts, positions, strict=False)
         ]
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with half_path.open("wb") as file:
-                for _, _, array in parts:
-                    file.write(array.reshape(-1).view(np.uint8).data)
+                for *_, values in parts:
+                    file.write(values.reshape(-1).view(np.uint8).data)
                 text = json.dumps(header).encode()
                 file.write(text + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little"))
             half_path.replace(path)
-        except OSError:
+        except OSError as error:
+            self._error = error
             half_path.unlink(missing_ok=True)
 
     def _file(self, key: CopyKey, rank: int) -> Path:
         """Return the path of a process's file of a copy."""
-        return self.folder / f"step-{key[0]:08d}-start-{key[1]:010d}-rank-{rank:05d}"
+        return self.folder / f"start-{key[0]:010d}-step-{key[1]:08d}-rank-{rank:05d}"
 
     def _remove(self, is_unneeded: Callable[[CopyKey], bool]) -> None:
         """Remove the files of unneeded copies; other processes of the host may do so, too."""
-        for path in self.folder.glob("step-*-rank-?????"):
+        for path in self.folder.glob("start-*-rank-?????"):
             if is_unneeded(_key(path)):
                 path.unlink(missing_ok=True)
 
     def _make_folder(self) -> None:
-        """Make the folder, and refuse a file system without room for the copies that are kept and a new one."""
+        """Make the folder, leave a mark of this process there, and remove files that killed processes left half."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for half_path in self.folder.glob("*.half"):
+                half_path.unlink(missing_ok=True)
+            (self.folder / f"mark-{self._start_time}-{process_index()}").touch()
         except OSError as error:
             raise UserError(
-                f"checkpoint.memory_every: cannot make {self.folder} ({error.strerror}); set {FOLDER_VARIABLE} to a "
-                "folder in memory"
+                f"checkpoint.memory_every: cannot write to {self.folder} ({error.strerror}); set {FOLDER_VARIABLE} to "
+                "a folder in memory"
             ) from None
+
+    def _host_of_each_process(self) -> list[int]:
+        """Return the first process that shares its memory with a process, by the marks in the folder, for each."""
+        import jax
+
+        if jax.process_count() == 1:
+            return [0]
+        from jax.experimental.multihost_utils import process_allgather
+
+        marks = [int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"mark-{self._start_time}-*")]
+        return process_allgather(np.int32(min(marks))).tolist()
+
+    def _check_space(self) -> None:
+        """Refuse a file system without room for the copies that are kept and a new one."""
         nbytes = 0
         for leaf in self._leaves.values():
             host = self._hosts[process_index()]
@@ -183,7 +224,10 @@ class HostCopies:
                 if self._hosts[device.process_index] == host
             }
             nbytes += sum(_count(region) for region in regions) * np.dtype(leaf.dtype).itemsize
-        used = sum(path.stat().st_size for path in self.folder.iterdir())
+        used = 0
+        for path in self.folder.glob("start-*"):
+            with contextlib.suppress(OSError):  # another process may remove it
+                used += path.stat().st_size
         free = shutil.disk_usage(self.folder).free + used
         if (KEPT + 1) * nbytes > free:
             raise UserError(
@@ -194,12 +238,16 @@ class HostCopies:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def restore_arrays(self, leaves: Mapping[str, Any], newer_than: int) -> Restored | None:
+    def restore_arrays(self, leaves: Mapping[str, Any], newer_than: int, before: int) -> Restored | None:
         """Restore the newest copy of which every host has what its devices need.
+
+        Only copies of the start that wrote the last ones are read, and only those that hold exactly the arrays that are
+        asked for: the layout of quantized state, for instance, may depend on the mesh, and checkpoints convert it.
 
         Args:
             leaves: shape, dtype and sharding of each array to read, by name.
-            newer_than: step of the newest checkpoint; older copies are not read.
+            newer_than: step of the newest checkpoint; copies that are not newer are not read.
+            before: number of steps of the run; copies of the last step and of later ones are not read.
 
         Returns:
             The copy; `None` if there is none.
@@ -209,11 +257,13 @@ class HostCopies:
         copies = {
             key: copy
             for key, copy in self._copies().items()
-            if key[0] > newer_than >= copy.newest_checkpoint
-            and all(_is_covered(leaf, copy.parts.get(name, [])) for name, leaf in leaves.items())
+            if key[0] == self._last_start
+            and key[1] < before
+            and key[1] > newer_than >= copy.newest_checkpoint
+            and set(copy.parts) == set(leaves)
+            and all(_is_covered(leaf, copy.parts[name]) for name, leaf in leaves.items())
         }
         newest = max(_common(sorted(copies)), default=None)
-        self._remove(lambda key: newest is None or key > newest)  # the run takes those steps again
         if newest is None:
             return None
         parts = copies[newest].parts
@@ -235,7 +285,7 @@ class HostCopies:
     def _copies(self) -> dict[CopyKey, "_Copy"]:
         """Return the copies on this host; torn files are left out."""
         copies: dict[CopyKey, _Copy] = {}
-        for path in sorted(self.folder.glob("step-*-rank-?????")):
+        for path in sorted(self.folder.glob("start-*-rank-?????")):
             header = _header(path)
             if header is None:
                 continue
@@ -244,8 +294,8 @@ class HostCopies:
             except TypeError:  # of another version
                 continue
             copy = copies.setdefault(_key(path), _Copy(description, header["newest_checkpoint"]))
-            for name, region, dtype, position in header["parts"]:
-                part = StoredPart(tuple((start, end) for start, end in region), dtype, path, position)
+            for name, shape, region, dtype, position in header["parts"]:
+                part = StoredPart(tuple(shape), tuple((start, end) for start, end in region), dtype, path, position)
                 copy.parts.setdefault(name, []).append(part)
         return copies
 
@@ -267,8 +317,8 @@ class _Copy:
 
 def _key(path: Path) -> CopyKey:
     """Return the key of the copy that a file belongs to."""
-    _, step, _, start_time, _, _ = path.name.split("-")
-    return int(step), int(start_time)
+    _, start_time, _, step, _, _ = path.name.split("-")
+    return int(start_time), int(step)
 
 
 def _root() -> Path:
@@ -277,29 +327,32 @@ def _root() -> Path:
     return Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
 
 
-def _run_id(run_dir: Any) -> int:
-    """Return the number of a run, which the first process draws once and stores in the run directory."""
-    path = run_dir / RUN_ID
+def _read_record(run_dir: Any) -> tuple[int, int]:
+    """Return the number of a run, and the start that wrote the last copies; the first process reads or draws them."""
     if not is_first():
-        return 0
+        return 0, 0
+    try:
+        record = json.loads((run_dir / RUN_FILE).read_text())
+        if record["directory"] == str(run_dir):
+            return int(record["number"]), int(record["start"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # there is none, or it is damaged: a new number means that no copy is read
+    number = secrets.randbelow(2**31)
+    _write_record(run_dir, number, 0)
+    return number, 0
+
+
+def _write_record(run_dir: Any, number: int, start_time: int) -> None:
+    """Write the number of a run, and the start that wrote the last copies, to the run directory."""
     with explain_write_errors(run_dir):
-        number = int(path.read_text()) if path.exists() else secrets.randbelow(2**31)
-        path.write_text(str(number))
-    return number
+        write_json(run_dir / RUN_FILE, {"number": number, "directory": str(run_dir), "start": start_time})
 
 
-def _host_of_each_process() -> list[int]:
-    """Return a number of the host of each process; equal numbers mean one host."""
-    import jax
-
-    if jax.process_count() == 1:
-        return [0]
-    from jax.experimental.multihost_utils import process_allgather
-
-    name = socket.gethostname()  # containers of one machine have memories, and names, of their own
-    with contextlib.suppress(OSError):  # machines may have the same name
-        name += Path("/proc/sys/kernel/random/boot_id").read_text()
-    return process_allgather(np.int32(zlib.crc32(name.encode()) & 0x7FFFFFFF)).tolist()
+def forget_copies(run_dir: Any) -> None:
+    """Let no later start of a run read its copies, as when it goes on without copies."""
+    if is_first():
+        with contextlib.suppress(OSError):
+            (run_dir / RUN_FILE).unlink()
 
 
 def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
@@ -313,7 +366,7 @@ def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
     padded = np.full((8, 2), -1, np.int32)
     padded[: len(keys[-8:])] = np.reshape(keys[-8:], (-1, 2))
     tables = process_allgather(padded).tolist()
-    return set.intersection(*({(step, start_time) for step, start_time in table} for table in tables)) - {(-1, -1)}
+    return set.intersection(*({(start_time, step) for start_time, step in table} for table in tables)) - {(-1, -1)}
 
 
 def _header(path: Path) -> Any:
@@ -347,7 +400,7 @@ def _overlap(one: Region, other: Region) -> Region:
 
 def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
     """Return whether parts of an array cover all that this process's devices hold of it."""
-    regions = {part.region for part in parts if part.dtype == str(leaf.dtype)}
+    regions = {part.region for part in parts if (part.shape, part.dtype) == (leaf.shape, str(leaf.dtype))}
     return all(
         _coverage(_region(index, leaf.shape), regions)
         for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()

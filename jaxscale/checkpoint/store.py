@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxscale.checkpoint.host_copies import HostCopies
+from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
 from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
 from jaxscale.checkpoint.verified import (
     FORMAT,
@@ -32,6 +32,7 @@ from jaxscale.records.storage import is_remote, run_path
 from jaxscale.state.train_state import TrainState
 
 if TYPE_CHECKING:
+    from jaxscale.recipe.experiment import Experiment
     from jaxscale.step.train_step import TrainStep
 
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"
@@ -76,7 +77,8 @@ class Checkpoints:
         self._running_save: tuple[Description, Any] | None = None  # a description, and the future of its save
         self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
         self._host_copies: HostCopies | None = None
-        self._newest_step = 0  # of the checkpoints that were there or were saved since
+        self._newest_step = 0  # of the checkpoint that was restored, or the newest one that was saved since
+        self._step_count = 0
         if write:
             _check_reachable(self.folder)
             with self._explain_disk_errors():
@@ -287,10 +289,11 @@ class Checkpoints:
             UserError: all checkpoints are damaged, or a checkpoint comes from a newer version or another model.
         """
         steps = send_from_first(self.steps()) if step is None else [step]
-        self._newest_step = max(steps, default=0)
         if step is None and self._host_copies is not None:
-            newer = self._host_copies.restore_arrays(leaves, newer_than=self._newest_step)
+            newest_step = max(steps, default=0)
+            newer = self._host_copies.restore_arrays(leaves, newest_step, self._step_count)
             if newer is not None:
+                self._newest_step = newest_step
                 return newer
         damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
         for checkpoint_step in reversed(steps):
@@ -299,6 +302,7 @@ class Checkpoints:
                 damage_by_step[checkpoint_step] = reason
                 say(f"checkpoint of step {checkpoint_step} is damaged and skipped: {reason}")
                 continue
+            self._newest_step = checkpoint_step
             if set_aside:
                 self._set_aside(list(damage_by_step))
             return dataclasses.replace(restored, damaged=damage_by_step)
@@ -312,17 +316,23 @@ class Checkpoints:
 
     # -- copies in the hosts' memory -----------------------------------------------------------------------------------
 
-    def keep_host_copies(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
+    def keep_host_copies(self, run_dir: Any, leaves: Mapping[str, Any], experiment: "Experiment") -> None:
         """Let `copy_to_hosts` keep copies in the hosts' memory, which `restore_arrays` prefers where they are newer.
+
+        For an experiment without such copies, those of the run's earlier starts are not read any more.
 
         Args:
             run_dir: the run directory.
             leaves: shape, dtype and sharding of each array of the canonical tree, by name.
+            experiment: the experiment that is trained.
 
         Raises:
             UserError: there is no file system in memory, or it is too small.
         """
-        self._host_copies = HostCopies(run_dir, leaves)
+        if experiment.checkpoint.memory_every:
+            self._host_copies, self._step_count = HostCopies(run_dir, leaves), experiment.steps
+        else:
+            forget_copies(run_dir)
 
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
         """Copy a canonical tree to the hosts' memory, in the background; its arrays may be donated afterwards."""

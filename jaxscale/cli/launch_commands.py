@@ -35,7 +35,14 @@ class Launch(Train):
     def run(self, fields: Mapping[str, str]) -> int:
         """Check the flags, and launch the run."""
         from jaxscale.launch.cluster import read_cluster
-        from jaxscale.launch.submit import check_compiler_options, check_mesh, elastic_of, launch, prepare_directory
+        from jaxscale.launch.submit import (
+            check_compiler_options,
+            check_copies,
+            check_mesh,
+            elastic_of,
+            launch,
+            prepare_directory,
+        )
         from jaxscale.launch.watch import parse_timeouts
 
         parse_timeouts(self.timeouts)
@@ -44,6 +51,7 @@ class Launch(Train):
         experiment, _ = load_experiment(self, fields)
         check_mesh(cluster, experiment)
         check_compiler_options(cluster, experiment)
+        check_copies(cluster, experiment)
         elastic = elastic_of(cluster, experiment, self.elastic)
         run_dir = self.out or cluster.run_dir("-".join(filter(None, (experiment.name, self.variant))))
         if not self.dry_run:

@@ -51,7 +51,7 @@ def sizes(experiment: Any) -> dict[int, Size]:
         if reason:
             raise UserError(f"--elastic replica: {name} is set, and {reason}; leave out one of the two")
     rows = batch // (plan.microbatches * mesh.batch_shards)
-    found: dict[int, Size] = {}
+    sizes_by_count: dict[int, Size] = {}
     for replica_count in range(1, mesh.replica + 1):
         smaller_mesh = dataclasses.replace(mesh, replica=replica_count)
         shards = smaller_mesh.batch_shards
@@ -60,13 +60,15 @@ def sizes(experiment: Any) -> dict[int, Size]:
         if count is not None:
             fields = {"plan.mesh": str(smaller_mesh), "plan.microbatches": str(count)}
             plural = "es" if count > 1 else ""
-            found[replica_count] = Size(replica_count, fields, f"a batch of {batch} in {count} microbatch{plural}")
-    if mesh.replica not in found:
+            sizes_by_count[replica_count] = Size(
+                replica_count, fields, f"a batch of {batch} in {count} microbatch{plural}"
+            )
+    if mesh.replica not in sizes_by_count:
         raise UserError(
             f"--elastic replica: batch {batch} cannot be split into {plan.microbatches} microbatches over mesh {mesh}: "
             f"choose a batch that is a multiple of {plan.microbatches * mesh.batch_shards}"
         )
-    return found
+    return sizes_by_count
 
 
 class Elastic:

@@ -20,7 +20,7 @@ from jaxscale.launch.verdict import Cause
 
 FAILED_GRACE = 15
 """Seconds that a process may still run after it wrote that an error ended its work."""
-PATIENCE = 5
+PATIENCE: Mapping[str, float] = {"evaluating": 5, "saving": 5}
 """How many times as long as ever before a phase may take, even beyond its timeout."""
 CODES = {error_type.__name__: code for error_type, code in EXIT_CODES.items()}
 """The exit codes of errors, by the name of the error's type."""
@@ -130,7 +130,7 @@ class RankProcess:
     def overdue(self, timeouts: Mapping[str, float]) -> tuple[Cause, float] | None:
         """Return the cause and the seconds if this process hangs: its phase takes too long, or its heartbeats stopped.
 
-        A phase may take `PATIENCE` times as long as it ever took in this process, even beyond its timeout.
+        A phase in `PATIENCE` may take that many times as long as it ever took in this process, beyond its timeout, too.
 
         Args:
             timeouts: seconds by phase, and under "frozen" the seconds without a heartbeat.
@@ -144,7 +144,8 @@ class RankProcess:
         if beat.phase != "finished" and silence > timeouts["frozen"]:
             return "frozen", silence
         since = beat.since + silence
-        timeout = max(timeouts[beat.phase], PATIENCE * beat.longest_by_phase.get(beat.phase, 0.0))
+        longest = beat.longest_by_phase.get(beat.phase, 0.0)
+        timeout = max(timeouts[beat.phase], PATIENCE.get(beat.phase, 0.0) * longest)
         return ("timeout", since) if since > timeout else None
 
     def failed_code(self) -> int | None:

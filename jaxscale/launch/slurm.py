@@ -35,11 +35,6 @@ def sbatch_script(
     if not run_dir.isprintable():
         raise UserError(f"--out: got {run_dir!r}, expected printable characters")
     heartbeats = heartbeat_folder(run_dir)
-    log = (
-        str(Path.home() / "slurm-%j.log")
-        if heartbeats is None
-        else f"{str(heartbeats).replace('%', '%%')}/slurm-%j.log"
-    )
     options = {
         "--job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", Path(run_dir).name) or "jaxscale",
         "--nodes": str(cluster.host_count),
@@ -49,7 +44,7 @@ def sbatch_script(
         "--qos": queue.qos,
         "--time": queue.time,
         "--signal": f"TERM@{cluster.grace}",
-        "--output": log,
+        "--output": log_pattern(run_dir),
     }
     platform = cluster.parsed
     if platform is not None and platform.chip.kind == "gpu" and queue.gpus:
@@ -78,6 +73,18 @@ def sbatch_script(
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
+
+
+def log_pattern(run_dir: str) -> str:
+    """Return the path of a job's output as sbatch takes it, with "%j" for the number of the job.
+
+    Example:
+        >>> log_pattern("/shared/runs/plays")
+        '/shared/runs/plays/processes/slurm-%j.log'
+    """
+    heartbeats = heartbeat_folder(run_dir)
+    folder = str(Path.home() if heartbeats is None else heartbeats)
+    return f"{folder.replace('%', '%%')}/slurm-%j.log"
 
 
 def _mounts(cluster: Cluster, run_dir: str, folder: str) -> str:

@@ -1,5 +1,6 @@
 """Ssh: the commands that start a run on machines without a scheduler."""
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from jaxscale.launch.documents import present_values, shell_lines, watch_command
 from jaxscale.launch.elastic import Elastic, with_fields
 from jaxscale.launch.retry import launch_name, retry
 from jaxscale.launch.verdict import Ending
-from jaxscale.launch.watch import Watched, heartbeats_folder, read_ending
+from jaxscale.launch.watch import Watched, heartbeats_folder, read_ending, write_ending
 
 PORT_COUNT = 64
 """Number of ports that attempts take in turn."""
@@ -116,12 +117,16 @@ def launch_ssh(
             except OSError as error:
                 raise UserError(f"cannot run ssh: {error.strerror}; --dry-run prints the commands") from None
             assert process.stdin is not None
-            process.stdin.write(exports)
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # ssh may have ended already
+                process.stdin.write(exports)
+                process.stdin.close()
             processes.append(process)
         failed_codes: list[int] = []
+        watched = Watched(folder, len(processes), attempt)
         try:
             while any(process.poll() is None for process in processes):
+                if read_ending(watched) is None and (lost := unreachable(processes, attempt)) is not None:
+                    write_ending(watched, lost)  # so that the watchdogs of the other hosts do not wait for it
                 failed_codes += [code for process in processes if (code := process.poll()) and not failed_codes]
                 time.sleep(0.1)
         except KeyboardInterrupt:  # ssh has passed Ctrl-C on, and the hosts save
@@ -130,7 +135,7 @@ def launch_ssh(
             return PREEMPTED, True
         codes = failed_codes or [process.wait() for process in processes]
         if elastic is not None:
-            elastic.note(read_ending(Watched(folder, len(processes), attempt)) or unreachable(processes, attempt))
+            elastic.note(read_ending(watched))
         return next((code for code in codes if code), 0), False
 
     return retry(folder, run, launch_name({}))

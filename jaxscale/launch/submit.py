@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import UserError
+from jaxscale.errors import CRASHED, UserError
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
 from jaxscale.launch.documents import present_values
 from jaxscale.launch.elastic import Elastic, sizes
@@ -20,6 +20,8 @@ from jaxscale.records.storage import is_remote
 
 FOLLOW_SECONDS = 5.0
 """Seconds between two looks at a job and its log."""
+FAILED_LOOKS = 12
+"""Number of looks in a row without an answer of Slurm, after which a job is taken for ended."""
 
 
 def check_mesh(cluster: Cluster, experiment: Any) -> None:
@@ -50,13 +52,13 @@ def check_mesh(cluster: Cluster, experiment: Any) -> None:
 
 
 def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
-    """Check the options of a GPU's compiler that a plan sets; only libtpu has those of a TPU.
+    """Check the options of the compiler that a plan sets; libtpu checks the names of a TPU's options in the run.
 
     Raises:
-        UserError: the compiler rejects an option.
+        UserError: a set has no effect on the chip, or the compiler rejects an option.
     """
     platform, options = cluster.parsed, experiment.plan.compiler
-    if platform is None or platform.chip.kind != "gpu" or not options.of(platform.chip):
+    if platform is None or not options.of(platform.chip) or platform.chip.kind != "gpu":
         return
     import jax
 
@@ -65,6 +67,19 @@ def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
     config: Any = jax.config
     config.update("jax_platforms", "cpu")
     check_options(options, jax.devices()[0], platform.chip)
+
+
+def check_copies(cluster: Cluster, experiment: Any) -> None:
+    """Refuse copies in the memory of pods, which a JobSet replaces at each restart.
+
+    Raises:
+        UserError: the experiment keeps such copies.
+    """
+    if isinstance(cluster.scheduler, JobSet) and experiment.checkpoint.memory_every:
+        raise UserError(
+            "checkpoint.memory_every: a JobSet restarts in new pods, whose memory is empty; set it to 0, and "
+            "checkpoint.every to fewer steps"
+        )
 
 
 def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic | None:
@@ -81,7 +96,7 @@ def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic |
     if not isinstance(scheduler, Local | Ssh):
         raise UserError(
             f"--elastic: {type(scheduler).__name__} replaces a lost machine and starts all of them again, expected ssh "
-            "or local; without the flag, --checkpoint.memory_every lets a restart lose few steps"
+            "or local"
         )
     count = scheduler.processes if isinstance(scheduler, Local) else len(scheduler.hosts)
     return Elastic(sizes(experiment), count)
@@ -145,7 +160,7 @@ def launch(
         return launch_local(full_command, scheduler.processes, folder, parse_timeouts(timeouts), elastic)
     name = Path(run_dir).name
     if isinstance(scheduler, Slurm):
-        from jaxscale.launch.slurm import sbatch_script
+        from jaxscale.launch.slurm import log_pattern, sbatch_script
 
         script = sbatch_script(cluster, command, run_dir, timeouts, str(Path.cwd()))
         if is_dry_run:
@@ -161,7 +176,8 @@ def launch(
         print("".join(answers), end="")
         follow_text = f"follow it: jaxscale status {shlex.quote(run_dir)} --log 0"
         if sys.stdout.isatty() and (job := re.search(r"Submitted batch job (\d+)", answers[0])) is not None:
-            return follow_job(job[1], folder / f"slurm-{job[1]}.log", follow_text)
+            log = Path(log_pattern(run_dir).replace("%j", job[1]).replace("%%", "%"))
+            return follow_job(job[1], log, folder, follow_text)
         print(follow_text)
         return 0
     if isinstance(scheduler, JobSet):
@@ -198,29 +214,37 @@ def launch(
     return launch_ssh(cluster, command, run_dir, timeouts, elastic)
 
 
-def follow_job(job: str, log: Path, detached_text: str) -> int:
+def follow_job(job: str, log: Path, folder: Path, detached_text: str) -> int:
     """Print a Slurm job's log until the job ends, which Ctrl-C does not change; return the launch's exit code.
 
     Args:
         job: number of the job.
         log: file of its output.
+        folder: folder of the run's heartbeats and attempts.
         detached_text: line to print after Ctrl-C.
     """
+    failed_count = 0
 
     def is_running() -> bool:
-        """Return whether the job is in the queue; Slurm forgets it some minutes after its end."""
+        """Return whether the job is in the queue; Slurm forgets it some minutes after its end, and may be busy."""
+        nonlocal failed_count
         try:
-            return bool(submit(["squeue", "--noheader", "--job", job], "squeue"))
-        except UserError:
-            return False
+            is_queued = bool(submit(["squeue", "--noheader", "--job", job], "squeue"))
+        except UserError as error:
+            failed_count += 1
+            return failed_count < FAILED_LOOKS and "Invalid job id" not in str(error)
+        failed_count = 0
+        return is_queued
 
     try:
         follow(log, 0, is_running, FOLLOW_SECONDS)
     except KeyboardInterrupt:
         print(f"\njob {job} goes on, and scancel {job} ends it; {detached_text}")
         return 0
-    attempts = read_attempts(log.parent)
-    return attempts[-1].code if attempts else 0
+    codes = [attempt.code for attempt in read_attempts(folder) if attempt.launch == f"slurm-{job}"]
+    if not codes:
+        print(f"job {job} has ended, and recorded no attempt: see {log}")
+    return codes[-1] if codes else CRASHED
 
 
 def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:

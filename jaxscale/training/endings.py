@@ -51,6 +51,7 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
     """
     with contextlib.suppress(UserError):
         checkpoints.wait()
+    checkpoints.drop_host_copies()  # the newest one may lie among the skipped steps
     checkpoint_step = next(reversed(checkpoints.steps()), None)
     checkpoint_text = "no checkpoint was saved"
     if checkpoint_step is not None:

@@ -276,8 +276,7 @@ class _Training:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
         heartbeat.set_phase("restoring")
         leaves = self.step.canonical_abstract()
-        if self.experiment.checkpoint.memory_every:
-            self.checkpoints.keep_host_copies(self.folder, leaves)
+        self.checkpoints.keep_host_copies(self.folder, leaves, self.experiment)
         restored = self.checkpoints.restore_arrays(leaves, set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()

@@ -81,8 +81,9 @@ class Pauses:
         if is_last or is_stopping or is_save_due or is_checkpoint_due:
             with heartbeat.in_phase("saving"):
                 self._save(updates, tokens, state, data_state, wait=is_last or is_stopping)
-        elif _is_due(updates, checkpoint_settings.memory_every):
+        if _is_due(updates, checkpoint_settings.memory_every) and not (is_last or is_stopping):
             with heartbeat.in_phase("saving"):
+                self.journal.flush()
                 description = self._description(updates, tokens, data_state)
                 self.checkpoints.copy_to_hosts(self.step.to_canonical(state), description)
 

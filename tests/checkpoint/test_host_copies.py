@@ -1,6 +1,8 @@
 """Copies of the state in the hosts' memory: they come back on any mesh, and what is torn or mixed never does."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.host_copies import HostCopies, _region
+from jaxscale.checkpoint.host_copies import HostCopies, _region, forget_copies
 from jaxscale.checkpoint.verified import Description
 from jaxscale.errors import UserError
 from jaxscale.sharding.mesh import MeshSpec
@@ -44,6 +46,10 @@ def _copies(tmp_path, tree) -> HostCopies:
     return HostCopies(tmp_path / "run", _shapes(tree))
 
 
+def _files(copies):
+    return sorted(copies.folder.glob("start-*"))
+
+
 def _assert_equal(arrays, tree):
     assert set(arrays) == set(tree)
     for name, leaf in tree.items():
@@ -61,7 +67,7 @@ def test_a_copy_comes_back_on_another_mesh(mesh, spec, tmp_path):
     copies.save_arrays(saved, Description(40, 9, {"row": 3}, "plays"))
     copies.wait()
     asked = _tree(mesh, spec)
-    restored = _copies(tmp_path, asked).restore_arrays(_shapes(asked), newer_than=39)
+    restored = _copies(tmp_path, asked).restore_arrays(_shapes(asked), 39, 100)
     _assert_equal(restored.arrays, asked)
     assert restored.description == Description(40, 9, {"row": 3}, "plays")
     assert restored.origin
@@ -76,17 +82,17 @@ def test_the_arrays_may_be_donated_and_the_two_newest_copies_are_kept(tmp_path):
         for leaf in tree.values():
             leaf.delete()
     copies.wait()
-    assert len(list(copies.folder.iterdir())) == 3  # the first one goes when the next one starts
+    assert len(_files(copies)) == 3  # the first one goes when the next one starts
     copies.save_arrays(_tree("data:2", (), seed=30), Description(30, 0, None, "plays"))
     copies.wait()
-    assert len(list(copies.folder.iterdir())) == 2
-    _assert_equal(copies.restore_arrays(_shapes(first), newer_than=0).arrays, _tree("data:2", (), seed=30))
-    assert copies.restore_arrays(_shapes(first), newer_than=30) is None
+    assert len(_files(copies)) == 2
+    _assert_equal(copies.restore_arrays(_shapes(first), 0, 100).arrays, _tree("data:2", (), seed=30))
+    assert copies.restore_arrays(_shapes(first), 30, 100) is None
     copies.clear()
     assert not copies.folder.exists()
 
 
-@pytest.mark.parametrize("damage", ["torn", "half", "missing array", "other dtype"])
+@pytest.mark.parametrize("damage", ["torn", "half", "missing array", "more arrays", "other dtype", "other shape"])
 def test_a_copy_that_is_not_whole_gives_way_to_the_one_before(damage, tmp_path):
     tree = _tree("fsdp:4", ("fsdp",))
     copies = _copies(tmp_path, tree)
@@ -94,16 +100,20 @@ def test_a_copy_that_is_not_whole_gives_way_to_the_one_before(damage, tmp_path):
         arrays = _tree("fsdp:4", ("fsdp",), seed=step)
         if damage == "missing array" and step == 20:
             arrays.pop("half")
+        if damage == "more arrays" and step == 20:
+            arrays["scale"] = arrays["step"]
+        if damage == "other shape" and step == 20:  # as scales of blocks that the mesh cuts
+            arrays["w"] = jax.device_put(jnp.zeros((16, 12)), arrays["w"].sharding)
         if damage == "other dtype" and step == 20:
             arrays["moment"] = arrays["moment"].astype(jnp.float32)
         copies.save_arrays(arrays, Description(step, 0, None, "plays"))
     copies.wait()
-    newest = max(copies.folder.iterdir())
+    newest = max(_files(copies))
     if damage == "torn":
         newest.write_bytes(newest.read_bytes()[:-5])
     if damage == "half":
         newest.rename(newest.with_suffix(".half"))
-    restored = copies.restore_arrays(_shapes(tree), newer_than=5)
+    restored = copies.restore_arrays(_shapes(tree), 5, 100)
     _assert_equal(restored.arrays, _tree("fsdp:4", ("fsdp",), seed=10))
 
 
@@ -115,14 +125,59 @@ def test_parts_of_two_starts_are_not_mixed(tmp_path, monkeypatch):
         copies = _copies(tmp_path, tree)
         monkeypatch.setattr("jaxscale.checkpoint.host_copies.process_index", lambda rank=rank: rank)
         half = [
-            (name, _region(shard.index, leaf.shape), np.array(shard.data))
+            (name, leaf.shape, _region(shard.index, leaf.shape), np.array(shard.data))
             for name, leaf in tree.items()
             for shard in leaf.addressable_shards[2 * rank : 2 * rank + 2]
         ]
         copies._write(half, dict(header))
         monkeypatch.setattr("jaxscale.checkpoint.host_copies.process_index", lambda: 0)
-    assert len(list(copies.folder.iterdir())) == 2
-    assert copies.restore_arrays(_shapes(tree), newer_than=0) is None
+    assert len(_files(copies)) == 2
+    assert copies.restore_arrays(_shapes(tree), 0, 100) is None
+
+
+def test_a_copied_directory_has_copies_of_its_own(tmp_path):
+    tree = _tree("data:2", ())
+    copies = _copies(tmp_path, tree)
+    copies.save_arrays(tree, Description(20, 0, None, "plays"))
+    copies.wait()
+    shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    assert HostCopies(tmp_path / "moved", _shapes(tree)).restore_arrays(_shapes(tree), 0, 100) is None
+    assert _copies(tmp_path, tree).restore_arrays(_shapes(tree), 0, 100) is not None
+    assert _copies(tmp_path, tree).restore_arrays(_shapes(tree), 0, 20) is None  # a run of 20 steps
+    forget_copies(tmp_path / "run")
+    assert _copies(tmp_path, tree).restore_arrays(_shapes(tree), 0, 100) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"number": "x"}'])
+def test_a_damaged_record_means_that_no_copy_is_read(content, tmp_path):
+    tree = _tree("data:2", ())
+    (tmp_path / "run" / "memory_copies").write_text(content)
+    assert _copies(tmp_path, tree).restore_arrays(_shapes(tree), 0, 100) is None
+
+
+def test_a_copy_that_cannot_be_written_is_reported_once(tmp_path, monkeypatch, capsys):
+    tree = _tree("data:2", ())
+    copies = _copies(tmp_path, tree)
+    (copies.folder / "left.half").touch()
+    full = OSError(28, "No space left on device")
+
+    replace_file = Path.replace
+
+    def replace(self, path):
+        if copies.folder in self.parents:
+            raise full
+        return replace_file(self, path)
+
+    monkeypatch.setattr("pathlib.Path.replace", replace)
+    for step in (10, 20, 30):
+        copies.save_arrays(tree, Description(step, 0, None, "plays"))
+    copies.wait()
+    assert capsys.readouterr().err.count("rank 0 cannot copy the state") == 1
+    assert not _files(copies)
+    monkeypatch.undo()
+    monkeypatch.setenv("JAXSCALE_MEMORY", str(tmp_path / "memory"))
+    _copies(tmp_path, tree)
+    assert not list(copies.folder.glob("*.half"))  # of killed processes
 
 
 def test_a_user_who_removes_checkpoints_goes_back_to_an_older_one(tmp_path):
@@ -130,15 +185,15 @@ def test_a_user_who_removes_checkpoints_goes_back_to_an_older_one(tmp_path):
     copies = _copies(tmp_path, tree)
     copies.save_arrays(tree, Description(48, 0, None, "plays"), newest_checkpoint=40)
     copies.wait()
-    assert copies.restore_arrays(_shapes(tree), newer_than=40) is not None
-    assert copies.restore_arrays(_shapes(tree), newer_than=30) is None
+    assert copies.restore_arrays(_shapes(tree), 40, 100) is not None
+    assert copies.restore_arrays(_shapes(tree), 30, 100) is None
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAXSCALE_MEMORY", str(tmp_path / "file"))
     with pytest.raises(
-        UserError, match=r"checkpoint\.memory_every: cannot make .*set JAXSCALE_MEMORY to a folder in me"
+        UserError, match=r"checkpoint\.memory_every: cannot write to .*set JAXSCALE_MEMORY to a folder in me"
     ):
         _copies(tmp_path, _tree("data:2", ()))
 
@@ -150,7 +205,7 @@ def test_a_run_does_not_read_the_copies_of_an_earlier_one_in_its_directory(tmp_p
     copies.wait()
     (tmp_path / "run").rename(tmp_path / "run.1")
     (tmp_path / "run").mkdir()
-    assert _copies(tmp_path, tree).restore_arrays(_shapes(tree), newer_than=0) is None
+    assert _copies(tmp_path, tree).restore_arrays(_shapes(tree), 0, 100) is None
 
 
 def test_a_memory_without_room_is_refused_before_the_first_step(tmp_path, monkeypatch):

@@ -478,10 +478,17 @@ def _fake_slurm(folder, monkeypatch, looks):
 def test_a_launch_at_a_terminal_follows_the_job_and_returns_its_code(tmp_path, monkeypatch, capsys):
     _fake_slurm(tmp_path, monkeypatch, looks=3)
     (tmp_path / "run" / "processes").mkdir(parents=True)
-    write_attempt(tmp_path / "run" / "processes", Attempt(1, "slurm-7", 4, 40))
+    for launch_name, attempt_code in (("slurm-3", 2), ("slurm-7", 4)):
+        write_attempt(tmp_path / "run" / "processes", Attempt(1, launch_name, attempt_code, 40))
     code = launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None)
     assert code == 4
     assert capsys.readouterr().out.splitlines() == ["Submitted batch job 7", "line 0", "line 1", "line 2", "line 3"]
+
+
+def test_a_job_without_an_attempt_is_no_success(tmp_path, monkeypatch, capsys):
+    _fake_slurm(tmp_path, monkeypatch, looks=1)
+    assert launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None) == 1
+    assert f"job 7 has ended, and recorded no attempt: see {tmp_path}/run/" in capsys.readouterr().out
 
 
 def test_an_interrupt_leaves_the_job_in_the_queue(tmp_path, monkeypatch, capsys):

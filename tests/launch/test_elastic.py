@@ -1,7 +1,10 @@
 """Elastic runs: the sizes at which a plan can go on, and the machines that are left."""
 
 import dataclasses
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +12,13 @@ from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.launch import Cluster, JobSet, Local, Slurm, Ssh
 from jaxscale.launch.elastic import Elastic, sizes, with_fields
-from jaxscale.launch.ssh import ssh_commands, unreachable
-from jaxscale.launch.submit import elastic_of
+from jaxscale.launch.ssh import launch_ssh, ssh_commands, unreachable
+from jaxscale.launch.submit import check_copies, elastic_of
 from jaxscale.launch.verdict import Ending
 from jaxscale.models.decoder import Decoder
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Checkpointing, Experiment
 from jaxscale.recipe.plan import Plan
+from jaxscale.records.metrics import read_metrics
 
 
 def _experiment(batch: int = 24, **plan) -> Experiment:
@@ -100,6 +104,13 @@ def test_a_size_that_does_not_divide_the_batch_leaves_a_machine_idle():
     assert elastic.slots == [2, 3]
 
 
+def test_copies_in_the_memory_of_pods_are_refused():
+    experiment = dataclasses.replace(_experiment(), checkpoint=Checkpointing(memory_every=5))
+    check_copies(Cluster("gpu h100 x 32", Slurm()), experiment)
+    with pytest.raises(UserError, match=r"checkpoint\.memory_every: a JobSet restarts in new pods"):
+        check_copies(Cluster("gpu h100 x 32", JobSet("image:1")), experiment)
+
+
 def test_only_launchers_that_start_the_processes_are_elastic():
     experiment = _experiment()
     assert elastic_of(Cluster("local", Local(4)), experiment, None) is None
@@ -126,3 +137,29 @@ def test_the_hosts_that_are_left_get_new_numbers():
         assert f"export JAXSCALE_RANK={rank}" in words[-1]
         assert "export JAXSCALE_COORDINATOR=b:" in words[-1]
         assert "--plan.mesh=replica:3,fsdp:8" in words[-1]
+
+
+SSH = """#!/bin/bash
+[ "${@: -2:1}" = dead ] && exit 255
+exec sh -c "${@: -1}"
+"""
+
+
+@pytest.mark.slow
+def test_a_run_over_ssh_goes_on_without_a_host_that_is_not_reached(tmp_path, monkeypatch, capfd):
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "TEXT": str(tmp_path / "text.txt")}
+    variables["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster("cpu x 2", Ssh(("127.0.0.1", "dead")), hosts=2, python=sys.executable)
+    elastic = Elastic(sizes(_experiment(8, mesh="replica:2,fsdp:2")), 2)
+    file = Path(__file__).with_name("faulty.py")
+    command = ["train", str(file), "--plan.mesh=replica:2,fsdp:2", f"--out={tmp_path / 'run'}"]
+    code = launch_ssh(cluster, command, str(tmp_path / "run"), None, elastic)
+    assert code == 0, capfd.readouterr()
+    assert "replica 1 (the host of rank 1) was lost; the run goes on with 1 of 2 replicas" in capfd.readouterr().err
+    assert [row["step"] for row in read_metrics(tmp_path / "run", "train")] == list(range(1, 13))
