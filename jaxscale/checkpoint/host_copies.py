@@ -350,9 +350,10 @@ def _write_record(run_dir: Any, number: int, start_time: int) -> None:
 
 def forget_copies(run_dir: Any) -> None:
     """Let no later start of a run read its copies, as when it goes on without copies."""
-    if is_first():
-        with contextlib.suppress(OSError):
-            (run_dir / RUN_FILE).unlink()
+    path = run_dir / RUN_FILE
+    if is_first() and path.exists():
+        with explain_write_errors(run_dir):
+            path.unlink()
 
 
 def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
