@@ -184,7 +184,7 @@ class RankProcess:
             self._thread.join(timeout=5)
 
     def _copy_output(self, output: IO[bytes]) -> None:
-        """Append each line of the output, with the time, to the log; a full disk must not stop the run."""
+        """Append each line of the output, with the time, to the log; lines that a full disk does not take are shown."""
         with contextlib.ExitStack() as files:
             log = None
             with contextlib.suppress(OSError):
@@ -196,6 +196,10 @@ class RankProcess:
                 if self._is_shown:
                     sys.stdout.write(line.decode(errors="replace"))
                     sys.stdout.flush()
-                if log is not None:
-                    with contextlib.suppress(OSError):
-                        log.write(time.strftime("%H:%M:%S ").encode() + line)
+                timed_line = time.strftime("%H:%M:%S ").encode() + line
+                is_written = False
+                with contextlib.suppress(OSError):  # a disk that is nearly full takes a part of a line
+                    is_written = log is not None and log.write(timed_line) == len(timed_line)
+                if not is_written and not self._is_shown:
+                    sys.stderr.write(f"[{self.rank}] {timed_line.decode(errors='replace')}")
+                    sys.stderr.flush()

@@ -32,6 +32,7 @@ def _set_and_fail(self: heartbeat.Writer, phase: Any, step: int | None = None) -
     elif kind == "mistake":
         raise jx.errors.UserError("made by the test")
     elif kind == "fill":
+        time.sleep(2)  # so that the checkpoint that is being written is there
         _fill(os.environ["FILL"])
     elif kind == "spin":
         while True:

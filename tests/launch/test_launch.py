@@ -147,9 +147,9 @@ def test_a_restart_of_all_goes_on_from_memory_bitwise(text, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_mesh_without_devices_of_a_process_is_refused_and_not_tried_again(text, tmp_path):
-    code, output, _ = _launch(text, tmp_path / "run", "", MESH="data:1")
+    code, output, _ = _launch(text, tmp_path / "run", "", MESH="fsdp:2", JAX_NUM_CPU_DEVICES="2")
     assert code == 2, output
-    assert "takes 1 of 2 devices, so that 1 of 2 processes have none: use a mesh of 2 devices" in output
+    assert "takes 2 of 4 devices, so that 1 of 2 processes have none: use a mesh of 4 devices" in output
     assert "attempt 2" not in output
 
 
