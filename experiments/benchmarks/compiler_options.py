@@ -1,4 +1,4 @@
-"""What options of XLA change: a decoder's step under ZeRO 3, compiled ahead of time with each option alone.
+"""What options of XLA change: a decoder's step under ZeRO 3, compiled ahead of time with each set and option alone.
 
     python experiments/benchmarks/compiler_options.py                            # the sets of --plan.compiler
     python experiments/benchmarks/compiler_options.py --tiny                     # on this machine's CPU
@@ -80,11 +80,13 @@ def main() -> None:
         arguments.platform, arguments.options = "cpu x 2", ["xla_disable_hlo_passes=fusion,cpu-instruction-fusion"]
     options = {arguments.platform: list(arguments.options)}
     if arguments.platform is None:
-        rows = [
-            (chip, row) for chip_sets in SETS.values() for chip, chip_rows in chip_sets.items() for row in chip_rows
-        ]
         options = {
-            platform: [f"{row.option}={row.value}" for row_chip, row in rows if row_chip == chip]
+            platform: [
+                option
+                for name, chip_sets in SETS.items()
+                if chip in chip_sets
+                for option in (name, *(f"{row.option}={row.value}" for row in chip_sets[chip]))
+            ]
             for chip, platforms in PLATFORMS.items()
             for platform in platforms
         }

@@ -78,7 +78,9 @@ class HostCopies:
     def __init__(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
         self._run_dir, self._leaves = run_dir, leaves
         record = call_on_all(lambda: _read_record(run_dir), LookupError)
-        self._number, self._last_start, self._start_time = send_from_first([*record, int(time.time())])
+        # a later start has a later time, also if the clock of another first host is behind
+        start_time = max(int(time.time()), record[1] + 1)
+        self._number, self._last_start, self._start_time = send_from_first([*record, start_time])
         self.folder = _root() / str(self._number)
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None

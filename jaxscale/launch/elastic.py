@@ -75,22 +75,22 @@ class Elastic:
     """The replicas that are left of a launch.
 
     Args:
-        sizes: sizes at which the run can go on, by the number of replicas.
+        sizes_by_count: sizes at which the run can go on, by the number of replicas.
         process_count: number of processes of all replicas.
 
     Raises:
         UserError: the processes cannot be shared evenly by the replicas.
     """
 
-    def __init__(self, sizes: dict[int, Size], process_count: int) -> None:
-        self._sizes, self._all = sizes, max(sizes)
+    def __init__(self, sizes_by_count: dict[int, Size], process_count: int) -> None:
+        self._sizes, self._all = sizes_by_count, max(sizes_by_count)
         if process_count % self._all:
             raise UserError(
                 f"--elastic replica: {process_count} processes cannot be shared evenly by {self._all} replicas"
             )
         self._processes_each = process_count // self._all
         self._replicas = list(range(self._all))
-        self.size = sizes[self._all]
+        self.size = sizes_by_count[self._all]
 
     @property
     def slots(self) -> list[int]:
@@ -130,5 +130,5 @@ def with_fields(command: list[str], fields: dict[str, str]) -> list[str]:
         ['train', 'e.py', '--out=run', '--plan.mesh=replica:3']
     """
     prefixes = tuple(f"--{path}=" for path in fields)
-    kept = [word for word in command if not word.startswith(prefixes)]
-    return [*kept, *(f"--{path}={text}" for path, text in fields.items())]
+    other_words = [word for word in command if not word.startswith(prefixes)]
+    return [*other_words, *(f"--{path}={text}" for path, text in fields.items())]

@@ -141,7 +141,8 @@ def launch(
         elastic: the replicas with which the run goes on after a machine is lost; `None` to start all again.
 
     Returns:
-        The exit code: that of the run on this machine and over ssh, and otherwise that of the submission.
+        The exit code: that of the run on this machine, over ssh, and of a Slurm job that is followed at a terminal, and
+        otherwise that of the submission.
 
     Raises:
         UserError: the scheduler's program is missing, or it refuses the document.

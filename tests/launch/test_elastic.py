@@ -33,14 +33,14 @@ def test_every_size_has_the_same_batch_and_no_more_rows_at_a_time(batch, microba
         return
     experiment = _experiment(batch, microbatches=microbatches)
     rows = batch // (8 * microbatches)
-    found = sizes(experiment)
-    assert found[4].fields == {"plan.mesh": "replica:4,fsdp:2", "plan.microbatches": str(microbatches)}
-    for replicas, size in found.items():
+    sizes_by_count = sizes(experiment)
+    assert sizes_by_count[4].fields == {"plan.mesh": "replica:4,fsdp:2", "plan.microbatches": str(microbatches)}
+    for replicas, size in sizes_by_count.items():
         count = int(size.fields["plan.microbatches"])
         assert batch % (count * replicas * 2) == 0
         assert batch // (count * replicas * 2) <= rows
-    assert (3 in found) == (batch % 6 == 0)
-    assert {1, 2} <= set(found)
+    assert (3 in sizes_by_count) == (batch % 6 == 0)
+    assert {1, 2} <= set(sizes_by_count)
 
 
 @pytest.mark.parametrize(

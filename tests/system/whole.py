@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +87,32 @@ def compiled_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stopped_after(step: int) -> Iterator[None]:
+def _acting_after(step: int, act: Callable[[], None]) -> Iterator[None]:
+    """Within it, a function is called as soon as a run in this process has a step behind it."""
+    real = jaxscale.training.loop._Training._settle
+
+    def settle(self: Any, n: int, metrics: Any) -> None:
+        real(self, n, metrics)
+        if n == step:
+            act()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxscale.training.loop._Training, "_settle", settle)
+        yield
+
+
+def stopped_after(step: int) -> contextlib.AbstractContextManager[None]:
     """A run in this process gets a SIGTERM as soon as it has this step behind it."""
-    real = jaxscale.training.loop._Training._settle
-
-    def settle(self: Any, n: int, metrics: Any) -> None:
-        real(self, n, metrics)
-        if n == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxscale.training.loop._Training, "_settle", settle)
-        yield
+    return _acting_after(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-@contextlib.contextmanager
-def failing_after(step: int) -> Iterator[None]:
+def failing_after(step: int) -> contextlib.AbstractContextManager[None]:
     """A run in this process fails once it has this step behind it, before anything is saved after it."""
-    real = jaxscale.training.loop._Training._settle
 
-    def settle(self: Any, n: int, metrics: Any) -> None:
-        real(self, n, metrics)
-        if n == step:
-            raise RuntimeError("made by the test")
+    def fail() -> None:
+        raise RuntimeError("made by the test")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxscale.training.loop._Training, "_settle", settle)
-        yield
+    return _acting_after(step, fail)
 
 
 def from_memory(folder: Path, variant: str, flags: str, layout: str) -> None:
@@ -133,8 +132,8 @@ def from_memory(folder: Path, variant: str, flags: str, layout: str) -> None:
     with failing_after(STEPS - 1):
         command(*training, str(run), codes=(1,))
     assert newest(run) == 0
-    said = command(*training, str(run))
-    assert f"after step {STEPS - 2}, from the copy in the hosts' memory" in said, said
+    output = command(*training, str(run))
+    assert f"after step {STEPS - 2}, from the copy in the hosts' memory" in output, output
     assert last_lines(run) == last_lines(undisturbed)
     for name in ("arrays", "data"):
         assert described(run, STEPS)[name] == described(undisturbed, STEPS)[name]
