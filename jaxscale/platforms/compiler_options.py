@@ -81,11 +81,11 @@ backward pass, the overlap limit of host transfers, and a rerun of the scheduler
 class CompilerOptions:
     """Options of XLA for the train step.
 
-    The text form is "default", or the name of a set and single options: "overlap,xla_gpu_enable_triton_gemm=false".
+    The text form is "default", or names of sets and then single options: "overlap,xla_gpu_enable_triton_gemm=false".
 
     Args:
-        set_name: name of a set in `SETS`; "" for none.
-        named: (option, value) for each single option; these precede the set's.
+        sets: names of sets in `SETS`.
+        named: (option, value) for each single option; these precede the sets'.
 
     Example:
         >>> from jaxscale.platforms.platform import Platform
@@ -97,23 +97,24 @@ class CompilerOptions:
 OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
     """
 
-    set_name: str = ""
+    sets: tuple[str, ...] = ()
     named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.set_name and self.set_name not in SETS:
-            raise UserError(
-                f"compiler {self.set_name!r}: expected default, the name of a set ({', '.join(SETS)}), or OPTION=VALUE "
-                f"such as xla_gpu_enable_triton_gemm=false{near_miss(self.set_name, ('default', *SETS))}"
-            )
+        for name in self.sets:
+            if name not in SETS:
+                raise UserError(
+                    f"compiler {name!r}: expected default, the name of a set ({', '.join(SETS)}), or OPTION=VALUE such "
+                    f"as xla_gpu_enable_triton_gemm=false{near_miss(name, ('default', *SETS))}"
+                )
         for name, _ in self.named:
             if not re.fullmatch(r"xla_\w+", name):
                 raise UserError(
                     f"compiler {name!r}: expected an option of XLA without its hyphens, such as xla_gpu_..."
                 )
-        if len(dict(self.named)) < len(self.named):
-            raise UserError(f"compiler {self}: got an option twice, expected each option once")
+        if len({*self.sets, *dict(self.named)}) < len(self.sets) + len(self.named):
+            raise UserError(f"compiler {self}: got a set or an option twice, expected each once")
 
     @classmethod
     def parse(cls, text: str) -> "CompilerOptions":
@@ -123,7 +124,7 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
             UserError: the text names an unknown set, or something that is no option.
         """
         entries = [entry.strip() for entry in text.split(",")]
-        set_name = "" if "=" in entries[0] else entries.pop(0)
+        names: list[str] = []
         pairs: list[tuple[str, str]] = []
         for entry in entries:
             name, equals, value = entry.partition("=")
@@ -132,12 +133,11 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
             elif pairs:
                 pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]},{entry}")
             else:
-                raise UserError(f"compiler {text!r}: got {entry!r}, expected OPTION=VALUE")
-        return cls("" if set_name == "default" else set_name, tuple(pairs))
+                names.append(entry)
+        return cls(() if names == ["default"] else tuple(names), tuple(pairs))
 
     def __str__(self) -> str:
-        entries = [self.set_name] * bool(self.set_name) + [f"{name}={value}" for name, value in self.named]
-        return ",".join(entries) or "default"
+        return ",".join([*self.sets, *(f"{name}={value}" for name, value in self.named)]) or "default"
 
     def of(self, chip: Chip) -> dict[str, OptionValue]:
         """Return the value of each option for a chip.
@@ -148,20 +148,20 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
             chip: the chip.
 
         Raises:
-            UserError: no option of the set has an effect on the chip.
+            UserError: no option of a set has an effect on the chip.
         """
         foreign_prefixes = tuple(f"xla_{kind}_" for kind in ("tpu", "gpu") if chip.kind == "cpu")
         options = {name: _value(text) for name, text in self.named if not name.startswith(foreign_prefixes)}
-        if not self.set_name or chip.kind == "cpu":
-            return options
-        chip_sets = SETS[self.set_name]
-        recommended = chip_sets.get(chip.name) or chip_sets.get(chip.kind)
-        if recommended is None:
-            raise UserError(
-                f"plan.compiler {self.set_name}: no option of this set has an effect on {chip.name}, only on "
-                f"{', '.join(chip_sets)}; leave it out"
-            )
-        return {row.option: row.value for row in recommended} | options
+        recommended: dict[str, OptionValue] = {}
+        for name in self.sets if chip.kind != "cpu" else ():
+            rows = SETS[name].get(chip.name) or SETS[name].get(chip.kind)
+            if rows is None:
+                raise UserError(
+                    f"plan.compiler {name}: no option of this set has an effect on {chip.name}, only on "
+                    f"{', '.join(SETS[name])}; leave it out"
+                )
+            recommended |= {row.option: row.value for row in rows}
+        return recommended | options
 
 
 DEFAULT = CompilerOptions()

@@ -150,7 +150,7 @@ class Plan:
         unroll: number of layers per iteration of the scan over layers. It becomes 1 under a memory rule that treats one
             layer at a time, and on a CPU under every memory rule but `none`.
         rules: mesh axes of each logical axis.
-        compiler: options of XLA for the train step: "default"; the name of a set for the chip, such as "overlap"; or
+        compiler: options of XLA for the train step: "default"; names of sets for the chip, such as "overlap"; and
             single options, such as "xla_gpu_enable_triton_gemm=false".
 
     A field with a text form accepts the text or the value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.

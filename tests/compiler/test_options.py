@@ -46,9 +46,10 @@ def test_a_report_and_a_run_have_one_program_and_it_depends_on_the_options(monke
     ("text", "message"),
     [
         ("overlp", "expected default, the name of a set .*did you mean 'overlap'"),
-        ("overlap,triton", "got 'triton', expected OPTION=VALUE"),
+        ("overlap,triton", "compiler 'triton': expected default, the name of a set"),
+        ("overlap,overlap", "got a set or an option twice"),
         ("triton_gemm=true", "expected an option of XLA"),
-        ("xla_a=1,xla_a=2", "got an option twice"),
+        ("xla_a=1,xla_a=2", "got a set or an option twice"),
         ("xla_cpu_enable_fast_maths=true", "xla_cpu_enable_fast_maths=True: the compiler of cpu has no such option"),
         ("xla_cpu_enable_fast_math=perhaps", "rejects it .*'perhaps' is not a valid bool"),
         ("xla_gpu_enable_pipelined_all_gathers=true", ""),  # a CPU rehearses the run without it
@@ -71,6 +72,9 @@ def test_the_text_form_comes_back_and_values_have_types():
     assert values["xla_gpu_enable_command_buffer"] == "FUSION,CUSTOM_CALL"
     assert values["xla_gpu_enable_triton_gemm"] is False
     assert values["xla_a"] == 3
+    v6e = Platform.parse("tpu v6e:2x2").chip
+    both = CompilerOptions.parse("overlap,vmem").of(v6e)
+    assert both == CompilerOptions.parse("overlap").of(v6e) | CompilerOptions.parse("vmem").of(v6e)
     overlap = CompilerOptions.parse("overlap,xla_gpu_enable_pipelined_all_gather=false").of(GPU)
     assert overlap["xla_gpu_enable_pipelined_all_gather"] is False  # a single option precedes the set's
 
@@ -88,8 +92,8 @@ def test_a_set_without_an_effect_on_a_chip_is_refused_there():
     with pytest.raises(
         UserError, match=r"plan\.compiler vmem: no option of this set has an effect on h100, only on v6e"
     ):
-        CompilerOptions("vmem").of(GPU)
-    assert CompilerOptions("vmem").of(Platform.parse("cpu x 2").chip) == {}
+        CompilerOptions(("vmem",)).of(GPU)
+    assert CompilerOptions(("vmem",)).of(Platform.parse("cpu x 2").chip) == {}
 
 
 PLATFORMS = {
