@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale import heartbeat
 from jaxscale.checkpoint.restore import write_tokenizer
-from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
-from jaxscale.compiler.kept_programs import count_excluded
+from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment, plan_of
-from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import last_logged_step
@@ -29,6 +27,7 @@ from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
 from jaxscale.training.check_data import check_data
+from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
@@ -38,9 +37,7 @@ from jaxscale.training.resume import EarlierRun
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
-from jaxscale.values import to_json
 from jaxscale.values.byte_sizes import limit_bytes
-from jaxscale.values.units import size
 
 if TYPE_CHECKING:
     from jaxscale.models.metrics import Metric
@@ -326,7 +323,8 @@ class _Training:
                 self.data_state = batches.get_state()
                 if self.earlier is not None:
                     self._write_values()
-                self._compile(batch)
+                compile_step(self.step, batch, self.journal, self.updates, self.device_limit)
+                self.meter = self._start_meter(batch)
                 self._stop_before_first_step(stop)
                 start_time = time.monotonic()
                 parts = self.experiment, self.step, self.data, self.checkpoints, self.journal
@@ -403,54 +401,10 @@ class _Training:
             pauses.poll()
         return state
 
-    def _compile(self, batch: Mapping[str, Any]) -> None:
-        """Compile the step; show and log the step's memory, FLOP and kernels."""
-        heartbeat.set_phase("compiling")
-        for line in self.step.describe():
-            self.journal.say(line)
-        excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache
-        compile_facts = self.step.compile(batch)
-        self.log_event("compile", **dataclasses.asdict(compile_facts))
-        step_bytes = (
-            compile_facts.argument_bytes
-            + compile_facts.output_bytes
-            - compile_facts.alias_bytes
-            + compile_facts.temp_bytes
-        )
-        if self.device_limit is not None and step_bytes > self.device_limit:
-            raise UserError(
-                f"the compiled step needs {size(step_bytes)} per device, but the limit is {size(self.device_limit)}: "
-                "set memory fit, or use more devices, ZeRO 3, more microbatches or a smaller batch",
-                page="choosing/memory",
-            )
-        for line in lines_of(self.step.kernels):
-            self.journal.say(line)
-            self.log_event("kernels", **fields_of(self.step.kernels))
-        model_flop = int(self.step.model_flop(batch))
-        # bytes by kind of tensor, such as "parameters"
-        device_bytes, host_bytes = self.step.memory(batch), self.step.host_memory()
-        copy_bytes = self.step.canonical_copy_bytes
-        bytes_by_name = device_bytes | {f"host {kind}": kind_bytes for kind, kind_bytes in host_bytes.items()}
-        bytes_by_name["checkpoint copy"] = copy_bytes
-        predicted_fields = {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
-        self.log_event("predicted", model_flop=model_flop, parameters=self.step.parameters, **predicted_fields)
-        if is_first():
-            all_device_bytes = {**device_bytes, "gradients and activations": compile_facts.temp_bytes}
-            with run_files.explain_write_errors(self.folder):
-                layout_json = {**self.step.layout.table(), "memory": all_device_bytes, "host_memory": host_bytes}
-                run_files.write_json(self.folder / "layout.json", layout_json)
-                if self.step.decision is not None:
-                    run_files.write_json(self.folder / "memory.json", to_json(self.step.decision))
+    def _start_meter(self, batch: Mapping[str, Any]) -> Meter:
+        """Return the meter of the compiled step's speed."""
         device = None if self.is_cpu else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
-        self.meter = Meter(model_flop, peak_of(self.step), device)
-        if (warning := save_memory_warning(sum(device_bytes.values()), copy_bytes, device)) is not None:
-            self.journal.say(warning)
-        self.journal.say(f"{self.step.parameters:,} parameters, compiled in {compile_facts.seconds:.1f} s")
-        if count_excluded() > excluded_count:
-            self.journal.say(
-                f"the step is compiled at every start ({compile_facts.seconds:.1f} s) and not kept in the compile "
-                "cache: on several CPU devices, a program with collectives in a loop may hang if loaded from the cache"
-            )
+        return Meter(int(self.step.model_flop(batch)), peak_of(self.step), device)
 
     def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
         """Wait for a step in flight and log it; return whether to stop, and whether to save.
