@@ -9,6 +9,7 @@ of 4 to 8 layers. A decoder that compiles soon is for pipelines alone.
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxscale.layers.loss import cross_entropy
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.rotary import Rotary
 from jaxscale.layers.stack import Stack
-from jaxscale.models import Decoder, ViT
+from jaxscale.models import Decoder, ResNet, ViT
 from jaxscale.sharding.place import constrain
 
 PLAN = Plan(precision="bfloat16", zero=3)
@@ -176,9 +177,112 @@ def little() -> Experiment:
     return _text("little", Decoder(vocab=8192, context=512, layers=4, embed=512, heads=4, mlp=2048), 64)
 
 
+def _heads(width: int) -> Experiment:
+    """A dense decoder of 4 layers whose heads have this width."""
+    heads = {64: 16, 80: 8, 96: 8, 128: 8, 256: 4}[width]
+    model = Decoder(
+        vocab=8192, context=1024, layers=4, embed=1024, heads=heads, kv_heads=heads, head_dim=width, mlp=3072
+    )
+    return _text(f"heads{width}", model, 64)
+
+
+def grouped() -> Experiment:
+    """A GPT-2 with learned positions, LayerNorm and biases, and two key heads to eight query heads."""
+    model = Decoder(
+        vocab=16_000, context=512, layers=3, embed=768, heads=8, kv_heads=2, norm="layer", mlp_kind="gelu",
+        positions="learned", tied=True, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    return _text("grouped", model, 64)
+
+
+class PlainBlock(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, of Flax's own layers."""
+
+    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        """The residual stream after the block, (B, T, D)."""
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class PlainModule(nnx.Module):
+    """Tokens to logits, with nothing of jaxscale."""
+
+    def __init__(self, vocab: int, width: int, layers: int, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(vocab, width, rngs=rngs)
+        self.blocks = nnx.List([PlainBlock(width, 8, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        """The logits, (B, T, V)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _plain(name: str, context: int, layers: int, batch: int) -> Experiment:
+    """A foreign model of Flax's own layers."""
+    from jaxscale.models.foreign import ForeignModel, language_model
+
+    model = ForeignModel(make=lambda rngs: PlainModule(8192, 768, layers, rngs), score=language_model())
+    data = Text(path="text.txt", tokenizer="byte", context=context)
+    return Experiment(name=name, model=model, data=data, batch=batch, plan=PLAN)
+
+
+def plain() -> Experiment:
+    """A foreign decoder of 4 layers of Flax's own."""
+    return _plain("plain", 512, 4, 32)
+
+
+def unrolled() -> Experiment:
+    """A foreign decoder of 2 layers of Flax's own, on longer texts."""
+    return _plain("unrolled", 1024, 2, 32)
+
+
+def image() -> Experiment:
+    """A vision transformer of 6 layers on 128 pixels."""
+    model = ViT(classes=1000, image=128, patch=8, layers=6, embed=768, heads=12, mlp=3072)
+    return Experiment(name="image", model=model, data=Pixels(model.image), batch=128, plan=PLAN)
+
+
+def convolutions() -> Experiment:
+    """A ResNet of bottlenecks on 128 pixels."""
+    model = ResNet(classes=1000, stages=(2, 2, 2, 2), bottleneck=True)
+    return Experiment(name="convolutions", model=model, data=Pixels(128), batch=256, plan=PLAN)
+
+
+def experts() -> Experiment:
+    """Four layers of four experts."""
+    return _text("experts", Mixture(vocab=8192, context=512, layers=4, embed=768, experts=4, mlp=1536), 64)
+
+
 def experiment() -> Experiment:
     """The smallest of them."""
     return small()
 
 
-VARIANTS = {"small": small, "middle": middle, "wide": wide, "mixture": mixture, "vit": vit, "little": little}
+VARIANTS = {
+    "small": small,
+    "middle": middle,
+    "wide": wide,
+    "mixture": mixture,
+    "vit": vit,
+    "little": little,
+    # of `fit_cases.py`
+    **{f"heads{width}": partial(_heads, width) for width in (64, 80, 96, 128, 256)},
+    "grouped": grouped,
+    "plain": plain,
+    "unrolled": unrolled,
+    "image": image,
+    "convolutions": convolutions,
+    "experts": experts,
+}

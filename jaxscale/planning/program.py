@@ -35,10 +35,13 @@ def described_step(
     Raises:
         UserError: the plan is not valid for the model, the batch or the devices.
     """
-    from jax.sharding import AbstractDevice
+    from jaxscale.compiler.described_device import DescribedDevice
 
-    device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
-    return build(experiment, plan, devices=[device] * (platform.devices if devices is None else devices))
+    device_count = platform.devices if devices is None else devices
+    slices = platform.slices if devices is None else 1
+    fields = (platform.chip.device_kinds[0], None, platform.chip.kind)
+    described_devices = [DescribedDevice(*fields, index * slices // device_count) for index in range(device_count)]
+    return build(experiment, plan, devices=described_devices)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

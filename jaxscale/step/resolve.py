@@ -18,6 +18,8 @@ from jaxscale.replicas.codecs.one_bit import OneBit
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import Device, check_model
 from jaxscale.state.stages import Stages, stages_of
+from jaxscale.step.default_mesh import default_mesh, slice_count
+from jaxscale.tpu_slices import slices_per_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
     """
-    plan, line = resolve_mesh(plan, experiment.batch, devices)
+    plan, line = resolve_mesh(plan, experiment, devices)
     check_options(plan.compiler, devices[0])
     check(Facts(plan, experiment))  # refuses combinations of requests
     plan = with_momentum_codec(experiment, plan)
@@ -74,21 +76,21 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
     return ResolvedPlan(experiment, plan, stages, line)
 
 
-def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Plan, str]:
+def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) -> tuple[Plan, str]:
     """Settle the mesh of a plan, and return the plan and a line for the user that describes the choice.
 
-    Without a mesh in the plan, the run uses the largest number of devices over which the rows of a microbatch can be
-    split evenly. These devices are along "fsdp" if the plan has a ZeRO stage, otherwise along "data". For a single
-    device, the ZeRO stage becomes 0, so that the same plan runs on a laptop.
+    `default_mesh` chooses the mesh of a plan that has none: along "fsdp" if the plan has a ZeRO stage, otherwise along
+    "data". For a single device, the ZeRO stage becomes 0, so that the same plan runs on a laptop.
 
     Args:
         plan: the plan, as the user wrote it.
-        batch: number of rows of the global batch.
+        experiment: the experiment, with the batch and the model.
         devices: devices that may be used.
 
     Raises:
         UserError: the batch cannot be split evenly, or the mesh takes more devices than there are.
     """
+    batch = experiment.batch
     plan.kernels.check_platform(devices[0].platform)  # refuses kernels of other platforms
     if plan.pipeline is not None:
         ranks, microbatches = plan.pipeline.shape()
@@ -101,17 +103,11 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
         )
     row_count = batch // plan.microbatches
     if plan.mesh is None:
-        pipe_size = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
-        if pipe_size > len(devices):
-            raise UserError(
-                f"pipeline {plan.pipeline} takes {pipe_size} devices, but there are {len(devices)}: take fewer stages"
-            )
-        data_size = max(n for n in range(1, len(devices) // pipe_size + 1) if row_count % n == 0)
-        mesh = MeshSpec(pipe=pipe_size, fsdp=data_size) if plan.zero else MeshSpec(pipe=pipe_size, data=data_size)
+        mesh, reason = default_mesh(plan, row_count, devices, lambda plan: _check_default(plan, experiment))
         plural = "s" if len(devices) > 1 else ""
         line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {devices[0].device_kind} device{plural}"
-        line += f", the most that divide {row_count} rows" if mesh.devices < len(devices) else ""
-        if plan.zero and data_size == 1:
+        line += f", {reason}" if reason else ""
+        if plan.zero and mesh.fsdp == 1:
             line += f"; zero 0 instead of {plan.zero}, because there is one device along fsdp and nothing to shard"
             plan = dataclasses.replace(plan, zero=0)
         return dataclasses.replace(plan, mesh=mesh), line
@@ -126,7 +122,31 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
             f"batch {batch} in {plan.microbatches} microbatches has {row_count} rows in each, but mesh {plan.mesh} "
             f"splits them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
         )
-    return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
+    line = f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
+    slow_axes = _axes_across_slices(plan.mesh, slice_count(devices[: plan.mesh.devices]))
+    for axis in slow_axes:
+        line += f"; {axis} crosses the slow network between slices: consider an axis replica across them"
+    return plan, line
+
+
+def _check_default(plan: Plan, experiment: Experiment) -> None:
+    """Refuse a default mesh for which a dim of the model cannot be split, or which a request of the plan excludes."""
+    check_model(plan, experiment.model)
+    check(Facts(plan, experiment))
+
+
+def _axes_across_slices(mesh: MeshSpec, slices: int) -> list[str]:
+    """Return the axes that span several TPU slices, without those whose messages are few: replica, data and pipe.
+
+    Example:
+        >>> _axes_across_slices(MeshSpec(fsdp=32), 2), _axes_across_slices(MeshSpec(replica=2, fsdp=16), 2)
+        (['fsdp'], [])
+    """
+    spanned_slices = slices_per_axis(tuple(mesh.sizes.values()), slices) or (1,) * len(mesh.sizes)
+    few_messages = ("replica", "data", "pipe")
+    return [
+        axis for axis, count in zip(mesh.sizes, spanned_slices, strict=True) if count > 1 and axis not in few_messages
+    ]
 
 
 def with_momentum_codec(experiment: Experiment, plan: Plan) -> Plan:

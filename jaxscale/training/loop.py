@@ -250,7 +250,7 @@ class _Training:
         from jaxscale.step.resolve import resolve_mesh
 
         devices = list(jax.devices() if self.devices is None else self.devices)
-        plan, _ = resolve_mesh(self.plan, self.experiment.batch, devices)
+        plan, _ = resolve_mesh(self.plan, self.experiment, devices)
         check_model(plan, self.experiment.model)
         is_single_process = jax.process_count() == 1
         if is_single_process:  # report a mistake in the data before the step is built

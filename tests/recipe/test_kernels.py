@@ -79,7 +79,9 @@ def test_mistakes_are_told_before_anything_is_traced(text, said):
 )
 def test_a_kernel_of_another_platform_is_refused(text, where):
     with pytest.raises(UserError, match=f"a {where} kernel, but the step runs on cpu; take .*reference"):
-        resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
+        resolve_mesh(
+            Plan(kernels=Kernels.parse(text)), Experiment("tiny", Decoder(64, 16, 1, 16, 2), None), jax.devices()
+        )
 
 
 def test_a_chunk_of_the_loss_goes_with_kernels_that_take_one():

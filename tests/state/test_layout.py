@@ -3,6 +3,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import check_model
@@ -24,7 +25,7 @@ MODEL = Decoder(vocab=64, context=24, layers=1, embed=24, heads=6, kv_heads=2, m
     ],
 )
 def test_without_a_mesh_a_run_takes_the_most_devices_that_divide_the_rows(plan, batch, expected):
-    resolved, said = resolve_mesh(plan, batch, jax.devices())
+    resolved, said = resolve_mesh(plan, Experiment("tiny", MODEL, None, batch=batch), jax.devices())
     assert resolved.mesh == expected
     assert str(expected) in said
 
@@ -40,7 +41,7 @@ def test_without_a_mesh_a_run_takes_the_most_devices_that_divide_the_rows(plan, 
 )
 def test_a_batch_that_does_not_divide_is_refused(plan, batch, says):
     with pytest.raises(UserError, match=says):
-        resolve_mesh(plan, batch, jax.devices())
+        resolve_mesh(plan, Experiment("tiny", MODEL, None, batch=batch), jax.devices())
 
 
 @pytest.mark.parametrize(
