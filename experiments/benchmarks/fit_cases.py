@@ -2,8 +2,8 @@
 
     python experiments/benchmarks/fit_cases.py      # list the cases, and which of them nothing may be fitted on
 
-A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a number of microbatches, a memory rule and
-a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that covers
+A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a number of microbatches, a memory rule
+and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that covers
 the most pairs of values that no earlier case has. A case is held out, so that nothing may be fitted on it, if the
 SHA-256 of its name is divisible by 3.
 
@@ -29,8 +29,8 @@ CANDIDATES = 40
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": (
-        "heads64", "heads80", "heads96", "heads128", "heads256", "grouped", "plain", "unrolled", "image", "convolutions",
-        "experts",
+        "heads64", "heads80", "heads96", "heads128", "heads256", "grouped", "plain", "unrolled", "image",
+        "convolutions", "experts",
     ),
     "platform": (
         "tpu v5e:2x2", "tpu v5e:2x4", "tpu v5p:2x2x1", "tpu v6e:2x2", "tpu v6e:2x4", "tpu 7x:2x2x1", "gpu h100 x 4",
@@ -41,7 +41,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "microbatches": ("1", "2", "8"),
     "memory": ("none", "full", "dots", "save:64MiB"),
     "format": (
-        "precision=bfloat16", "precision=float32", "precision=bfloat16 state.moments=int8", "precision=bfloat16 state.master=split",
+        "precision=bfloat16", "precision=float32", "precision=bfloat16 state.moments=int8",
+        "precision=bfloat16 state.master=split",
     ),
 }  # fmt: skip
 """The values of each factor."""
