@@ -3,9 +3,9 @@
     python experiments/benchmarks/fit_cases.py      # list the cases, and which of them nothing may be fitted on
 
 A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a number of microbatches, a memory rule
-and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that covers
-the most pairs of values that no earlier case has. A case is held out, so that nothing may be fitted on it, if the
-SHA-256 of its name is divisible by 3.
+and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that
+covers the most pairs of values that no earlier case has. A case is held out, so that nothing may be fitted on it, if
+the SHA-256 of its name is divisible by 3.
 
 References:
     Cohen, Dalal, Fredman, Patton: The AETG system, 1997 (greedy covers of pairs).

@@ -170,7 +170,7 @@ class Arrays:
 
     def _bytes_of(self, value: int) -> int:
         """The bytes per device of a value as an array."""
-        return self.placements.bytes_of(self.program.avals[value], self.placements.dims[value])
+        return self.placements.value_bytes(value)
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """The bytes of a result as an array; a product that all readers convert to one type is stored in that type."""

@@ -13,6 +13,7 @@ from jaxscale.programs.dims import dims_of
 from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.placements import Placements, place
+from jaxscale.programs.tiles import kernel_tiles
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
@@ -85,7 +86,8 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
     input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
-    placements = place(program, input_dims, step.mesh.shape, is_tiled=platform.chip.kind == "tpu")
+    tiles = kernel_tiles(program) if platform.chip.kind == "tpu" else None
+    placements = place(program, input_dims, step.mesh.shape, tiles=tiles)
     return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
 

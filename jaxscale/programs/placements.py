@@ -27,12 +27,11 @@ from jaxscale.programs.dims import (
     summed_dims,
 )
 from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
+from jaxscale.programs.tiles import TileDims, Tiles, padding
 from jaxscale.sharding.partition import dim_axes
 
 _FIXPOINT = 3
 """Maximum number of passes over a loop's body until the state has the same dims before and after a pass."""
-_SMALL = 2**16
-"""Number of elements below which padding to whole tiles is ignored."""
 
 _LIKE_FIRST_OPERAND = (
     "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
@@ -54,7 +53,7 @@ class Placements:
     Args:
         program: a flat program.
         axis_sizes: number of devices along each mesh axis.
-        is_tiled: whether memory is tiled, as on a TPU.
+        tiles: the tiles that kernels prescribe; `None` if memory is not tiled, as on a GPU.
         dims: mesh axes along the dims of each value, by the value's number.
         gathered_bytes: bytes of gathered weights, by the index of the operation that reads them.
         summed_products: indices of the products with results that are summed over devices of the fsdp axis.
@@ -64,7 +63,7 @@ class Placements:
 
     program: FlatProgram
     axis_sizes: Mapping[str, int]
-    is_tiled: bool = False
+    tiles: Tiles | None = None
     dims: dict[int, Dims] = dataclasses.field(default_factory=dict)
     gathered_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     summed_products: set[int] = dataclasses.field(default_factory=set)
@@ -75,17 +74,22 @@ class Placements:
         """Return the number of parts into which a dim with these mesh axes is split."""
         return math.prod(self.axis_sizes.get(axis, 1) for axis in axes)
 
-    def bytes_of(self, aval: Any, dims: Dims, *, in_host: bool = False) -> int:
+    def bytes_of(self, aval: Any, dims: Dims, *, in_host: bool = False, tile_dims: TileDims | None = None) -> int:
         """Return the bytes per device of an abstract value in device memory, or in host memory with `in_host`.
 
-        A value in the other memory has 0 bytes.
+        A value in the other memory has 0 bytes. `tile_dims` are the dims of the tiles that a kernel prescribes.
         """
         if in_host_memory(aval) != in_host:
             return 0
         unpadded_bytes = local_bytes(aval, dims, self.axis_sizes)
-        if not unpadded_bytes or not self.is_tiled or in_host:
+        if not unpadded_bytes or self.tiles is None or in_host:
             return unpadded_bytes
-        return int(unpadded_bytes * padding(local_shape(aval.shape, dims, self.axis_sizes)))
+        return int(unpadded_bytes * padding(local_shape(aval.shape, dims, self.axis_sizes), tile_dims))
+
+    def value_bytes(self, value: int) -> int:
+        """Return the bytes per device of a value of the program in device memory."""
+        tile_dims = None if self.tiles is None else self.tiles.dims_by_value.get(value)
+        return self.bytes_of(self.program.avals[value], self.dims[value], tile_dims=tile_dims)
 
 
 def in_host_memory(aval: Any) -> bool:
@@ -93,25 +97,8 @@ def in_host_memory(aval: Any) -> bool:
     return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
-def padding(shape: Sequence[int]) -> float:
-    """Return the factor by which padding to tiles of 8 x 128 elements enlarges an array.
-
-    The tiles are along those two of the last three dims that give the least factor.
-
-    Example:
-        >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
-        (1.0, 1.494, 1.0)
-    """
-    if len(shape) < 2 or math.prod(shape) < _SMALL:
-        return 1.0
-    last_sizes = shape[-3:]
-    factors_128 = [-(-size // 128) * 128 / size for size in last_sizes]
-    factors_8 = [-(-size // 8) * 8 / size for size in last_sizes]
-    return min(factors_128[i] * factors_8[j] for i in range(len(last_sizes)) for j in range(len(last_sizes)) if i != j)
-
-
 def place(
-    program: FlatProgram, input_dims: Sequence[Dims], axis_sizes: Mapping[str, int], *, is_tiled: bool = False
+    program: FlatProgram, input_dims: Sequence[Dims], axis_sizes: Mapping[str, int], *, tiles: Tiles | None = None
 ) -> Placements:
     """Place all values of a program; return their placements.
 
@@ -119,7 +106,7 @@ def place(
         program: a flat program.
         input_dims: mesh axes along the dims of each input; inputs without an entry are unsharded.
         axis_sizes: number of devices along each mesh axis.
-        is_tiled: whether memory is tiled, as on a TPU.
+        tiles: the tiles that kernels prescribe (`kernel_tiles`); `None` if memory is not tiled, as on a GPU.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -130,7 +117,7 @@ def place(
         >>> placements.dims[program.outputs[0]]
         (('data',), ('tensor',))
     """
-    placements = Placements(program, axis_sizes, is_tiled)
+    placements = Placements(program, axis_sizes, tiles)
     for value, dims in zip(program.inputs, input_dims, strict=False):
         placements.dims[value] = dims
     for value in program.inputs[len(input_dims) :]:
@@ -311,7 +298,8 @@ def _place_loop(operation: Operation, index: int, operand_dims: list[Dims], plac
     axis_sizes = _automatic_sizes(operation, placements)
     const_dims, state_dims, stacked_operand_dims = map(list, loop_parts(operation, operand_dims))
     slice_dims = [dims[1:] for dims in stacked_operand_dims]
-    body_placements = place(body, [*const_dims, *state_dims, *slice_dims], axis_sizes, is_tiled=placements.is_tiled)
+    body_tiles = None if placements.tiles is None else placements.tiles.loop_tiles[index]
+    body_placements = place(body, [*const_dims, *state_dims, *slice_dims], axis_sizes, tiles=body_tiles)
     for _ in range(_FIXPOINT):
         next_dims = [
             _unsharded(body.avals[argument]) if value is None else body_placements.dims[value]
@@ -322,7 +310,7 @@ def _place_loop(operation: Operation, index: int, operand_dims: list[Dims], plac
         if merged_dims == state_dims:
             break
         state_dims = merged_dims
-        body_placements = place(body, [*const_dims, *state_dims, *slice_dims], axis_sizes, is_tiled=placements.is_tiled)
+        body_placements = place(body, [*const_dims, *state_dims, *slice_dims], axis_sizes, tiles=body_tiles)
     placements.loop_placements[index] = body_placements
     stacked_outputs = body.outputs[len(state_dims) :]
     stacked_dims = [((), *(body_placements.dims[value] if value is not None else ())) for value in stacked_outputs]
@@ -338,8 +326,12 @@ def _place_branches(operation: Operation, index: int, operand_dims: list[Dims], 
     """Place the branches of a `cond`; return the dims of each result, from the branch that shards it most."""
     axis_sizes = _automatic_sizes(operation, placements)
     argument_dims = operand_dims[1:]  # the first operand selects the branch
+    branch_tiles = (
+        [None] * len(operation.branches) if placements.tiles is None else placements.tiles.branch_tiles[index]
+    )
     branch_placements = [
-        place(branch, argument_dims, axis_sizes, is_tiled=placements.is_tiled) for branch in operation.branches
+        place(branch, argument_dims, axis_sizes, tiles=tiles)
+        for branch, tiles in zip(operation.branches, branch_tiles, strict=True)
     ]
     placements.branch_placements[index] = tuple(branch_placements)
     output_dims = []

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.programs.dims import dims_of
 from jaxscale.programs.flat import flatten
-from jaxscale.programs.placements import padding, place
+from jaxscale.programs.placements import place
+from jaxscale.programs.tiles import padding
 
 SIZES = {"fsdp": 2, "tensor": 4}
 
