@@ -91,10 +91,11 @@ class StuckWatch:
         now = self._clock()
         counted_seconds, self._look_time = min(now - self._look_time, 2 * LOOK_SECONDS), now
         wait, limit = heartbeat.awaited(), self.limit_seconds()
-        if wait is None or wait != self._wait or limit is None or _is_compiling() or not self._all_are_in_step():
+        are_in_step, are_alive = self._look_at_peers()
+        if wait is None or wait != self._wait or limit is None or _is_compiling() or not are_in_step:
             self._wait, self._waited_seconds = wait, 0.0
             return
-        self._waited_seconds += counted_seconds
+        self._waited_seconds += counted_seconds if are_alive else 0.0
         if self._waited_seconds > limit:
             self._stop_event.set()
             self._end(wait[0], self._waited_seconds, limit)
@@ -104,15 +105,15 @@ class StuckWatch:
         while not self._stop_event.wait(LOOK_SECONDS):
             self.look()
 
-    def _all_are_in_step(self) -> bool:
-        """Return whether all processes are in a step, and have written a heartbeat since the last look but one."""
+    def _look_at_peers(self) -> tuple[bool, bool]:
+        """Return whether all processes are seen in a step, and whether all have written a heartbeat meanwhile."""
         if self._process_count == 1:
-            return True
+            return True, True
         beats = heartbeat.peers()
         numbers = {rank: beat.beat for rank, beat in beats.items()}
         earlier_numbers, self._beats = self._beats, numbers
         is_complete = len(beats) >= self._process_count and all(beat.is_in_step for beat in beats.values())
-        return is_complete and all(numbers[rank] != earlier_numbers.get(rank) for rank in numbers)
+        return is_complete, all(numbers[rank] != earlier_numbers.get(rank) for rank in numbers)
 
 
 def _is_compiling() -> bool:
