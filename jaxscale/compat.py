@@ -162,6 +162,11 @@ def is_backend_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def has_collective_timeout() -> bool:
+    """Return whether XLA has a flag for XLA:CPU's limit in a collective; an unknown flag would end the process."""
+    return jaxlib_version < (0, 13)
+
+
 def jit_options(lowered: Any) -> dict[str, Any]:
     """Return the compiler options that `jax.jit` was given for a lowered program, which its text does not hold.
 

@@ -24,17 +24,32 @@ class Diverged(RuntimeError):
     """The loss is no longer finite, or keeps spiking: restarting would not help. Exit code 4."""
 
 
+class Stuck(RuntimeError):
+    """A step waits for its devices without end, as in a collective that one device never reaches. Exit code 7."""
+
+
 class Preempted(Exception):
-    """The run received a signal to stop, and has saved a checkpoint from which a new start continues. Exit code 75."""
+    """The run received a signal to stop, and has a checkpoint from which a new start continues. Exit code 75.
+
+    Args:
+        message: what stopped the run, and what to do.
+        is_saved: whether the run has saved its last step, after which a process ends in its own time; false before the
+            first step.
+    """
+
+    def __init__(self, message: str = "", *, is_saved: bool = True) -> None:
+        super().__init__(message)
+        self.is_saved = is_saved
 
 
-DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 75, 130
+DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, STUCK, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 7, 75, 130
 """Exit codes of `train` and `launch`."""
 STOP_CODES = (PREEMPTED, INTERRUPTED)
 """Exit codes of a process that a stop signal ended; with the first one it has saved."""
 EXIT_CODES: dict[type[BaseException], int] = {
     UserError: MISTAKE,
     Diverged: DIVERGED,
+    Stuck: STUCK,
     Preempted: PREEMPTED,
     KeyboardInterrupt: INTERRUPTED,
 }

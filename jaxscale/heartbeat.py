@@ -72,6 +72,7 @@ class Heartbeat:
             outside of Python's library.
         is_waiting: whether the main thread waits for devices or for other processes.
         longest_by_phase: seconds of the longest time in each phase so far, the present one left out.
+        is_in_step: whether the main thread has given a step to the devices and waits for it, or for its metrics.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class Heartbeat:
     place: str = ""
     is_waiting: bool = False
     longest_by_phase: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    is_in_step: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Heartbeat | None":
@@ -103,7 +105,8 @@ class Heartbeat:
         is_valid = all(type(number) is int and number >= 0 for number in numbers)
         is_valid = is_valid and all(type(value) in (int, float) and value >= 0 for value in times)
         texts = [heartbeat.host, heartbeat.failure, heartbeat.place]
-        is_valid = is_valid and all(type(text) is str for text in texts) and type(heartbeat.is_waiting) is bool
+        is_valid = is_valid and all(type(text) is str for text in texts)
+        is_valid = is_valid and type(heartbeat.is_waiting) is type(heartbeat.is_in_step) is bool
         return heartbeat if is_valid and heartbeat.phase in PHASES else None
 
 
@@ -122,6 +125,8 @@ class Writer:
         self.phase: RunPhase = "starting"
         self.step = 0
         self.failure = ""
+        self.awaited_step: int | None = None
+        self.wait_count = 0
         self._clock = clock
         self._start_time = self._change_time = clock()
         self.start_time = time.time()
@@ -153,7 +158,7 @@ class Writer:
             return Heartbeat(
                 self.rank or 0, socket.gethostname(), os.getpid(), self.attempt, self.phase, self.step, since,
                 now - self._start_time, self._beat, seconds_by_phase, self.failure, *_main_thread_place(),
-                longest_by_phase=dict(self._longest_seconds),
+                longest_by_phase=dict(self._longest_seconds), is_in_step=self.awaited_step is not None,
             )  # fmt: skip
 
     @property
@@ -268,6 +273,37 @@ def fail(error: BaseException) -> None:
 def now() -> tuple[Heartbeat, float]:
     """Return this process's heartbeat of this moment, and when it began to count, in seconds since 1970."""
     return _writer.heartbeat(), _writer.start_time
+
+
+def peers() -> dict[int, Heartbeat]:
+    """Return the newest heartbeats of this attempt's processes by rank, this one's included, as far as they are seen.
+
+    Processes of a run in a bucket see one another only under a watchdog, and only those of one host.
+    """
+    beats = {} if _writer.folder is None else read_heartbeats(_writer.folder)
+    return {rank: beat for rank, beat in beats.items() if beat.attempt == _writer.attempt}
+
+
+def awaited() -> tuple[int, int] | None:
+    """Return the step that the main thread waits for, and the number of the wait; `None` if it waits for none."""
+    step, wait_number = _writer.awaited_step, _writer.wait_count
+    return None if step is None else (step, wait_number)
+
+
+@contextlib.contextmanager
+def awaiting(step: int | None = None) -> Iterator[None]:
+    """Report while the context is open that the main thread gives a step to the devices, or waits for it.
+
+    Args:
+        step: number of the step; by default, the one that this process entered last.
+    """
+    writer = _writer
+    writer.wait_count += 1
+    writer.awaited_step = writer.step if step is None else step
+    try:
+        yield
+    finally:
+        writer.awaited_step = None
 
 
 def set_phase(phase: RunPhase, step: int | None = None) -> None:

@@ -265,6 +265,17 @@ class Checkpoints:
                 self._prune()
         return description
 
+    def settle(self, seconds: float) -> int:
+        """Wait for the running save in another thread, at most so long, and return the newest checkpoint's step or 0.
+
+        The thread that saves may wait for it, too. An error of the save is left to that thread.
+        """
+        running_save = self._running_save
+        if running_save is not None:
+            with contextlib.suppress(Exception):
+                running_save[1].result(timeout=seconds)
+        return max(self.steps(), default=0)
+
     def restore_arrays(
         self,
         leaves: Mapping[str, Any],

@@ -1,9 +1,10 @@
 """Run a command line, and return its exit code.
 
 The exit code is 0 if all went well, 1 if the doctor reports a missing item, 2 after a user's mistake, which a message
-reports, and 3 if the step does not fit. It is 4 if the loss diverged, 75 if the run was interrupted and saved, 130 if
-the run was interrupted with nothing to save, and 141 if the reader of the output, such as `head`, ended first. Any
-other error is a crash, exit code 1: with a report if it arose in the user's code, else with a traceback.
+reports, and 3 if the step does not fit. It is 4 if the loss diverged, 7 if a step waits for its devices without end, 75
+if the run was interrupted and has a checkpoint, 130 if it was interrupted with nothing to save, and 141 if the reader
+of the output, such as `head`, ended first. Any other error is a crash, exit code 1: with a report if it arose in the
+user's code, else with a traceback.
 """
 
 import os
@@ -12,13 +13,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxscale import heartbeat
 from jaxscale.cli import arguments, user_code
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
-from jaxscale.errors import CRASHED, EXIT_CODES, PREEMPTED
+from jaxscale.errors import CRASHED, EXIT_CODES, PREEMPTED, STOP_CODES, Preempted
 
 UNREAD = 141
 
@@ -28,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A process of several that failed ends here at once, after its traceback: Python's exit would wait for the others in
     JAX's shutdown barrier, for minutes. Rank 0 waits a second, because JAX aborts the others once its service is gone,
-    and they may be about to report the same failure.
+    and they may be about to report the same failure. A process that a signal stopped before its first step ends at
+    once, too: Python's exit would wait for threads that still read a checkpoint.
+
+    Args:
+        argv: the words of the command line, of a caller that goes on afterwards; `None` for those of this process.
     """
     try:
         code = _main(argv)
@@ -38,12 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         code = CRASHED
     if code not in (0, PREEMPTED) and _has_peers():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if sys.modules["jax"].process_index() == 0:
-            time.sleep(1)
-        os._exit(code)
+        _end_now(code)
     return code
+
+
+def _end_now(code: int) -> NoReturn:
+    """End this process without Python's exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _has_peers() and sys.modules["jax"].process_index() == 0:
+        time.sleep(1)
+    os._exit(code)
 
 
 def _has_peers() -> bool:
@@ -66,7 +76,11 @@ def _main(argv: Sequence[str] | None) -> int:
     except tuple(EXIT_CODES) as error:
         heartbeat.fail(error)
         print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
-        return next(code for error_type, code in EXIT_CODES.items() if isinstance(error, error_type))
+        code = next(code for error_type, code in EXIT_CODES.items() if isinstance(error, error_type))
+        is_saved = isinstance(error, Preempted) and error.is_saved
+        if code in STOP_CODES and not is_saved and argv is None:
+            _end_now(code)
+        return code
     except Exception as error:
         heartbeat.fail(error)
         user_code_report = user_code.report(error)

@@ -23,7 +23,10 @@ def received_signals(react: Callable[[], None] = lambda: None) -> Iterator[list[
         received.append(signal_number)
         react()
 
-    previous_handlers = {number: signal.signal(number, collect) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    previous_handlers = {number: signal.signal(number, collect) for number in numbers}
     try:
         yield received
     finally:

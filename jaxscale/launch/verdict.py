@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from jaxscale.errors import STUCK
 from jaxscale.heartbeat import Heartbeat, RunPhase
 
 ORDER: tuple[RunPhase, ...] = (
@@ -68,7 +69,8 @@ class Verdict:
 def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int, ending: Ending | None) -> Verdict:
     """Return the verdict on an attempt.
 
-    A process that ended or froze by itself is the cause. After a timeout, the cause is the process that stands farthest
+    A process that ended or froze by itself is the cause. After a timeout, and where a process ended because its step is
+    stuck, the cause is the process that stands farthest
     back, since the others wait for it in a collective; among several of these, it is the one that does not wait itself.
 
     Args:
@@ -84,6 +86,10 @@ def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int,
         rank 2 on node1 never entered step 5: it has been in stepping, step 4 for 61 s, and 2 others wait
     """
     current = {rank: beat for rank, beat in heartbeats.items() if beat.attempt == attempt and rank < process_count}
+    if ending is not None and ending.cause == "exit" and ending.code == STUCK and len(current) > 1:
+        verdict = judge(heartbeats, process_count, attempt, dataclasses.replace(ending, cause="timeout"))
+        failure = next((beat.failure for beat in current.values() if beat.failure), f"code {STUCK}")
+        return dataclasses.replace(verdict, text=f"{verdict.text} ({failure})")
     if ending is not None and ending.cause in ("exit", "frozen"):
         beat = current.get(ending.rank)
         where = "before its first heartbeat" if beat is None else f"in {_place(beat)}"

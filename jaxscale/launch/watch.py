@@ -230,6 +230,8 @@ class Watchdog:
 
     def _is_stop_code(self, code: int) -> bool:
         """Return whether a process with this exit code ended because of a stop signal."""
+        if code == -signal.SIGABRT:  # JAX aborts the others when one has stopped before its first step
+            return any(process.code in STOP_CODES for process in self._processes)
         return code in STOP_CODES or (self._is_stopped and code in (-signal.SIGTERM, -signal.SIGKILL))
 
     def _ending_of(self, process: RankProcess, cause: str, code: int, seconds: float = 0.0) -> Ending:

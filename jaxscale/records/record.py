@@ -18,7 +18,7 @@ from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import run_path
 
-Status = Literal["finished", "preempted", "diverged", "running", "stopped", "empty"]
+Status = Literal["finished", "preempted", "diverged", "stuck", "running", "stopped", "empty"]
 
 # a run without a final event counts as stopped if its last line is older than this
 _SILENT_SECONDS = 600.0
@@ -102,7 +102,7 @@ class RunRecord:
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
-            if row["kind"] == "event" and row.get("name") in ("finished", "preempted", "diverged"):
+            if row["kind"] == "event" and row.get("name") in ("finished", "preempted", "diverged", "stuck"):
                 return row["name"]
             if row["kind"] == "event" and row.get("name") in ("resume", "compile"):
                 break

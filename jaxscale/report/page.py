@@ -35,6 +35,7 @@ _EVENT_COLORS = {
     "preempted": 5,
     "skipped": 2,
     "diverged": 4,
+    "stuck": 4,
     "finished": 3,
 }
 _SAMPLE_CHARACTERS = 4000
@@ -155,7 +156,7 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
     marks = [
         Mark(row["step"], str(row["name"]))
         for row in run.metrics
-        if row["kind"] == "event" and row.get("name") in ("resume", "preempted", "skipped", "diverged")
+        if row["kind"] == "event" and row.get("name") in ("resume", "preempted", "skipped", "diverged", "stuck")
     ]
     curves = []
     if len(losses) > 20:

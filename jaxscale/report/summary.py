@@ -18,6 +18,7 @@ STATUS: dict[Status, tuple[str, str]] = {
     "finished": ("finished", "green"),
     "preempted": ("preempted; start it again to continue", "yellow"),
     "diverged": ("diverged", "red"),
+    "stuck": ("a step waited without end; start it again to continue", "red"),
     "running": ("running", "blue"),
     "stopped": ("stopped without a final event; start it again to continue", "yellow"),
     "empty": ("nothing measured yet", "dim"),

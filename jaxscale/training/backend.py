@@ -31,10 +31,18 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return core_count
 
 
-def start_backend() -> None:
+SLOW_COLLECTIVE_SECONDS = 3600
+"""Seconds in one collective after which XLA:CPU aborts a watched process; its own default is 40."""
+_TIMEOUT_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+def start_backend(*, is_watched: bool = False) -> None:
     """Choose the platform and the number of CPU devices, join the run's processes, and turn on the compile cache.
 
     Call this function before any device is used: once a backend is running, its platform and devices are fixed.
+
+    Args:
+        is_watched: whether `training/stuck.py` ends the process if a collective is stuck, so that XLA need not.
 
     Raises:
         UserError: the environment describes several processes that could not join.
@@ -56,6 +64,8 @@ def start_backend() -> None:
     )
     if config.jax_platforms == "cpu":
         keep_freed_memory()
+        if is_watched:
+            allow_slow_collectives()
     if config.jax_platforms == "cpu" and not has_device_count:
         with contextlib.suppress(RuntimeError):  # raised if the backend is already running
             config.update("jax_num_cpu_devices", max(1, usable_cores() // local_process_count))
@@ -87,6 +97,18 @@ def make_cache_folder() -> Path | None:
         )
         return None
     return cache_dir
+
+
+def allow_slow_collectives() -> None:
+    """Make XLA:CPU wait for an hour in a collective, as of a slow first step, before it aborts the process.
+
+    It still warns after 20 seconds. A limit that the environment sets stays, and so does that of a running backend.
+    """
+    from jaxscale.compat import has_collective_timeout, is_backend_started
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    if has_collective_timeout() and not is_backend_started() and _TIMEOUT_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_TIMEOUT_FLAG}={SLOW_COLLECTIVE_SECONDS}".lstrip()
 
 
 def keep_freed_memory() -> None:

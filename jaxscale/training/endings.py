@@ -1,13 +1,29 @@
-"""Endings of a run before its last step, by a signal or by divergence."""
+"""Endings of a run before its last step: by a signal, by divergence, or because a step is stuck.
+
+The main thread may be in C++ and not return. Another thread then ends the process, with the same message and code.
+"""
 
 import contextlib
-from collections.abc import Mapping
-from typing import NoReturn
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
+from jaxscale import heartbeat
 from jaxscale.checkpoint.store import Checkpoints
-from jaxscale.errors import Diverged, Preempted, UserError
+from jaxscale.errors import INTERRUPTED, PREEMPTED, STUCK, Diverged, Preempted, Stuck, UserError
 from jaxscale.records import directory as run_files
 from jaxscale.training.journal import Journal
+from jaxscale.training.signals import Stop, StoppedEarly, is_interactive
+from jaxscale.training.stuck import StuckWatch, collectives_by_channel, count_collectives
+
+LAST_SECONDS = 0.5
+"""Seconds for the last line of the log when a signal ends the process before the first step."""
+STUCK_SAVE_SECONDS = 60.0
+"""Seconds for the checkpoint that is being written, and for the report, when a step is stuck."""
 
 
 def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: bool) -> NoReturn:
@@ -26,15 +42,149 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
     """
     cause = signal_name or "a signal to another process"
     journal.log_event(step, "preempted", by=cause)
-    journal.write_report()
     if is_saved:
+        journal.write_report()
         raise Preempted(f"stopped by {cause} after step {step}, and saved: start the run again to continue it")
+    raise _early_error(step, cause)
+
+
+def _early_error(step: int, cause: str) -> Preempted | KeyboardInterrupt:
+    """Return the error of a run that is stopped before its first step, by the step of its checkpoint, or 0."""
     if step:
-        raise Preempted(
-            f"stopped by {cause} before step {step + 1}. The checkpoint of step {step} is intact: start the run again "
-            "to continue it"
+        text = f"stopped by {cause} before step {step + 1}. The checkpoint of step {step} is intact"
+        return Preempted(f"{text}: start the run again to continue it", is_saved=False)
+    return KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost; start the run again")
+
+
+@contextlib.contextmanager
+def explained_stop(journal: Journal, stop: Stop) -> Iterator[None]:
+    """Turn the `StoppedEarly` that a signal raises before the first step into the error that `train` documents."""
+    try:
+        yield
+        return
+    except StoppedEarly:
+        pass  # the error below needs no traceback of what the signal interrupted
+    stop_preempted(journal, stop.saved_step, stop.signal_name, is_saved=False)
+
+
+def newest_step(folder: Any) -> int:
+    """Return the step of the newest checkpoint of the run in a folder; 0 if there is none, or none can be listed."""
+    with contextlib.suppress(UserError, OSError):
+        return max(Checkpoints(folder / run_files.CHECKPOINTS, write=False).steps(), default=0)
+    return 0
+
+
+def end_process_early(journal: Journal, step: int, signal_name: str) -> None:
+    """End this process before its first step, while the main thread is in C++; a notebook gets a message alone.
+
+    Args:
+        journal: the run's journal.
+        step: step of the checkpoint from which another start continues, or 0.
+        signal_name: name of the signal.
+    """
+    if is_interactive():
+        print(f"jaxscale: {signal_name}: the run stops as soon as XLA returns", file=sys.stderr, flush=True)
+        return
+    error = _early_error(step, signal_name)
+
+    def finish() -> None:
+        """Log the signal, and end the heartbeats."""
+        print(f"jaxscale: {error}", file=sys.stderr, flush=True)
+        journal.log_event(step, "preempted", by=signal_name)
+        journal.close()
+        heartbeat.fail(error)
+
+    _end_process(PREEMPTED if step else INTERRUPTED, finish, LAST_SECONDS)
+
+
+def watch_steps(journal: Journal, checkpoints: Checkpoints, train_step: Any) -> StuckWatch:
+    """Return the watcher that ends this process if a step waits for its devices without end.
+
+    Args:
+        journal: the run's journal.
+        checkpoints: the run's checkpoints.
+        train_step: the compiled train step.
+    """
+    import jax
+
+    return StuckWatch(
+        lambda *waiting: _end_stuck(journal, checkpoints, train_step, waiting), process_count=jax.process_count()
+    )
+
+
+def _end_stuck(journal: Journal, checkpoints: Checkpoints, train_step: Any, waiting: tuple[int, float, float]) -> None:
+    """End this process, whose main thread waits for a step without end; a notebook gets a message alone.
+
+    Args:
+        journal: the run's journal.
+        checkpoints: the run's checkpoints; a save may still be running.
+        train_step: the compiled train step.
+        waiting: number of the step, seconds that the main thread has waited for it, and the limit in seconds.
+    """
+    step, seconds, limit = waiting
+    beat, _ = heartbeat.now()
+    text = (
+        f"step {step} is stuck: it has waited {seconds:.0f} s for its devices, and the limit is {limit:.0f} s (30 s or "
+        f"20 median steps). The main thread is in {beat.place or 'C++'}"
+    )
+
+    def finish() -> None:
+        """Show where all threads are, name the collectives, log the event, and let a save finish."""
+        print(f"jaxscale: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file, as in a notebook
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
+        program = train_step.program or ""
+        counts_text, channels = count_collectives(program, train_step.mesh), collectives_by_channel(program)
+        hint = (
+            "; XLA's lines above name the one that waits, by its op_id" if train_step.layout.platform == "cpu" else ""
         )
-    raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost; start the run again")
+        print(f"jaxscale: the step's collectives: {counts_text}{hint}", file=sys.stderr, flush=True)
+        journal.log_event(
+            step - 1,
+            "stuck",
+            seconds=seconds,
+            limit=limit,
+            place=beat.place,
+            collectives=counts_text,
+            by_op_id=channels,
+        )
+        saved_step = checkpoints.settle(STUCK_SAVE_SECONDS / 2)
+        after = f"the checkpoint of step {saved_step} is intact" if saved_step else "there is no checkpoint"
+        print(f"jaxscale: {after}: start the run again to continue it", file=sys.stderr, flush=True)
+        heartbeat.fail(Stuck(text))
+        journal.close()
+
+    _end_process(STUCK, finish, STUCK_SAVE_SECONDS)
+
+
+def _end_process(code: int, finish: Callable[[], None], seconds: float) -> None:
+    """End this process at once, except one in which somebody works, after a last function.
+
+    Rank 0 of several waits a second more, because JAX aborts the others once its service is gone, and they may be about
+    to report the same.
+
+    Args:
+        code: exit code.
+        finish: the last work, whose errors are passed over: a disk may be full, and a terminal gone.
+        seconds: seconds that `finish` may take.
+    """
+
+    def run() -> None:
+        """Finish, and write out the output of the program."""
+        for act in (finish, sys.stdout.flush, sys.stderr.flush):
+            with contextlib.suppress(Exception):
+                act()
+
+    thread = threading.Thread(target=run, name="last words", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if is_interactive():
+        return
+    import jax
+
+    if jax.distributed.is_initialized() and heartbeat.now()[0].rank == 0:
+        time.sleep(1)
+    os._exit(code)
 
 
 def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:

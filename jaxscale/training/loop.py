@@ -105,17 +105,21 @@ def train(
         check_metrics(metrics)
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
-    start_backend()
+    start_backend(is_watched=True)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     heartbeat.set_phase("preparing")
-    resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display, callbacks)
-    training = _Training(
-        experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit, metrics
-    )
+    stop = Stop(lambda name: endings.end_process_early(journal, stop.saved_step, name))
     try:
-        return training.run()
+        with stop, endings.explained_stop(journal, stop):
+            stop.saved_step = endings.newest_step(folder) if resume == "auto" else 0
+            resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
+            training = _Training(
+                experiment, resolved_plan, journal, stop, resume, log_every, profiler, source, devices, device_limit,
+                metrics,
+            )  # fmt: skip
+            return training.run()
     except BaseException as error:
         heartbeat.fail(error)
         raise
@@ -131,6 +135,7 @@ class _Training:
         experiment: the experiment, with the number of steps to train.
         plan: the plan, with automatic choices resolved.
         journal: the run's output to the screen and to files.
+        stop: catches stop signals.
         resume: "auto" or "never".
         log_every: number of steps per line of the log.
         profiler: traces the steps that the argument `profile` of `train` specifies.
@@ -151,12 +156,14 @@ class _Training:
         checkpoints: the run's checkpoints.
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
+        stuck_watch: ends the process if a step waits for the devices without end.
         is_cpu: whether the devices are CPU devices.
     """
 
     experiment: Experiment
     plan: Plan
     journal: Journal
+    stop: Stop
     resume: str
     log_every: int
     profiler: Profiler
@@ -279,6 +286,7 @@ class _Training:
             return self.step.init()
         description = restored.description
         self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
+        self.stop.saved_step = self.updates
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skip_count = int(state.watch.skipped)
@@ -307,10 +315,10 @@ class _Training:
 
     def _train(self) -> Run:
         """Train from the newest checkpoint, or from the initial state, to the last step, and return the run."""
-        with Stop() as stop:
+        with endings.explained_stop(self.journal, self.stop):
             state = self._restore_state()
             self.agreement = Agreement(self.step.mesh)
-            self._stop_before_first_step(stop)  # compiling takes longer than a platform's grace period
+            self._stop_before_first_step()  # compiling takes longer than a platform's grace period
             batches = self.data.train(self.data_state)
             with contextlib.ExitStack() as cleanup:
                 # end the threads that prefetch data, if there are any
@@ -325,12 +333,14 @@ class _Training:
                     self._write_values()
                 compile_step(self.step, batch, self.journal, self.updates, self.device_limit)
                 self.meter = self._start_meter(batch)
-                self._stop_before_first_step(stop)
+                self.stop.is_early = False  # from now on there is something to save
+                self._stop_before_first_step()
                 start_time = time.monotonic()
                 parts = self.experiment, self.step, self.data, self.checkpoints, self.journal
                 pauses = Pauses(*parts, self.best_loss, self.is_cpu, self.metrics)
                 try:
-                    state = self._run_steps(state, batches, batch, stop, pauses)
+                    with endings.watch_steps(self.journal, self.checkpoints, self.step) as self.stuck_watch:
+                        state = self._run_steps(state, batches, batch, self.stop, pauses)
                 except (UserError, Preempted):
                     raise
                 except Exception:
@@ -363,7 +373,8 @@ class _Training:
         while self.updates < self.experiment.steps:
             self.profiler.start_before(self.updates + 1, self.folder)
             heartbeat.set_phase("stepping", self.updates + 1)
-            state, metrics = self.step(state, batch)
+            with heartbeat.awaiting():
+                state, metrics = self.step(state, batch)
             self.updates += 1
             data_state = self.data_state
             if self.updates < self.experiment.steps:
@@ -422,7 +433,9 @@ class _Training:
         """Wait for the metrics of a step and log them; stop the run if too many steps in a row were skipped."""
         import jax
 
-        scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
+        with heartbeat.awaiting(step):
+            scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
+        self.stuck_watch.note_step()
         if self._last_earlier_step is not None and step > self._last_earlier_step:
             self._last_earlier_step = None
             self.journal.log_hours(step, "first new step")
@@ -442,11 +455,12 @@ class _Training:
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
             endings.stop_diverged(self.journal, self.checkpoints, step, scalars)
 
-    def _stop_before_first_step(self, stop: Stop) -> None:
+    def _stop_before_first_step(self) -> None:
         """Stop the run if any process has received a signal."""
-        is_stop_due, _ = self.agreement.decision(self.agreement.combine(bool(stop.signal_name), False))
+        signal_name = self.stop.signal_name
+        is_stop_due, _ = self.agreement.decision(self.agreement.combine(bool(signal_name), False))
         if is_stop_due:
-            endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=False)
+            endings.stop_preempted(self.journal, self.updates, signal_name, is_saved=False)
 
     def log_event(self, name: str, **fields: Any) -> None:
         """Log an event after the newest step, by its name and with further fields."""

@@ -1,14 +1,23 @@
-"""Stop signals: after one SIGTERM or Ctrl-C, a run finishes its step, saves and stops; a second signal kills the run.
+"""Stop signals: after one SIGTERM, SIGHUP or Ctrl-C, a run finishes its step, saves and stops; a second kills the run.
+
+Before its first step a run has nothing to save, and ends within two seconds. Python calls the handler of a signal in
+the main thread once that is back from C++, where XLA may compile for minutes. So a thread hears the signals, too, by
+the descriptor to which Python writes their numbers at once, and ends the process if the main thread does not react.
 
 Colab's stop button interrupts the kernel, like Ctrl-C. If there are several processes, a signal may reach any of them.
-`Agreement` makes all processes stop, or save, after the same step.
+`Agreement` makes all processes stop, or save, after the same step. SIGHUP is ignored under `nohup`.
 """
 
+import contextlib
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,6 +27,14 @@ from jaxscale import heartbeat
 
 SAME_SIGNAL_SECONDS = 3
 """Seconds after a SIGTERM within which another one is taken for the same, under a watchdog."""
+DEAF_SECONDS = 0.5
+"""Seconds that the main thread has to react to a signal before the thread that hears it ends the process."""
+ENDING_SECONDS = 10.0
+"""Seconds that the main thread has to end once it has reacted to a signal before the first step."""
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """A stop signal arrived before the first step. As a `KeyboardInterrupt`, it passes every `except Exception`."""
 
 
 class Stop:
@@ -25,8 +42,15 @@ class Stop:
 
     Handlers are set only in the main thread, as Python requires. On exit, the previous handlers are restored.
 
+    Args:
+        end_process: function that ends the process before the first step, by the name of a signal to which the main
+            thread does not react; `None` if there is something to save from the start.
+
     Attributes:
         signal_name: name of the first stop signal; empty until one arrives.
+        is_early: whether nothing is unsaved, so that the first signal raises `StoppedEarly` in the main thread; the run
+            sets it to false before its first step.
+        saved_step: step of the checkpoint from which another start continues; 0 if there is none.
 
     Example:
         >>> with Stop() as stop:
@@ -34,42 +58,184 @@ class Stop:
         ''
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
-    def __init__(self) -> None:
+    def __init__(self, end_process: Callable[[str], None] | None = None) -> None:
         self.signal_name = ""
+        self.is_early, self.saved_step = end_process is not None, 0
+        self._end_process = end_process
         self._signal_time = 0.0
+        self._has_reacted = False
         self._previous_handlers: dict[int, Any] = {}
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self._ear: _Ear | None = None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             for signal_number in self.SIGNALS:
-                self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
+                if not _is_hangup_ignored(signal_number):
+                    self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
+            self._ear = _Ear(frozenset(self._previous_handlers), self._end_deaf, self._seconds_to_react)
+            _entered.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _entered.discard(self)
+        if self._ear is not None:
+            self._ear.close()
+            self._ear = None
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        """Restore the handlers from before this context."""
         for signal_number, handler in self._previous_handlers.items():
             signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
         self._previous_handlers.clear()
 
+    def _leave_in_fork(self) -> None:
+        """Restore what a forked child has from before this context: its signals are not the run's."""
+        if self._ear is not None:
+            self._ear.leave_in_fork()
+            self._ear = None
+        self._restore_handlers()
+
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        """Record the first signal. A second one ends the process, or interrupts the kernel of a notebook.
+        """React to a signal in the main thread; a second one ends the process, or interrupts the kernel of a notebook.
 
         Under a watchdog, a second SIGTERM soon after the first is the same one: a scheduler may signal all processes of
         a job, among them the watchdog, which passes the signal on.
         """
+        self._drop_lost_terminal()
         if not self.signal_name:
             self.signal_name = signal.Signals(signal_number).name
             self._signal_time = time.monotonic()
+            self._has_reacted = True
+            if self.is_early:
+                raise StoppedEarly(f"stopped by {self.signal_name}")
             return
-        is_watched = heartbeat.FOLDER_VARIABLE in os.environ
         is_soon = time.monotonic() - self._signal_time < SAME_SIGNAL_SECONDS
-        if signal_number == signal.SIGTERM and is_watched and is_soon:
+        if is_soon and _may_be_repeated(signal_number):
             return
         if signal_number == signal.SIGINT and "ipykernel" in sys.modules:
             raise KeyboardInterrupt  # so that a notebook keeps its kernel
         signal.signal(signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), signal_number)
+
+    def _seconds_to_react(self) -> float:
+        """Return the seconds from a signal after which `_end_deaf` is called."""
+        return ENDING_SECONDS if self._has_reacted and self.is_early else DEAF_SECONDS
+
+    def _end_deaf(self, signal_number: int, is_second: bool) -> None:
+        """End the process, whose main thread has not reacted to a signal or has not ended; the ear calls this."""
+        self._drop_lost_terminal()
+        if self.is_early and self._end_process is not None:
+            self._end_process(signal.Signals(signal_number).name)
+        elif is_second and not is_interactive():
+            os._exit(128 + signal_number)
+
+    def _drop_lost_terminal(self) -> None:
+        """Let output to a terminal that has hung up vanish: writing to it would fail, and the run would not save."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                with contextlib.suppress(OSError), open(os.devnull, "wb") as null:
+                    os.dup2(null.fileno(), descriptor)
+
+
+class _Ear:
+    """A thread that hears signals at once, while the main thread may be in C++.
+
+    Args:
+        numbers: numbers of the stop signals; others are passed on to the descriptor that was set before.
+        end: function of a signal's number, and of whether it is a second one, which is called if the context has not
+            been left in time.
+        seconds_to_react: function that returns this time in seconds.
+    """
+
+    def __init__(
+        self, numbers: frozenset[int], end: Callable[[int, bool], None], seconds_to_react: Callable[[], float]
+    ) -> None:
+        self._numbers, self._end, self._seconds_to_react = numbers, end, seconds_to_react
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._previous_descriptor = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore the descriptor from before, and end the thread."""
+        signal.set_wakeup_fd(self._previous_descriptor)
+        self._sender.close()
+        self._thread.join()
+        self._receiver.close()
+
+    def leave_in_fork(self) -> None:
+        """Restore the descriptor in a forked child, which shares the sockets and lacks the thread."""
+        signal.set_wakeup_fd(-1)
+        self._sender.close()
+        self._receiver.close()
+
+    def _listen(self) -> None:
+        """Hear signals until the other end is closed; end the process if nothing follows one of them in time."""
+        first_time = second_time = None
+        last_number, is_called = 0, False
+        while True:
+            seconds = None
+            if first_time is not None and not is_called:
+                seconds = max(0.0, (second_time or first_time) + self._seconds_to_react() - time.monotonic())
+            has_bytes = bool(
+                select.select([self._receiver], [], [], seconds if seconds is None else min(seconds, 0.1))[0]
+            )
+            if has_bytes:
+                numbers = self._receiver.recv(64)
+                if not numbers:
+                    return
+                self._pass_on(bytes(number for number in numbers if number not in self._numbers))
+                for number in numbers:
+                    if number not in self._numbers:
+                        continue
+                    now = time.monotonic()
+                    if first_time is None:
+                        first_time, last_number = now, number
+                    elif now - first_time >= SAME_SIGNAL_SECONDS or not _may_be_repeated(number):
+                        second_time, last_number, is_called = second_time or now, number, False
+            elif seconds == 0.0:
+                is_called = True
+                self._end(last_number, second_time is not None)
+
+    def _pass_on(self, numbers: bytes) -> None:
+        """Write the numbers of other signals to the descriptor from before, as of an event loop."""
+        if numbers and self._previous_descriptor != -1:
+            with contextlib.suppress(OSError):
+                os.write(self._previous_descriptor, numbers)
+
+
+_entered: "weakref.WeakSet[Stop]" = weakref.WeakSet()
+"""The contexts that are open."""
+
+
+def _leave_in_fork() -> None:
+    """Leave the open contexts in a forked child."""
+    for stop in list(_entered):
+        stop._leave_in_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_fork)
+
+
+def _is_hangup_ignored(signal_number: int) -> bool:
+    """Return whether a signal is SIGHUP and the process was started to ignore it, as by `nohup`."""
+    return signal.Signals(signal_number).name == "SIGHUP" and signal.getsignal(signal_number) is signal.SIG_IGN
+
+
+def _may_be_repeated(signal_number: int) -> bool:
+    """Return whether a signal may come twice for one: SIGTERM from a scheduler and from the watchdog."""
+    return signal_number == signal.SIGTERM and heartbeat.FOLDER_VARIABLE in os.environ
+
+
+def is_interactive() -> bool:
+    """Return whether somebody works in this process, in a notebook or at Python's prompt, so that it must not end."""
+    return "ipykernel" in sys.modules or hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 class Agreement:
@@ -121,5 +287,6 @@ class Agreement:
         """Wait for the flags that `combine` returned; return whether to stop, and whether to save by the clock."""
         if self._is_single:
             return combined_flags
-        is_stop_due, is_save_due = np.asarray(combined_flags)
+        with heartbeat.awaiting():
+            is_stop_due, is_save_due = np.asarray(combined_flags)
         return bool(is_stop_due), bool(is_save_due)

@@ -1,0 +1,153 @@
+"""The watcher of a run's steps: a thread that ends a process whose step waits for its devices without end.
+
+A collective waits until every device of its group has reached it. If one never does, because a callback blocks or the
+devices disagree on the order, nothing happens any more; XLA:CPU then aborts the process after a time of its own, which
+`training/backend.py` raises so that this thread comes first. It reports the step and the step's collectives.
+
+Slow is not stuck. The time of a step is unknown before the first one has ended, so there is no limit until then; after
+it, the limit is 30 s or 20 median steps, whichever is longer. The thread counts time only while the main thread is
+inside of `heartbeat.awaiting`, which excludes evaluations, saves, callbacks, data and compilation. Nor does the time
+count in which the process is paused: a look counts for two seconds at most, however long ago the one before was. With
+several processes, all must be in a step, because the others wait for one that evaluates, saves or is paused.
+"""
+
+import collections
+import re
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale import heartbeat
+
+LEAST_SECONDS = 30.0
+MEDIAN_FACTOR = 20
+LOOK_SECONDS = 1.0
+_STEP_COUNT = 101
+"""Number of the last steps whose median counts."""
+_COLLECTIVE = re.compile(
+    r" (?P<kind>all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute"
+    r"|collective-broadcast)(?:-start)?\(.*channel_id=(?P<channel>\d+)(?:.*op_name=\"(?P<name>[^\"]*)\")?"
+)
+_COMPILER_FILE = "/jax/_src/compiler.py"
+
+
+class StuckWatch:
+    """Watches the steps of one run, in a thread, while the context is open.
+
+    Args:
+        end: function of the step that is stuck, the seconds it has waited, and the limit; it ends the process.
+        process_count: number of processes of the run.
+        clock: function that returns the time in seconds.
+
+    Example:
+        >>> with StuckWatch(lambda step, seconds, limit: None) as watch:
+        ...     watch.note_step()  # after the first step, which took no time here
+        >>> watch.limit_seconds()
+        30.0
+    """
+
+    def __init__(
+        self,
+        end: Callable[[int, float, float], None],
+        process_count: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._end, self._process_count, self._clock = end, process_count, clock
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_STEP_COUNT)
+        self._step_time = self._look_time = clock()
+        self._wait: tuple[int, int] | None = None
+        self._waited_seconds = 0.0
+        self._beats: dict[int, int] = {}  # number of the last heartbeat of each process
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stuck steps", daemon=True)
+
+    def __enter__(self) -> "StuckWatch":
+        self._step_time = self._look_time = self._clock()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_event.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def note_step(self) -> None:
+        """Take note that a step has ended."""
+        now = self._clock()
+        self._step_seconds.append(now - self._step_time)
+        self._step_time = now
+
+    def limit_seconds(self) -> float | None:
+        """Return the seconds that a step may wait; `None` before the first step has ended."""
+        if not self._step_seconds:
+            return None
+        return max(LEAST_SECONDS, MEDIAN_FACTOR * statistics.median(self._step_seconds))
+
+    def look(self) -> None:
+        """Look once whether the step is stuck; if it is, call the function that ends the process."""
+        now = self._clock()
+        counted_seconds, self._look_time = min(now - self._look_time, 2 * LOOK_SECONDS), now
+        wait, limit = heartbeat.awaited(), self.limit_seconds()
+        are_in_step, are_alive = self._look_at_peers()
+        if wait is None or wait != self._wait or limit is None or _is_compiling() or not are_in_step:
+            self._wait, self._waited_seconds = wait, 0.0
+            return
+        self._waited_seconds += counted_seconds if are_alive else 0.0
+        if self._waited_seconds > limit:
+            self._stop_event.set()
+            self._end(wait[0], self._waited_seconds, limit)
+
+    def _run(self) -> None:
+        """Look once a second until the context ends, or the step is stuck."""
+        while not self._stop_event.wait(LOOK_SECONDS):
+            self.look()
+
+    def _look_at_peers(self) -> tuple[bool, bool]:
+        """Return whether all processes are seen in a step, and whether all have written a heartbeat meanwhile."""
+        if self._process_count == 1:
+            return True, True
+        beats = heartbeat.peers()
+        numbers = {rank: beat.beat for rank, beat in beats.items()}
+        earlier_numbers, self._beats = self._beats, numbers
+        is_complete = len(beats) >= self._process_count and all(beat.is_in_step for beat in beats.values())
+        return is_complete, all(numbers[rank] != earlier_numbers.get(rank) for rank in numbers)
+
+
+def _is_compiling() -> bool:
+    """Return whether the main thread compiles a program, as a step may do for a meeting of replicas."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILER_FILE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def collectives_by_channel(program: str) -> dict[str, str]:
+    """Return the kind and the origin of each collective of a compiled program, by its channel.
+
+    Where XLA:CPU warns of a collective that may be stuck, it gives the channel as `op_id`.
+
+    Args:
+        program: `compiled.as_text()`.
+
+    Example:
+        >>> collectives_by_channel('%s = f32[2]{0} all-reduce(%x), channel_id=1, metadata={op_name="jit(f)/psum"}')
+        {'1': 'all-reduce jit(f)/psum'}
+    """
+    matches = map(_COLLECTIVE.search, program.splitlines())
+    return {match["channel"]: f"{match['kind']} {match['name'] or ''}".strip() for match in matches if match}
+
+
+def count_collectives(program: str, mesh: Any) -> str:
+    """Return the collectives of a compiled program as text, such as "all-reduce over data (3)"; "none" without any."""
+    from jaxscale.compiler.collectives import collectives
+
+    counts: collections.Counter[str] = collections.Counter()
+    for collective in collectives(program, mesh):
+        axes_text = "" if collective.axes is None else f" over {', '.join(collective.axes)}"
+        counts[f"{collective.kind}{axes_text}"] += 1
+    return ", ".join(f"{text} ({count})" for text, count in counts.most_common()) or "none"
