@@ -90,8 +90,9 @@ def kernel_tiles(program: FlatProgram) -> Tiles:
         elif operation.branches:
             tiles.branch_tiles[index] = tuple(map(kernel_tiles, operation.branches))
         elif operation.kind == "pallas_call":
-            for value in (*operation.inputs, *operation.outputs):
-                rank = 0 if value is None else len(getattr(program.avals[value], "shape", ()))
+            operands = [value for value in operation.inputs if value is not None]
+            for value in (*operands, *operation.outputs):
+                rank = len(getattr(program.avals[value], "shape", ()))
                 if rank >= 2:
                     tiles.dims_by_value[value] = (rank - 2, rank - 1)
     for operation in program.operations:  # from kernels to the readers of their results
