@@ -35,5 +35,5 @@ def test_a_prompt_of_ones_own_must_have_characters_of_the_text(tmp_path):
 
 def test_a_prompt_longer_than_the_model_is_refused_before_the_run(tmp_path):
     letters = experiment(tmp_path, samples=jx.Samples(prompts=("abracadab",)))
-    with pytest.raises(UserError, match="'abracadab' has 9 tokens, but model.context is 8 positions"):
+    with pytest.raises(UserError, match=r"'abracadab' has 9 tokens, but model.context is 8 positions"):
         check_data(letters, letters.data.open(2, 0))
