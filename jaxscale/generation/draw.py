@@ -51,8 +51,8 @@ class DrawSettings(NamedTuple):
 def kind_of(sampling: Sampling, choice_count: int) -> DrawKind:
     """Return the static settings of the draws that `sampling` describes."""
     is_greedy = sampling.temperature == 0
-    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
-    return DrawKind(is_greedy, *(not is_greedy and value is not None for value in filters), choice_count)
+    has_filter = [not is_greedy and value is not None for value in (sampling.top_k, sampling.top_p, sampling.min_p)]
+    return DrawKind(is_greedy, has_filter[0], has_filter[1], has_filter[2], choice_count)
 
 
 def settings_of(sampling: Sampling) -> DrawSettings:
