@@ -17,7 +17,8 @@ def check_data(experiment: Experiment, data: Any) -> None:
 
     Raises:
         UserError: the tokenizer has more tokens than the model's vocabulary, or cannot encode one of the sample
-            prompts; or the data has more classes, images of another shape, or longer sequences than the model takes.
+            prompts, or one is longer than the model's context; or the data has more classes, images of another
+            shape, or longer sequences than the model takes.
     """
     tokenizer, traits = getattr(data, "tokenizer", None), ModelTraits.of(experiment.model)
     if tokenizer is not None and traits.vocab is not None and tokenizer.size > traits.vocab:
@@ -28,11 +29,16 @@ def check_data(experiment: Experiment, data: Any) -> None:
     if tokenizer is not None:
         for prompt in prompts_of(experiment, tokenizer):
             try:
-                has_tokens = len(tokenizer.encode(prompt)) > 0
+                token_count = len(tokenizer.encode(prompt))
             except UserError as error:
                 raise UserError(f"samples.prompts: {prompt!r}: {error}") from None
-            if not has_tokens:
+            if not token_count:
                 raise UserError(f"samples.prompts: {prompt!r} has no tokens: give text, or remove the prompt")
+            if traits.generates and traits.context is not None and token_count > traits.context:
+                raise UserError(
+                    f"samples.prompts: {prompt[:40]!r} has {token_count} tokens, but model.context is "
+                    f"{traits.context} positions: shorten the prompt"
+                )
     data_facts = getattr(data, "facts", {})
     class_count = data_facts.get("classes", 0)
     if traits.classes is not None and class_count > traits.classes:

@@ -107,9 +107,10 @@ class Pauses:
 
     def _sample(self, updates: int, state: Any) -> None:
         """Draw the samples that the experiment specifies, and store and show them."""
+        from jaxscale.generation.generator import Generator
         from jaxscale.training.generate import draw_samples
 
-        samples = draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state))
+        samples = draw_samples(self.experiment, self.data.tokenizer, lambda: Generator.of_step(self.step, state))
         for prompt, continuation in samples:
             self.journal.log_sample(updates, prompt, continuation)
 

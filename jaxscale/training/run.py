@@ -1,8 +1,8 @@
 """Run: a run and its results, returned by `train` or opened from its directory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
@@ -10,6 +10,9 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.storage import run_path
+
+if TYPE_CHECKING:
+    from jaxscale.generation.sampling import Sampling
 
 
 class Run:
@@ -44,6 +47,7 @@ class Run:
         self.dir = run_path(directory)
         self._experiment, self._plan, self._devices = experiment, plan, devices
         self._train_step, self._state, self._data = train_step, state, data
+        self._generator: Any = None
 
     @classmethod
     def open(cls, directory: Any) -> "Run":
@@ -119,20 +123,44 @@ class Run:
         self._restore()
         return self._train_step.module(self._state)
 
-    def generate(
-        self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
-    ) -> Any:
+    def generate(self, prompt: str | Sequence[str] = "\n", tokens: int = 200, **settings: Any) -> Any:
         """Return the model's continuation of a prompt; for several prompts, return a list of continuations.
 
         `training.generate.generate` describes the parameters.
         """
-        from jaxscale.checkpoint.restore import read_tokenizer
-        from jaxscale.training.generate import Sampling, check_can_generate, continuations
+        from jaxscale.training.generate import continuations, make_sampling
 
-        sampling = Sampling(tokens, temperature, seed)
-        tokenizer = self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
+        return continuations(*self._generation(), prompt, self._stopping(make_sampling(tokens, settings)))
+
+    def stream(self, prompt: str = "\n", tokens: int = 200, **settings: Any) -> Iterator[str]:
+        """Yield pieces of the model's continuation of a prompt as they are drawn; `generate` returns them joined."""
+        from jaxscale.training.generate import make_sampling, stream_text
+
+        return stream_text(*self._generation(), prompt, self._stopping(make_sampling(tokens, settings)))
+
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer of the run's data; `None` if the data is not text."""
+        from jaxscale.checkpoint.restore import read_tokenizer
+
+        return self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
+
+    def _stopping(self, sampling: "Sampling") -> "Sampling":
+        """Return `sampling`, which stops also where a document of the data ends."""
+        from jaxscale.training.generate import with_ending
+
+        return with_ending(sampling, self.experiment, self._tokenizer())
+
+    def _generation(self) -> tuple[Any, Any]:
+        """Return the generator of `state`, which is made once, and the tokenizer."""
+        from jaxscale.generation.generator import Generator
+        from jaxscale.training.generate import check_can_generate
+
+        tokenizer = self._tokenizer()
         check_can_generate(self.experiment.model, tokenizer)
-        return continuations(self.module, self.experiment.model, tokenizer, prompt, sampling)
+        if self._generator is None:
+            self._restore()
+            self._generator = Generator.of_step(self._train_step, self._state)
+        return self._generator, tokenizer
 
     def _restore(self) -> None:
         """Build the step and restore the run's newest checkpoint, unless the state is in memory."""

@@ -7,8 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxscale.errors import UserError
+from jaxscale.generation.generator import Generator
+from jaxscale.generation.sampling import Sampling
 from jaxscale.models.decoder import Decoder
-from jaxscale.training.generate import Sampling, continuations, decode, generate
+from jaxscale.training.generate import continuations, decode, generate
 from jaxscale.training.run import Run
 
 MODEL = Decoder(vocab=23, context=24, layers=2, embed=16, heads=2, kv_heads=1, mlp=16, init_std=0.3)
@@ -27,7 +29,7 @@ def by_hand(module):
 
     def greedy(prompt, tokens):
         text, half = list(prompt), MODEL.context // 2
-        window = text if len(text) < MODEL.context else text[-half:]
+        window = list(text)
         for _ in range(tokens):
             padded = np.zeros((1, MODEL.context), np.int32)
             padded[0, : len(window)] = window
@@ -42,54 +44,54 @@ def by_hand(module):
 @pytest.mark.parametrize(("length", "tokens"), [(1, 5), (3, 33), (20, 5), (24, 3)])
 def test_greedy_tokens_are_those_of_the_model_without_a_cache(module, by_hand, length, tokens):
     prompt = np.random.default_rng(length).integers(0, 23, length)
-    found = decode(module, MODEL, [prompt], Sampling(tokens, temperature=0.0))[0]
+    found = decode(Generator(module, MODEL), [prompt], Sampling(tokens, temperature=0.0))[0]
     assert found.tolist() == by_hand(prompt, tokens)
 
 
 def test_prompts_of_several_lengths_together_are_as_alone(module):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 23, n) for n in (1, 4, 19)]
-    together = decode(module, MODEL, prompts, Sampling(5, temperature=0.0))
-    alone = [decode(module, MODEL, [prompt], Sampling(5, temperature=0.0))[0] for prompt in prompts]
+    together = decode(Generator(module, MODEL), prompts, Sampling(5, temperature=0.0))
+    alone = [decode(Generator(module, MODEL), [prompt], Sampling(5, temperature=0.0))[0] for prompt in prompts]
     assert [row.tolist() for row in together] == [row.tolist() for row in alone]
 
 
 def test_beyond_the_positions_the_newer_half_goes_on(module):
     prompt = np.array([3, 1, 4])
-    first = decode(module, MODEL, [prompt], Sampling(22, temperature=0.0))[0]  # 24 fed: the window is full
+    first = decode(Generator(module, MODEL), [prompt], Sampling(22, temperature=0.0))[0]  # 24 fed: the window is full
     text = np.concatenate([prompt, first])
-    found = decode(module, MODEL, [prompt], Sampling(60, temperature=0.0))[0]
+    found = decode(Generator(module, MODEL), [prompt], Sampling(60, temperature=0.0))[0]
     assert len(found) == 60
     assert found[:22].tolist() == first.tolist()
-    longer = decode(module, MODEL, [text], Sampling(13, temperature=0.0))[0]
-    assert found[22:35].tolist() == longer.tolist(), "what follows sees the newest half of the window alone"
-    half = decode(module, MODEL, [text[-12:]], Sampling(12, temperature=0.0))[0]
-    assert found[22:34].tolist() == half.tolist()
+    half = decode(Generator(module, MODEL), [text[-12:]], Sampling(13, temperature=0.0))[0]
+    assert found[22:35].tolist() == half.tolist(), "what follows sees the newest half of the window alone"
 
 
-def test_a_prompt_beyond_the_positions_is_cut(module):
-    prompt = np.random.default_rng(5).integers(0, 23, 100)
-    found = decode(module, MODEL, [prompt], Sampling(4, temperature=0.0))[0]
-    assert found.tolist() == decode(module, MODEL, [prompt[-12:]], Sampling(4, temperature=0.0))[0].tolist()
+def test_a_prompt_beyond_the_positions_is_refused(module):
+    prompt = np.random.default_rng(5).integers(0, 23, 25)
+    with pytest.raises(UserError, match="got 25 tokens, expected at most 24, the positions of the model"):
+        decode(Generator(module, MODEL), [prompt], Sampling(4, temperature=0.0))
 
 
 def test_draws_follow_the_distribution_and_the_seed(module):
     prompt = np.array([3, 1, 4])
     logits = module(jnp.asarray([prompt]))[0, -1]
     expected = np.asarray(jax.nn.softmax(logits[:23] / 1.5))
-    drawn = np.concatenate(decode(module, MODEL, [prompt] * 4000, Sampling(1, temperature=1.5, seed=1)))
+    drawn = np.concatenate(decode(Generator(module, MODEL), [prompt] * 4000, Sampling(1, temperature=1.5, seed=1)))
     share = np.bincount(drawn, minlength=23) / 4000
     np.testing.assert_allclose(share, expected, atol=5 * np.sqrt(expected.max() / 4000))
     assert (
-        decode(module, MODEL, [prompt], Sampling(6, seed=1))[0]
-        == decode(module, MODEL, [prompt], Sampling(6, seed=1))[0]
+        decode(Generator(module, MODEL), [prompt], Sampling(6, seed=1))[0]
+        == decode(Generator(module, MODEL), [prompt], Sampling(6, seed=1))[0]
     ).all()
-    different = [decode(module, MODEL, [prompt], Sampling(6, temperature=2.0, seed=s))[0].tolist() for s in range(5)]
+    different = [
+        decode(Generator(module, MODEL), [prompt], Sampling(6, temperature=2.0, seed=s))[0].tolist() for s in range(5)
+    ]
     assert len({tuple(row) for row in different}) > 1
 
 
 def test_only_tokens_that_can_be_read_are_drawn(module):
-    drawn = decode(module, MODEL, [np.array([1])] * 64, Sampling(5, temperature=5.0), choice_count=7)
+    drawn = decode(Generator(module, MODEL), [np.array([1])] * 64, Sampling(5, temperature=5.0), choice_count=7)
     assert max(row.max() for row in drawn) == 6
 
 
@@ -103,10 +105,10 @@ def test_texts(module):
         def decode(self, ids):
             return "".join(chr(ord("a") + i) for i in ids)
 
-    texts = continuations(module, MODEL, Letters(), ["ab", "cde"], Sampling(4, temperature=0.0))
+    texts = continuations(Generator(module, MODEL), Letters(), ["ab", "cde"], Sampling(4, temperature=0.0))
     assert [len(text) for text in texts] == [4, 4]
     with pytest.raises(UserError, match="prompt '' has no token"):
-        continuations(module, MODEL, Letters(), [""], Sampling(4))
+        continuations(Generator(module, MODEL), Letters(), [""], Sampling(4))
 
 
 def test_from_a_run_directory(toy, whole):

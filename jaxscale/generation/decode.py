@@ -1,0 +1,146 @@
+"""Tokens after prompts, in windows of at most as many positions as the model's context.
+
+A window feeds its prompt at once and draws tokens until its text has as many tokens as the model has positions, and one
+more, which is drawn but not fed. If more tokens are to be drawn, the newer half of such a text becomes the prompt of
+the next window. So the model never runs at a position that it was not trained on, and every token is drawn from the
+whole text, or from at least half a context of it. A row's windows do not depend on the other rows.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import UserError
+from jaxscale.generation.memory import check_memory
+from jaxscale.generation.sampling import Sampling
+
+
+@dataclasses.dataclass
+class _Row:
+    """A continuation in progress.
+
+    Args:
+        prompt_index, sample_index: the prompt, and the number of this sample of it.
+        ids: int32 ids of the prompt and of the tokens drawn so far.
+        prompt_length: number of ids of the prompt.
+        final_length: largest number of ids.
+        start: index of the first id of the row's window.
+        is_done: whether no more tokens are drawn.
+    """
+
+    prompt_index: int
+    sample_index: int
+    ids: np.ndarray
+    prompt_length: int
+    final_length: int
+    start: int = 0
+    is_done: bool = False
+
+    @property
+    def drawn_ids(self) -> np.ndarray:
+        """The int32 ids drawn so far."""
+        return self.ids[self.prompt_length :]
+
+    @property
+    def window(self) -> np.ndarray:
+        """The ids that the next window begins with."""
+        return self.ids[self.start :]
+
+    def extend(self, drawn_ids: np.ndarray, stop_ids: Sequence[int]) -> np.ndarray:
+        """Append ids up to the first stop id, and return those that were appended."""
+        if self.is_done:
+            return drawn_ids[:0]
+        stop_indices = np.flatnonzero(np.isin(drawn_ids, (*stop_ids, -1)))
+        new_ids = drawn_ids[: stop_indices[0]] if len(stop_indices) else drawn_ids
+        new_ids = new_ids[: self.final_length - len(self.ids)]
+        self.ids = np.concatenate([self.ids, new_ids])
+        self.is_done = bool(len(stop_indices)) or len(self.ids) == self.final_length
+        return new_ids
+
+
+class Decoding:
+    """Draws tokens after each prompt; iterating yields the new ids of every row, as they are drawn.
+
+    The rows are the samples of the first prompt, then those of the second one, and so on.
+
+    Args:
+        generator: the model and its programs.
+        prompts: int32 ids of each prompt, at least 1 and at most as many as the model has positions.
+        sampling: what to draw.
+        choice_count: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
+        burst: number of tokens of each row between two yields; `None` for all tokens of a window.
+
+    Raises:
+        UserError: a prompt is empty or longer than the context, or the rows need more memory than there is.
+    """
+
+    def __init__(
+        self,
+        generator: Any,
+        prompts: Sequence[np.ndarray],
+        sampling: Sampling,
+        *,
+        choice_count: int | None = None,
+        burst: int | None = None,
+    ) -> None:
+        self.generator, self.sampling, self.burst = generator, sampling, burst
+        self.choice_count = choice_count or generator.model.vocab
+        for prompt in prompts:
+            check_prompt(generator.model, len(prompt))
+        self.rows = [
+            _Row(prompt_index, sample_index, np.asarray(prompt, np.int32), len(prompt), len(prompt) + sampling.tokens)
+            for prompt_index, prompt in enumerate(prompts)
+            for sample_index in range(sampling.samples)
+        ]
+        longest_length = max(len(prompt) for prompt in prompts)
+        slots = min(longest_length + sampling.tokens - 1, generator.model.context)
+        check_memory(generator, len(self.rows), slots)
+
+    def stop(self, row_index: int) -> None:
+        """Draw no more tokens for a row."""
+        self.rows[row_index].is_done = True
+
+    def __iter__(self) -> Iterator[list[np.ndarray]]:
+        is_first = True
+        while not all(row.is_done for row in self.rows):
+            yield from self._window(is_first)
+            is_first = False
+
+    def _window(self, is_first: bool) -> Iterator[list[np.ndarray]]:
+        """Draw tokens until a row that goes on fills its window; `is_first`: the samples of a prompt share it."""
+        context, sampling = self.generator.model.context, self.sampling
+        for row in self.rows:
+            if len(row.window) > context:
+                row.start = len(row.ids) - max(context // 2, 1)
+        open_rows = [row for row in self.rows if not row.is_done]
+        room = min(context - len(row.window) for row in open_rows) + 1
+        token_count = min(room, max(row.final_length - len(row.ids) for row in open_rows))
+        copies = sampling.samples if is_first else 1
+        # a row that is done takes part with a prompt of one token
+        windows = [row.window[:1] if row.is_done else row.window for row in self.rows]
+        offsets = np.array([row.start for row in self.rows], np.int32)
+        indices = [(row.prompt_index, row.sample_index) for row in self.rows]
+        session = self.generator.start(windows[::copies], copies, token_count, (sampling, self.choice_count))
+        yield self._extend(session.prefill(indices, offsets)[None])
+        remaining_count = token_count - 1
+        while remaining_count and not all(row.is_done for row in self.rows):
+            step_count = min(remaining_count, self.burst or remaining_count)
+            yield self._extend(session.advance(step_count))
+            remaining_count -= step_count
+
+    def _extend(self, drawn_ids: np.ndarray) -> list[np.ndarray]:
+        """Append drawn ids [steps, B] to the rows, and return the new ids of each row."""
+        return [row.extend(drawn_ids[:, index], self.sampling.stop_ids) for index, row in enumerate(self.rows)]
+
+
+def check_prompt(model: Any, length: int, name: str = "prompt") -> None:
+    """Raise UserError unless a prompt of `length` ids fits in the model's positions."""
+    if not length:
+        raise UserError(f"{name}: got no tokens, expected at least one, such as a line break")
+    if length > model.context:
+        raise UserError(
+            f"{name}: got {length} tokens, expected at most {model.context}, the positions of the model: shorten it; "
+            "a text goes on from the newer half of its tokens when it exceeds the positions"
+        )

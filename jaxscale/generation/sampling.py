@@ -1,0 +1,87 @@
+"""Sampling: how many tokens to draw after a prompt, from which distribution, and what ends a continuation.
+
+This module imports no JAX, so that a mistyped value is reported at once.
+"""
+
+import dataclasses
+import math
+
+from jaxscale.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens after a prompt are drawn.
+
+    The logits are divided by `temperature`. Then `top_k`, `top_p` and `min_p` remove unlikely tokens, in this order,
+    each from the distribution that the one before leaves. Tokens of equal probability stay or go together.
+
+    Args:
+        tokens: largest number of tokens to draw for each continuation.
+        temperature: divisor of the logits; 0 draws the most likely token.
+        seed: seed of the draws; the draw for sample j of prompt i at position p uses only the seed, i, j and p.
+        top_k: number of most likely tokens to draw from; `None` for all.
+        top_p: the draw is from the fewest most likely tokens whose probabilities sum to `top_p` or more; `None` for
+            all.
+        min_p: the draw is from tokens with at least `min_p` times the probability of the most likely one; `None` for
+            all.
+        stop: texts that end a continuation, which then ends before the text.
+        stop_ids: ids of tokens that end a continuation, which then ends before the token.
+        samples: number of continuations of each prompt.
+
+    Raises:
+        UserError: a value is out of range.
+
+    Example:
+        >>> Sampling(tokens=5, top_p=0.9).samples
+        1
+        >>> Sampling(top_p=1.5)
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: top_p: got 1.5, expected a number above 0 and at most 1; leave it out for all tokens
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        for name, advice in {
+            "tokens": "",
+            "samples": "",
+            "top_k": "; leave it out for all tokens",
+        }.items():
+            count = getattr(self, name)
+            if (count is not None or name != "top_k") and (isinstance(count, bool) or not _is_whole(count, 1)):
+                raise UserError(f"{name}: got {count!r}, expected a whole number >= 1{advice}")
+        if not (0 <= self.temperature < math.inf):
+            raise UserError(
+                f"temperature: got {self.temperature!r}, expected a number >= 0; 0 takes the most likely token"
+            )
+        if not _is_whole(self.seed, -(2**31)) or self.seed >= 2**31:
+            raise UserError(f"seed: got {self.seed!r}, expected a whole number from -2**31 to 2**31 - 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(
+                f"top_p: got {self.top_p!r}, expected a number above 0 and at most 1; leave it out for all tokens"
+            )
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p: got {self.min_p!r}, expected a share from 0 to 1; leave it out for all tokens")
+        if "" in self.stop:
+            raise UserError("stop: got '', expected a text that ends a continuation; () stops at no text")
+        for stop_id in self.stop_ids:
+            if not _is_whole(stop_id, 0):
+                raise UserError(f"stop_ids: got {stop_id!r}, expected ids of tokens, whole numbers >= 0")
+
+
+def _is_whole(number: object, least: int) -> bool:
+    """Return whether a number is whole and at least `least`."""
+    return hasattr(number, "__index__") and number >= least  # pyright: ignore[reportOperatorIssue]
