@@ -69,15 +69,15 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "tensor x has dtype F4, expected one of F64"),
+        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "tensor x has dtype .F4., expected one of F64"),
         (
             {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
             "tensor x of shape .3,. has bytes 0 to 8, expected 12",
         ),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "tensor x of shape .2,. has bytes 8 to 0"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}, "tensor x ends at byte 16 of the data, which has 8"),
-        ({"dtype": "F32", "shape": "two"}, "tensor x: expected dtype, shape and data_offsets"),
-        (7, "tensor x: expected dtype, shape and data_offsets, got 7"),
+        ({"dtype": "F32", "shape": "two"}, "tensor x: expected dtype, shape .* data_offsets"),
+        (7, "tensor x: expected dtype, shape .* got 7"),
     ],
 )
 def test_a_bent_header_is_refused(tmp_path, entry, message):
