@@ -178,10 +178,11 @@ def _check_every_byte_once(path: Path, entries: Mapping[str, Any], body_bytes: i
 
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     """Return the tensor that an entry of the header describes, as a view of `body` (the bytes after the header)."""
-    fields = entry if isinstance(entry, dict) else {}
-    dtype_name, sizes, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    keys = ("dtype", "shape", "data_offsets")
+    dtype_name, sizes, offsets = (fields.get(key, ()) for key in keys)
     if (
-        set(fields) != {"dtype", "shape", "data_offsets"}
+        set(fields) != set(keys)
         or not isinstance(dtype_name, str)
         or not (_are_counts(sizes) and len(sizes) <= _MAX_DIMS)
         or not (_are_counts(offsets) and len(offsets) == 2)
