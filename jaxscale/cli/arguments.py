@@ -14,6 +14,7 @@ from jaxscale import values
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.flags import rest_of, words_of
 from jaxscale.errors import UserError, near_miss, unknown
+from jaxscale.values.read_files import whole_number
 
 HELP = ("-h", "--help")
 LONG_FLAG = {"-o": "--out"}
@@ -81,7 +82,7 @@ def read(argv: Sequence[str]) -> Arguments:
         elif word == "--":
             raise UserError("'--' stands alone: expected the name of a flag, as in --name value")
         elif not word.startswith("--"):
-            if word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit():
+            if word.startswith("-") and len(word) > 1 and whole_number(word[1:].replace(".", "", 1)) is None:
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flag_types)}")
             positional_words.append(word)
         else:

@@ -6,12 +6,12 @@ encoded separately, so a prompt has the same ids in training as when a trained m
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.data import source
 from jaxscale.errors import UserError
+from jaxscale.values.read_files import parse_json
 
 _BOUNDARY = "\0"
 """Character between a prompt and its answer; no text of a file contains it."""
@@ -79,8 +79,8 @@ class DocumentRecipe:
             UserError: the line is no JSON object, or lacks a text.
         """
         try:
-            content = json.loads(line)
-        except json.JSONDecodeError as error:
+            content = parse_json(line, "the line")
+        except UserError as error:
             raise UserError(f"{place}: not JSON ({error}); expected an object with {', '.join(self.fields)}") from None
         texts: list[str] = []
         for name in self.fields:

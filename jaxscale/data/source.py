@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss
+from jaxscale.values.limits import MAX_NAME_BYTES
+from jaxscale.values.read_files import is_name_too_long
 
 _WILDCARDS = "*?["
 
@@ -58,6 +60,8 @@ def _matching_files(path: str) -> list[str]:
         if not files:
             raise UserError(f"no file matches {path}: expected at least one; check the folder and the pattern")
         return files
+    if "://" not in path and os.path.exists(path):
+        raise UserError(f"{path} is a device, a pipe or a socket, expected a file; copy its content to a file first")
     folder = location.parent
     sibling_names = [entry.name for entry in folder.iterdir()] if _call_with_client(path, folder.is_dir) else []
     folder_text = "" if sibling_names else f" (its folder {folder} is missing or empty)"
@@ -79,6 +83,10 @@ def _call_with_client(path: str, action: Callable[[], Any]) -> Any:
     """Return `action()`; raise UserError if the client package of the path's remote file system is not installed."""
     try:
         return action()
+    except OSError as error:
+        if not is_name_too_long(error):
+            raise
+        raise UserError(f"{path[:60]}...: the name of a file has at most {MAX_NAME_BYTES} bytes") from None
     except ImportError as error:
         raise UserError(f"{path} needs another package ({error}): pip install 'jaxscale[remote]'") from error
 

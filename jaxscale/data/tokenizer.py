@@ -19,6 +19,8 @@ import numpy as np
 from jaxscale.data import source
 from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate_ids
 from jaxscale.errors import UserError, unknown
+from jaxscale.values.limits import MAX_INT32, check_at_most
+from jaxscale.values.read_files import parse_json
 
 KINDS = ("byte", "char")
 """The tokenizers that need no file."""
@@ -205,7 +207,9 @@ class Subwords:
 
         try:
             model = tokenizers.Tokenizer.from_str(self.definition)
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception; a panic of Rust is a BaseException
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
             raise UserError(f"not a tokenizer.json of the tokenizers library ({error}): give such a file") from error
         model.no_truncation()
         model.no_padding()
@@ -329,7 +333,9 @@ def from_json(text: str) -> Tokenizer:
         >>> from_json(Characters("abc").to_json())
         Characters(alphabet='abc')
     """
-    fields = json.loads(text)
+    fields = parse_json(text, "the text")
+    if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields.values()):
+        raise UserError("expected a JSON object of texts, with a kind")
     class_by_kind = {"byte": Bytes, "char": Characters, "subword": Subwords}
     kind = fields.pop("kind")
     if kind not in class_by_kind:
@@ -349,6 +355,7 @@ def load(path: str) -> Subwords:
         size = tokenizer.size
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    check_at_most(f"{path}: size of the vocabulary", size, MAX_INT32)
     if size == 0:
         raise UserError(f"{path}: the tokenizer has no tokens; expected a trained tokenizer")
     return tokenizer

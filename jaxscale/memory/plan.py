@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 from jaxscale.errors import UserError, unknown
 from jaxscale.values import check_types
 from jaxscale.values.byte_sizes import bytes_text, parse_bytes
+from jaxscale.values.read_files import whole_number
 
 MemoryRule = Literal[
     "none", "dots", "full", "jax", "sqrt", "periodic", "revolve", "chain", "save", "greedy", "dtr_static", "offload",
@@ -134,7 +135,7 @@ class MemoryPlan:
         argument_by_name = dict(zip(argument_names, arguments, strict=False))
         error_prefix = f"memory plan {rule}:"
         count_text = argument_by_name.get("K") or argument_by_name.get("SLOTS")
-        if count_text is not None and not count_text.isdecimal():
+        if count_text is not None and whole_number(count_text) is None:
             raise UserError(f"memory plan {text!r}: got {count_text!r}, expected a whole number: {FORMS[rule]}")
         selector, objective = argument_by_name.get("SELECTOR"), argument_by_name.get("flop|seconds")
         if selector is not None and selector not in get_args(Selector):

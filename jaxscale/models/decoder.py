@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxscale.errors import UserError
 from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
+from jaxscale.values.limits import MAX_INT32, check_at_most
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +53,7 @@ class Llama3Scaling:
         check_types(self)
         field_names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
         check_positive(self, field_names, "rotary_scaling.")
+        check_counts(self, ("original_context",))
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
@@ -185,6 +187,7 @@ class Decoder:
                 raise UserError(
                     f"windows: got {window!r} in {self.windows}, expected a number of positions >= 1, or None for all"
                 )
+            check_at_most("windows", window or 0, MAX_INT32)
         if len(self.windows) > self.layers:
             raise UserError(
                 f"windows: got {len(self.windows)} entries, expected at most one for each of the {self.layers} layers"

@@ -5,14 +5,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_OF_FIELD, check_at_most
 
 
 def check_counts(model: Any, names: Iterable[str]) -> None:
-    """Raise UserError if a field with one of these names is less than 1; `None` passes."""
+    """Raise UserError if a field with one of these names is less than 1, or above its bound; `None` passes."""
     for name in names:
         count = getattr(model, name)
         if count is not None and count < 1:
             raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
+        if count is not None and name in MAX_OF_FIELD:
+            check_at_most(name, count, MAX_OF_FIELD[name])
 
 
 def check_positive(model: Any, names: Iterable[str], prefix: str = "") -> None:

@@ -49,6 +49,8 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     """
     file = ConfigFile.open(Path(folder))
     architectures = file.values.get("architectures") or []
+    if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
+        raise file.error("architectures", "a list of names of architectures")
     families = [FAMILIES[name] for name in architectures if name in FAMILIES]
     if not architectures:
         families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]

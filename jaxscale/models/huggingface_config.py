@@ -7,7 +7,6 @@ except for the keys in `HARMLESS_IF_OFF`.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.models.decoder import Llama3Scaling
+from jaxscale.values.limits import MAX_INT64, MAX_LAYERS
+from jaxscale.values.read_files import is_regular, parse_json, read_bytes
 
 REQUIRED: Any = object()
 """Placeholder for the default of a required key."""
@@ -96,11 +97,11 @@ class ConfigFile:
         path = folder / "config.json"
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; expected one that holds config.json and model.safetensors")
-        if not path.is_file():
+        if not is_regular(path):
             raise UserError(f"{path}: no such file; expected the config.json that transformers saves with the weights")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            values = parse_json(read_bytes(path), "the file")
+        except UserError as error:
             raise UserError(f"{path}: expected JSON, got invalid JSON ({error}); copy the file again") from error
         if not isinstance(values, dict):
             raise UserError(f"{path}: expected a JSON object, got {type(values).__name__}; copy the file again")
@@ -108,7 +109,7 @@ class ConfigFile:
 
     def error(self, key: str, expected: str) -> UserError:
         """Return the error for a key whose value is not as expected."""
-        return UserError(f"{self.path}: {key}: got {self.values.get(key)!r}, expected {expected}")
+        return UserError(f"{self.path}: {key}: got {self.values.get(key)!r:.200}, expected {expected}")
 
     def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
         """Return the value of `key`, converted to `kind` unless that is `None`; `default` for a null or absent key."""
@@ -125,6 +126,8 @@ class ConfigFile:
         accepted_types, expected_noun = _TYPES_AND_NOUNS[kind]
         if not isinstance(value, accepted_types) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, expected_noun)
+        if kind in (int, float) and isinstance(value, int) and abs(value) > MAX_INT64:
+            raise self.error(key, f"{expected_noun} of at most {MAX_INT64:,}")
         return kind(value)
 
     def check_unread_keys(self) -> None:
@@ -134,7 +137,7 @@ class ConfigFile:
             is_harmless = is_off or key in self.read_keys | HARMLESS or value in (None, "", [], {})
             if not is_harmless:
                 raise UserError(
-                    f"{self.path}: {key}: {value!r} is not supported, and may change the outputs of the model. "
+                    f"{self.path}: {key}: {value!r:.200} is not supported, and may change the outputs of the model. "
                     "Remove the key if it does not"
                 )
 
@@ -220,7 +223,7 @@ class Activation:
         """Return our field `mlp_kind` and its value."""
         older_name = file.get(self.older_key, None) if self.older_key else None
         name = file.get(self.theirs, REQUIRED if older_name is None else older_name)
-        if name not in ACTIVATIONS:
+        if not isinstance(name, str) or name not in ACTIVATIONS:
             raise UserError(f"{file.path}: {self.theirs}: {unknown('activation', str(name), ACTIVATIONS)}")
         return {"mlp_kind": ACTIVATIONS[name][self.is_gated]}
 
@@ -260,7 +263,10 @@ class Rope:
             rope_settings.pop("factor", None)
         expected_keys = set(ROPE_KEYS) if rope_type == "llama3" else set()
         base_and_settings = [rope_base, *rope_settings.values()]
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in base_and_settings):
+        if not all(
+            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_INT64
+            for value in base_and_settings
+        ):
             raise file.error(source_key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
         if set(rope_settings) != expected_keys:
             key_list = ", ".join(sorted(expected_keys)) or "(none)"
@@ -299,6 +305,8 @@ class SlidingWindows:
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Return our field `windows`, as the shortest tuple that repeats over the layers."""
         layer_count = file.get("num_hidden_layers", kind=int)
+        if not 1 <= layer_count <= MAX_LAYERS:
+            raise file.error("num_hidden_layers", f"a whole number from 1 to {MAX_LAYERS:,}")
         default_length = None if self.is_everywhere and "sliding_window" in file.values else self.default_length
         window_length = file.get("sliding_window", default_length, int)
         if self.is_everywhere:
@@ -356,8 +364,8 @@ class QueryScale:
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Return our field `attention_scale`."""
         scalar = file.get("query_pre_attn_scalar", self.default, float)
-        if not scalar > 0:
-            raise file.error("query_pre_attn_scalar", "a number > 0")
+        if not 0 < scalar <= MAX_INT64:
+            raise file.error("query_pre_attn_scalar", f"a number > 0, at most {MAX_INT64:,}")
         return {"attention_scale": scalar**-0.5}
 
     def write(self, model: Any) -> dict[str, Any]:

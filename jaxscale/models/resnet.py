@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxscale.errors import UserError
 from jaxscale.models.field_checks import check_counts, check_rates
 from jaxscale.values import check_types
+from jaxscale.values.limits import MAX_LAYERS, check_at_most
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -65,6 +66,8 @@ class ResNet:
         for stage_index, block_count in enumerate(self.stages):
             if block_count < 1:
                 raise UserError(f"stages[{stage_index}]: got {block_count!r}, expected a whole number >= 1")
+        check_at_most("stages: number of stages", len(self.stages), 16)  # each halves the image and doubles the width
+        check_at_most("stages: number of blocks", sum(self.stages), MAX_LAYERS)
         if not self.stages:
             raise UserError("stages: got (), expected the number of blocks of each stage, such as (2, 2, 2, 2)")
         check_rates(self, ("momentum", "smoothing"))

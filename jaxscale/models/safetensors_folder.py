@@ -4,8 +4,13 @@ The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with
 (name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use. Every
 range is checked first, so that a truncated file is reported by name before tracing. This module handles names and
 bytes, and imports no JAX; `huggingface_families.py` defines the names.
+
+Files are read as strictly as the safetensors library reads them: the tensors of a header take every byte of the data
+once, no name occurs twice, and `__metadata__` holds texts. A file with bytes that belong to no tensor, or to two, was
+damaged, or made to carry something else.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -18,6 +23,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_INT64
+from jaxscale.values.read_files import check_regular, is_regular, parse_json, read_bytes
 
 SINGLE = "model.safetensors"
 """Name of the file in a folder with a single safetensors file."""
@@ -38,6 +45,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_DIMS = 32  # numpy 1 has arrays of at most 32 dims, numpy 2 of 64
 
 
 @runtime_checkable
@@ -67,9 +75,9 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         UserError: there are no such files, an index or header is not JSON, or a shard is missing; or a tensor is
             missing from its shard or from the index, has the wrong number of bytes, or ends beyond its file.
     """
-    if (folder / SINGLE).is_file():
+    if is_regular(folder / SINGLE):
         return _read_file(folder / SINGLE)
-    if not (folder / INDEX).is_file():
+    if not is_regular(folder / INDEX):
         file_names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         is_pickled = any(name.startswith("pytorch_model") for name in file_names)
         hint = "save the model with safe_serialization=True first" if is_pickled else "give the folder of a saved model"
@@ -80,14 +88,14 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 def _read_index(index: Path) -> dict[str, str]:
     """Return the name of the file that contains each tensor, by the tensor's name."""
     try:
-        shard_by_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        shard_by_tensor = parse_json(read_bytes(index), "the file")["weight_map"]
+    except (UserError, KeyError, TypeError) as error:
         raise UserError(f"{index}: expected JSON with a weight_map ({error}); copy the file again") from error
     if not isinstance(shard_by_tensor, dict) or not all(isinstance(shard, str) for shard in shard_by_tensor.values()):
         raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
     for name, shard in shard_by_tensor.items():
-        if Path(shard).name != shard:
-            raise UserError(f"{index}: tensor {name} lies in {shard!r}, expected a file of the same folder")
+        if not shard or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise UserError(f"{index}: tensor {name} lies in {shard!r:.300}, expected a file of the same folder")
     return shard_by_tensor
 
 
@@ -95,8 +103,10 @@ def _read_shards(folder: Path, shard_by_tensor: Mapping[str, str]) -> dict[str, 
     """Map every tensor into memory, by name, from the shard that the index lists for it."""
     tensors_by_shard: dict[str, dict[str, np.ndarray]] = {}
     for name, shard in shard_by_tensor.items():
-        if not (folder / shard).is_file():
-            raise UserError(f"{folder / INDEX}: tensor {name} lies in {shard}, which is missing; copy that file too")
+        if not is_regular(folder / shard):
+            raise UserError(
+                f"{folder / INDEX}: tensor {name} lies in {shard:.300}, which is missing; copy that file too"
+            )
         if shard not in tensors_by_shard:
             tensors_by_shard[shard] = _read_file(folder / shard)
         if name not in tensors_by_shard[shard]:
@@ -112,7 +122,7 @@ def _read_shards(folder: Path, shard_by_tensor: Mapping[str, str]) -> dict[str, 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     """Map every tensor of one file into memory, by name."""
-    file_bytes = path.stat().st_size
+    file_bytes = check_regular(path)
     with path.open("rb") as file:
         length_bytes = file.read(8)
         header_bytes = int.from_bytes(length_bytes, "little")
@@ -121,26 +131,70 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
                 f"{path}: its header should take {header_bytes:,} bytes, but the file has {file_bytes:,}: it is cut "
                 "short, or not a safetensors file (perhaps a Git LFS pointer); copy it again"
             )
-        try:
-            header = json.loads(file.read(header_bytes))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: its header is not a JSON object ({error}); copy the file again") from error
+        entries = _read_header(path, file.read(header_bytes))
     body_start = 8 + header_bytes
     body = np.memmap(path, np.uint8, "r", offset=body_start) if file_bytes > body_start else np.empty(0, np.uint8)
-    return {name: _view(path, name, entry, body) for name, entry in entries.items()}
+    tensors = {name: _view(path, name, entry, body) for name, entry in entries.items()}
+    _check_every_byte_once(path, entries, body.size)
+    return tensors
+
+
+def _read_header(path: Path, header_text: bytes) -> dict[str, Any]:
+    """Return the entries of the tensors in a header, by name."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the dict of the pairs of a JSON object; refuse a name that occurs twice."""
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            name = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"{name!r:.60} occurs twice")
+        return values
+
+    try:
+        if not header_text.startswith(b"{"):  # the format allows no space before it
+            raise ValueError(f"it starts with {header_text[:8]!r}")
+        header = json.loads(header_text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: its header is not a JSON object ({error}); copy the file again") from error
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise UserError(f"{path}: __metadata__: expected a JSON object of texts, got {metadata!r:.60}; copy it again")
+    return header
+
+
+def _check_every_byte_once(path: Path, entries: Mapping[str, Any], body_bytes: int) -> None:
+    """Raise UserError unless the tensors of a header take every byte of the data exactly once."""
+    end_byte = 0
+    ranges = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
+    for start_byte, stop_byte, name in [*ranges, (body_bytes, body_bytes, "")]:
+        if start_byte != end_byte:
+            place = f"tensor {name} starts at byte {start_byte:,}" if name else f"the data ends at byte {body_bytes:,}"
+            problem = "two tensors share bytes" if start_byte < end_byte else "some bytes belong to no tensor"
+            raise UserError(
+                f"{path}: {place}, but the tensors before end at byte {end_byte:,}: {problem}; copy it again"
+            )
+        end_byte = stop_byte
 
 
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     """Return the tensor that an entry of the header describes, as a view of `body` (the bytes after the header)."""
-    try:
-        dtype_name, shape = entry["dtype"], tuple(map(int, entry["shape"]))
-        start_byte, stop_byte = map(int, entry["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: tensor {name}: expected dtype, shape and data_offsets, got {entry!r}") from error
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    keys = ("dtype", "shape", "data_offsets")
+    dtype_name, sizes, offsets = (fields.get(key, ()) for key in keys)
+    if (
+        set(fields) != set(keys)
+        or not isinstance(dtype_name, str)
+        or not (_are_counts(sizes) and len(sizes) <= _MAX_DIMS)
+        or not (_are_counts(offsets) and len(offsets) == 2)
+    ):
+        raise UserError(
+            f"{path}: tensor {name}: expected dtype, shape (at most {_MAX_DIMS} dims) and two data_offsets, all whole "
+            f"numbers >= 0, got {entry!r:.200}; copy the file again"
+        )
+    shape, (start_byte, stop_byte) = tuple(sizes), offsets
     if dtype_name not in DTYPES:
         raise UserError(
-            f"{path}: tensor {name} has dtype {dtype_name}, expected one of {', '.join(DTYPES)}; convert it first"
+            f"{path}: tensor {name} has dtype {dtype_name!r:.60}, expected one of {', '.join(DTYPES)}; convert it first"
         )
     expected_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
     if not 0 <= start_byte <= stop_byte or stop_byte - start_byte != expected_bytes:
@@ -154,6 +208,11 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
             "the file is cut short; copy it again"
         )
     return body[start_byte:stop_byte].view(DTYPES[dtype_name]).reshape(shape)
+
+
+def _are_counts(numbers: Any) -> bool:
+    """Return whether a JSON value is a list of whole numbers from 0 to the largest int64."""
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
 
 
 def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -> None:

@@ -23,11 +23,14 @@ from jaxscale.pipeline.infer_routes import count_microbatches, infer_routes
 from jaxscale.pipeline.messages import Message, check_messages, lowered_cells
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.ticks import rows, ticks
+from jaxscale.values.limits import MAX_SCHEDULE_FORWARDS, check_at_most
+from jaxscale.values.read_files import read_bytes
 
-_PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
+_PASS = re.compile(r"\d{1,9}[FBIW]\d{1,9}", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
-_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)", re.ASCII)
+_MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
+_MAX_ACTIONS = 6 * MAX_SCHEDULE_FORWARDS  # a forward, two parts of its backward, and their messages
 _EXPECTED = "expected a pass such as 0F3 (stage, F/B/I/W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
 
 
@@ -41,7 +44,7 @@ def _cell_contents(text: str) -> Iterator[Action | Message]:
         overlap_match = _OVERLAP.fullmatch(stripped_text)
         for pass_text in overlap_match[1].split(";") if overlap_match else [stripped_text]:
             if not _PASS.fullmatch(pass_text.strip()):
-                raise UserError(f"got {stripped_text!r}, {_EXPECTED}")
+                raise UserError(f"got {stripped_text[:60]!r}, {_EXPECTED}")
             yield Action.parse(pass_text.strip())
 
 
@@ -65,10 +68,14 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
         >>> schedule.ranks, schedule.microbatches, schedule.live, schedule.split
         (2, 2, (2, 1), True)
     """
-    cell_rows = list(csv.reader(io.StringIO(text.rstrip())))
+    try:
+        cell_rows = list(csv.reader(io.StringIO(text.rstrip())))
+    except csv.Error as error:
+        raise UserError(f"schedule {name}: {error}; expected cells of a few characters, separated by commas") from None
     orders: list[list[Action]] = [[] for _ in cell_rows]
     columns: list[list[int]] = [[] for _ in cell_rows]  # the column of each action of `orders`
     messages: list[tuple[int, int, Message]] = []  # (rank, column, message)
+    action_count = 0
     for rank, cells in enumerate(cell_rows):
         for column, cell in enumerate(cells):
             try:
@@ -81,6 +88,8 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
                 else:
                     orders[rank].append(cell_content)
                     columns[rank].append(column)
+                    action_count += 1
+            check_at_most(f"schedule {name}: number of actions", action_count + len(messages), _MAX_ACTIONS)
         if not orders[rank]:
             raise Fault(name, "has no pass, expected one or more: each line has the passes of a rank", rank)
     if not orders:
@@ -119,8 +128,8 @@ def read_csv(path: str | Path) -> Schedule:
         UserError: the file cannot be read, or its text is not a valid schedule (see `parse_csv`).
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(Path(path)).decode("utf-8-sig")
+    except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"schedule file {path}: {error}. Expected PyTorch's CSV with a line for each rank") from None
     return parse_csv(text, Path(path).name)
 

@@ -61,6 +61,12 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
             reason = f"is of stage {last_stage}, but stage {stage} has no rank"
             raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
 
+    # each stage has two actions for each microbatch; in a table with few of them, the next loops would take very long
+    action_count = sum(map(len, orders))
+    if (last_stage + 1) * microbatches > 2 * action_count + 1024:
+        reason = f"has {action_count} actions, expected two or more for each of {last_stage + 1} stages and "
+        raise Fault(name, f"{reason}{microbatches} microbatches", 0)
+
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
         """Return the usual rank of each stage for a microbatch, or for all microbatches (`None`)."""
         counts_of_stages = (run_counts[stage, microbatch] or run_counts[stage, None] for stage in range(last_stage + 1))

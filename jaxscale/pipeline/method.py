@@ -5,6 +5,11 @@ from collections.abc import Callable
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.orders import Schedule
+from jaxscale.values.limits import MAX_SCHEDULE_FORWARDS, check_at_most
+
+
+def _refuse_none(ranks: int, microbatches: int, chunks: int) -> None:
+    """Accept all numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Method:
         steps: whether the weights are updated inside the schedule, which makes it asynchronous.
         streams: whether there is an update for each microbatch; the text form then has no number of microbatches, for
             example `pipedream:4`.
+        refuse: function of (ranks, microbatches, chunks) that raises UserError for numbers for which `make` has no
+            schedule, so that plans are checked without making the schedule.
     """
 
     name: str
@@ -30,6 +37,40 @@ class Method:
     interleaves: bool = False
     steps: bool = False
     streams: bool = False
+    refuse: Callable[[int, int, int], None] = _refuse_none
+
+    def check(self, ranks: int, microbatches: int, chunks: int | None = None) -> None:
+        """Check the numbers of a schedule without making it; a schedule of many actions takes long to make.
+
+        Args:
+            ranks: p, number of devices on the pipe axis.
+            microbatches: m, number of microbatches per update of the weights.
+            chunks: v, number of stages per device; `None`: the default of the method.
+
+        Raises:
+            UserError: the method is not defined for these numbers, or the schedule would be too large.
+
+        Example:
+            >>> from jaxscale.pipeline.schedules import METHODS
+            >>> METHODS["1f1b"].check(2, 99_999_999)
+            Traceback (most recent call last):
+            jaxscale.errors.UserError: schedule 1f1b: forwards of its table: got 199,999,998, expected at most 524,288
+        """
+        count_of_noun = {"devices": ranks, "microbatches": microbatches}
+        count_of_noun["stages per device"] = 1 if chunks is None else chunks
+        for noun, count in count_of_noun.items():
+            if count < 1:
+                raise UserError(f"schedule {self.name}: got {count} {noun}, expected 1 or more")
+        if chunks not in (None, self.chunks) and not self.interleaves:
+            reason = f"each device holds {self.chunks} stages" if self.chunks > 1 else "a device holds one stage"
+            raise UserError(f"schedule {self.name}: got v={chunks}, but {reason}; only interleaved and lockstep take v")
+        if self.streams and microbatches != 1:
+            raise UserError(
+                f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw takes more"
+            )
+        forwards = ranks * microbatches * (chunks or self.chunks)
+        check_at_most(f"schedule {self.name}: forwards of its table", forwards, MAX_SCHEDULE_FORWARDS)
+        self.refuse(ranks, microbatches, chunks or self.chunks)
 
     def schedule(self, ranks: int, microbatches: int, chunks: int | None = None, updates: int = 1) -> Schedule:
         """Make the schedule for a number of devices and microbatches.
@@ -50,18 +91,9 @@ class Method:
             >>> METHODS["2bw"].schedule(4, 8, updates=3).microbatches
             24
         """
-        count_of_noun = {"devices": ranks, "microbatches": microbatches, "updates": updates}
-        count_of_noun["stages per device"] = 1 if chunks is None else chunks
-        for noun, count in count_of_noun.items():
-            if count < 1:
-                raise UserError(f"schedule {self.name}: got {count} {noun}, expected 1 or more")
-        if chunks not in (None, self.chunks) and not self.interleaves:
-            reason = f"each device holds {self.chunks} stages" if self.chunks > 1 else "a device holds one stage"
-            raise UserError(f"schedule {self.name}: got v={chunks}, but {reason}; only interleaved and lockstep take v")
-        if self.streams and microbatches != 1:
-            raise UserError(
-                f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw takes more"
-            )
+        self.check(ranks, microbatches, chunks)
+        if updates < 1:
+            raise UserError(f"schedule {self.name}: got {updates} updates, expected 1 or more")
         if not self.steps and updates != 1:
             raise UserError(f"schedule {self.name}: got {updates} updates, expected 1: it is a synchronous schedule")
         return self.make(

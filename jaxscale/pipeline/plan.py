@@ -12,6 +12,7 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.values import check_types, parse
 from jaxscale.values.annotations import field_types
+from jaxscale.values.limits import MAX_AXIS_DEVICES, MAX_LAYERS, check_at_most
 
 
 def _form(method: Method) -> str:
@@ -27,7 +28,7 @@ def forms() -> dict[str, str]:
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
 """Names of the options of the text form: `v` is the number of stages per device, the others are fields of a plan."""
-_SIZE = re.compile(r"(\d+)(?:x(\d+))?")
+_SIZE = re.compile(r"([0-9]{1,18})(?:x([0-9]{1,18}))?")
 
 
 @functools.lru_cache(maxsize=128)
@@ -115,11 +116,16 @@ class PipelinePlan:
                 hint = ". Each microbatch is an update; only 2bw takes several" if method and method.streams else ""
                 raise UserError(f"pipeline {self.name} {verb} {field}: write {forms()[self.name]}{hint}")
         if method is not None:
-            self.schedule()  # refuses numbers for which the method has no schedule
+            assert self.ranks is not None
+            method.check(self.ranks, 1 if self.microbatches is None else self.microbatches, self.chunks)
         elif self.chunks is not None:
             raise UserError(f"pipeline {self.name} takes no v: write {forms()[self.name]}")
-        elif self.ranks is not None and self.ranks < 1:
-            raise UserError(f"pipeline {self.name}: got {self.ranks} devices, expected 1 or more")
+        elif self.ranks is not None:
+            if self.ranks < 1:
+                raise UserError(f"pipeline {self.name}: got {self.ranks} devices, expected 1 or more")
+            check_at_most(f"pipeline {self.name}: number of devices", self.ranks, MAX_AXIS_DEVICES)
+        if self.stages is not None:
+            check_at_most(f"pipeline {self.name}: number of stages", len(self.stages), MAX_LAYERS)
 
     @classmethod
     def parse(cls, text: str) -> "PipelinePlan":

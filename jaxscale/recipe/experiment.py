@@ -9,6 +9,7 @@ from jaxscale.errors import UserError
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
+from jaxscale.values.limits import MAX_INT32, MAX_INT64, MAX_NAME_BYTES, check_at_most
 
 
 def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **minima: int) -> None:
@@ -22,6 +23,8 @@ def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", 
     check_types(record)
     for name, minimum in minima.items():
         value = getattr(record, name)
+        if isinstance(value, int):
+            check_at_most(f"{path}.{name}" if path else name, value, MAX_INT64)
         if value is None or (value >= minimum and math.isfinite(value)):
             continue
         kind = "whole number" if isinstance(value, int) else "number"
@@ -151,11 +154,16 @@ class Experiment:
             from jaxscale.data.stream import as_data
 
             object.__setattr__(self, "data", as_data(self.data))
-        for name in ("steps", "batch", "seed"):  # these numbers are int32 on the devices
-            if getattr(self, name) >= 2**31:
+        for name in ("steps", "batch", "seed"):
+            if getattr(self, name) > MAX_INT32:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")
         if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\\0"):
             raise UserError(f"name: got {self.name!r}, expected the name of a folder, without / and \\")
+        try:
+            name_bytes = len(self.name.encode("utf-8"))
+        except UnicodeEncodeError:  # half of a surrogate pair
+            raise UserError(f"name: got {self.name!r}, which has a character that no file name can have") from None
+        check_at_most("name: number of bytes in UTF-8", name_bytes, MAX_NAME_BYTES)
 
     @property
     def train(self) -> str | None:

@@ -21,6 +21,7 @@ from jaxscale.scoped import scoped
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.values import check_types, from_json, read_json, to_json
+from jaxscale.values.limits import MAX_LAYERS, MAX_MICROBATCHES, check_at_most
 
 T = TypeVar("T")
 PLAN_VERSION = 2
@@ -209,6 +210,7 @@ class Plan:
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
+            check_at_most(name, count, MAX_MICROBATCHES if name == "microbatches" else MAX_LAYERS)
         if self.pipeline is not None and self.pipeline.name != "auto":  # "auto" is resolved when the platform is known
             ranks, _ = self.pipeline.shape()
             if self.mesh is not None and self.mesh.pipe not in (1, ranks):

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
+from jaxscale.values.limits import MAX_INT64
+from jaxscale.values.read_files import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +49,7 @@ class MetricsRows(list[dict[str, Any]]):
         import numpy as np
 
         cells = (row.get(name) for row in self)
-        numbers = [float(cell) if isinstance(cell, int | float) else math.nan for cell in cells]
+        numbers = [_as_float(cell) if isinstance(cell, int | float) else math.nan for cell in cells]
         return np.array(numbers, dtype=np.float64)
 
     @overload
@@ -57,6 +59,14 @@ class MetricsRows(list[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         selection = super().__getitem__(index)
         return MetricsRows(selection) if isinstance(index, slice) else selection
+
+
+def _as_float(number: int | float) -> float:
+    """Return a number as a float; infinity for a whole number beyond their range."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, number)
 
 
 class MetricsLog:
@@ -141,12 +151,15 @@ def decode(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the line is not a JSON object with `step` and `kind`.
     """
-    row = json.loads(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "kind" not in row:
+    row = parse_json(line, "the line")
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not isinstance(row.get("kind"), str):
         raise ValueError("not a JSON object with step and kind")
-    for name, text in (row.pop("nonfinite", None) or {}).items():
-        row[name] = float(text)
-    return row
+    if abs(row["step"]) > MAX_INT64 or (row["kind"] == "event" and not isinstance(row.get("name", ""), str)):
+        raise ValueError("not a JSON object with a step that is a number of updates, and a name that is a text")
+    nonfinite_texts = row.pop("nonfinite", None) or {}
+    if not isinstance(nonfinite_texts, dict) or not all(isinstance(text, str) for text in nonfinite_texts.values()):
+        raise ValueError("its nonfinite is not a JSON object of texts")
+    return row | {name: float(text) for name, text in nonfinite_texts.items()}
 
 
 def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:

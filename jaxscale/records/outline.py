@@ -6,6 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxscale.errors import UserError, near_miss
+from jaxscale.values.read_files import is_regular, read_bytes
+
+MAX_SOURCE_BYTES = 2**24
+"""Largest experiment file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +37,17 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
         UserError: the file does not exist, is not Python, or lacks `experiment()` or the variant.
     """
     file = Path(path)
-    if not file.is_file():
+    if not is_regular(file):
         raise UserError(_missing_file_message(file))
     try:
-        text = file.read_text("utf-8")
+        text = read_bytes(file, MAX_SOURCE_BYTES).decode("utf-8")
         tree = ast.parse(text, str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not Python: the file has bytes that are not UTF-8 ({error})") from None
+    except (RecursionError, MemoryError):
+        raise UserError(f"{path}: its expressions are nested too deeply for Python's parser") from None
+    except UserError:
+        raise
     except (SyntaxError, ValueError) as error:
         line_text = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{path}{line_text} is not Python: {error}") from None

@@ -4,7 +4,6 @@ Any file may be missing, or come from an older version of jaxscale: reports matt
 """
 
 import dataclasses
-import json
 import math
 import shlex
 import time
@@ -17,6 +16,7 @@ from jaxscale.recipe.plan_json import upgrade
 from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import run_path
+from jaxscale.values.read_files import parse_json, read_bytes
 
 Status = Literal["finished", "preempted", "diverged", "stuck", "running", "stopped", "empty"]
 
@@ -250,7 +250,7 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_bytes(path), "the file")
     except (OSError, ValueError) as error:
         unread_lines.append(f"{path.name}: {error}")
         return {}

@@ -7,6 +7,8 @@ described. A field that no sentence describes is shown as its name and value.
 import math
 from typing import Any
 
+from jaxscale.values.read_files import whole_number
+
 _AXIS_PHRASES = {
     "replica": "copies of the whole model across slices",
     "data": "data parallel: each holds the model and processes a part of the batch",
@@ -67,7 +69,7 @@ def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
     """
     if isinstance(mesh, str):
         pairs = [axis_text.partition(":") for axis_text in mesh.split(",") if ":" in axis_text]
-        axis_sizes = {axis.strip(): int(size_text) for axis, _, size_text in pairs if size_text.strip().isdigit()}
+        axis_sizes = {axis.strip(): whole_number(size_text.strip()) for axis, _, size_text in pairs}
     else:
         axis_sizes = mesh if isinstance(mesh, dict) else {}
     return {str(axis): size for axis, size in axis_sizes.items() if isinstance(size, int) and size > 1}

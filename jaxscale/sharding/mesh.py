@@ -12,6 +12,8 @@ from typing import Any
 from jaxscale.errors import UserError, unknown
 from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values import check_types
+from jaxscale.values.limits import MAX_AXIS_DEVICES, check_at_most
+from jaxscale.values.read_files import whole_number
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
 """Mesh axes from the slowest link to the fastest: replicas lie across slices, tensor shards on the nearest chips."""
@@ -50,6 +52,7 @@ class MeshSpec:
         for axis, count in self.sizes.items():
             if count < 1:
                 raise UserError(f"mesh axis {axis}: got {count!r}, expected a whole number of devices >= 1")
+            check_at_most(f"mesh axis {axis}", count, MAX_AXIS_DEVICES)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -78,11 +81,12 @@ class MeshSpec:
             axis, colon, count_text = entry.partition(":")
             if axis not in AXES:
                 raise unknown("mesh axis", axis, AXES)
-            if not colon or not count_text.isdigit():
+            count = whole_number(count_text)
+            if not colon or count is None:
                 raise UserError(f"mesh {text!r}: got {entry!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
             if axis in sizes:
                 raise UserError(f"mesh {text!r}: got axis {axis} twice, expected it once")
-            sizes[axis] = int(count_text)
+            sizes[axis] = count
         return cls(**sizes)
 
     def __str__(self) -> str:

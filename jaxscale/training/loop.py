@@ -29,6 +29,7 @@ from jaxscale.training.callbacks import Callback
 from jaxscale.training.check_data import check_data
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
+from jaxscale.training.host_memory import check_host_holds, state_bytes
 from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.pauses import Pauses
@@ -267,6 +268,8 @@ class _Training:
             self._open_data(*self.step.data_shard())
         # on the CPU, steps in flight starve each other's collectives, so `_run_steps` waits for each step
         self.is_cpu = devices[0].platform == "cpu"
+        if self.is_cpu:
+            check_host_holds(state_bytes(self.step), self.journal.say)
 
     def _open_data(self, process_index: int, process_count: int) -> None:
         """Open one process's shard of the data, and check that the model can be trained on it."""

@@ -112,7 +112,12 @@ def wrong_type(path: str, value: Any, hint: Any, suggestion: str = "") -> UserEr
     if isinstance(value, type):
         value_text = f"the class {value.__qualname__}"
     else:
-        full_text = repr(value)
+        try:
+            full_text = repr(value)
+        except ValueError:  # Python writes no number of more than 4,300 digits
+            full_text = "a number of more than 4,300 digits"
+        except RecursionError:
+            full_text = "a value that is nested too deeply"
         value_text = full_text if len(full_text) <= 60 else f"{full_text[:57]}..."
         if not isinstance(value, bool | int | float | str | types.NoneType):
             value_text += f" ({type(value).__name__})"

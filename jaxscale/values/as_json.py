@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import re
 import types
@@ -25,6 +24,7 @@ from jaxscale.values.annotations import (
     wrong_type,
 )
 from jaxscale.values.check import check
+from jaxscale.values.read_files import parse_json, read_bytes
 from jaxscale.values.type_names import type_name, type_of
 
 T = TypeVar("T")
@@ -82,14 +82,10 @@ def read_json(path: Any) -> Any:
     """Return the content of a JSON file, local or in a bucket.
 
     Raises:
-        UserError: there is no such file, or the file is not JSON (because it is truncated or binary, for example).
+        UserError: there is no such file, or the file is not JSON (because it is truncated or binary, for example), or
+            is larger or nested more deeply than any file of ours.
     """
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, IsADirectoryError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+    return parse_json(read_bytes(path), str(path))
 
 
 def _json_of(value: Any, hint: Any) -> Any:
@@ -132,6 +128,7 @@ def _code_name(code: Any) -> str:
     """Return a text MODULE:NAME for a function, a class or an object's class, which does not change between runs.
 
     Example:
+        >>> import json
         >>> _code_name(functools.partial(json.dumps, default=len, indent=2))
         'json:dumps(default=builtins:len, indent=2)'
     """

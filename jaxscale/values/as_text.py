@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import difflib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -23,6 +22,7 @@ from jaxscale.values.annotations import (
     wrong_type,
 )
 from jaxscale.values.as_json import load, load_union, parse_text_form
+from jaxscale.values.read_files import parse_json
 
 T = TypeVar("T")
 
@@ -110,10 +110,7 @@ def parse(text: str, hint: Any, path: str) -> Any:
     if has_text_form(hint):
         return parse_text_form(text, hint, path)
     if text.strip()[:1] in ("[", "{"):
-        try:
-            return load(json.loads(text), hint, path)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: got {text!r}, which is not JSON: {error}") from None
+        return load(parse_json(text, f"{path}: got {text[:60]!r}, which"), hint, path)
     if origin in (tuple, list):
         item_texts = [] if text.strip() in ("", "()") else [item_text.strip() for item_text in text.split(",")]
         hints = item_hints(hint, len(item_texts))
@@ -152,7 +149,10 @@ def _number(text: str, hint: type, path: str) -> int | float:
             number = number_type(text)
     if isinstance(number, float) and (math.isnan(number) or (hint is int and not number.is_integer())):
         raise wrong_type(path, text, hint)
-    return hint(number)
+    try:
+        return hint(number)
+    except OverflowError:  # a whole number beyond the range of floats
+        raise wrong_type(path, text, hint) from None
 
 
 def _check_path(value: Any, path: str, user_path: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError
 from jaxscale.values.annotations import alternatives, field_types, is_record, item_hints, literal_suggestion, wrong_type
+from jaxscale.values.limits import MAX_INT_BITS
 
 
 def check(value: Any, hint: Any, path: str) -> None:
@@ -38,8 +39,10 @@ def check(value: Any, hint: Any, path: str) -> None:
         is_valid = any(value == literal and type(value) is type(literal) for literal in get_args(hint))
     elif hint is int:
         is_valid = isinstance(value, int) and not isinstance(value, bool)
+        if is_valid and value.bit_length() > MAX_INT_BITS:
+            raise wrong_type(path, value, hint, f" of at most {MAX_INT_BITS:,} bits")
     elif hint is float:
-        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and _is_float(value)
     elif origin in (tuple, list):
         is_valid = isinstance(value, origin) and len(item_hints(hint, len(value))) == len(value)
         for index, (item, item_hint) in enumerate(
@@ -64,3 +67,11 @@ def check(value: Any, hint: Any, path: str) -> None:
     if not is_valid:
         raise wrong_type(path, value, hint, literal_suggestion(value, hint))
     return None
+
+
+def _is_float(number: int | float) -> bool:
+    """Return whether a number is in the range of floats, and not NaN."""
+    try:
+        return not math.isnan(number)
+    except OverflowError:
+        return False

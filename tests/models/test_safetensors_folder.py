@@ -69,15 +69,15 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "tensor x has dtype F4, expected one of F64"),
+        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "tensor x has dtype .F4., expected one of F64"),
         (
             {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
             "tensor x of shape .3,. has bytes 0 to 8, expected 12",
         ),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "tensor x of shape .2,. has bytes 8 to 0"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}, "tensor x ends at byte 16 of the data, which has 8"),
-        ({"dtype": "F32", "shape": "two"}, "tensor x: expected dtype, shape and data_offsets"),
-        (7, "tensor x: expected dtype, shape and data_offsets, got 7"),
+        ({"dtype": "F32", "shape": "two"}, "tensor x: expected dtype, shape .* data_offsets"),
+        (7, "tensor x: expected dtype, shape .* got 7"),
     ],
 )
 def test_a_bent_header_is_refused(tmp_path, entry, message):
@@ -144,4 +144,47 @@ def test_nothing_to_read_is_said_with_what_is_there(tmp_path):
         safetensors_folder.read(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"found pytorch_model\.bin; save the model with safe_serialization=True"):
+        safetensors_folder.read(tmp_path)
+
+
+def _bare_file(folder, header_text, body_bytes):
+    header = header_text if isinstance(header_text, bytes) else header_text.encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(body_bytes))
+
+
+A = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "body_bytes", "message"),
+    [
+        ("{" + A + ',"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', 4, "two tensors share bytes"),
+        ("{" + A + ',"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}', 12, "some bytes belong to no tensor"),
+        ("{" + A + "}", 5, "some bytes belong to no tensor"),
+        ("{}", 1, "some bytes belong to no tensor"),
+        ("{" + A + "," + A + "}", 4, "'a' occurs twice"),
+        ("{" + A + ',"__metadata__":[1]}', 4, "__metadata__: expected a JSON object of texts"),
+        ("{" + A + ',"__metadata__":{"x":1}}', 4, "__metadata__: expected a JSON object of texts"),
+        ('{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', 4, "whole numbers >= 0"),
+        ('{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}', 4, "whole numbers >= 0"),
+        ('{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}', 4, "tensor a: expected dtype"),
+        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"more":1}}', 4, "tensor a: expected dtype"),
+        ('{"a":{"dtype":"F32","shape":[' + "1," * 99 + '1],"data_offsets":[0,4]}}', 4, "at most 32 dims"),
+        (b'{"\xff":1}', 0, "not a JSON object"),
+        (" {}", 0, "not a JSON object"),
+        ("[" * 100_000, 0, "not a JSON object"),
+        ('{"a":' + "9" * 5000 + "}", 0, "not a JSON object"),
+    ],
+)
+def test_a_file_is_read_strictly(tmp_path, header, body_bytes, message):
+    _bare_file(tmp_path, header, body_bytes)
+    with pytest.raises(UserError, match=message) as error:
+        safetensors_folder.read(tmp_path)
+    assert str(tmp_path / "model.safetensors") in str(error.value)
+
+
+@pytest.mark.parametrize("shard", ["../x", "/etc/passwd", "", "..\\x", "n" * 300, "missing"])
+def test_an_index_names_files_of_its_folder(tmp_path, shard):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(UserError, match=r"index\.json: tensor a lies in"):
         safetensors_folder.read(tmp_path)

@@ -247,7 +247,7 @@ def test_any_text_is_taken_or_refused(table):
 
 
 def test_files(tmp_path):
-    with pytest.raises(UserError, match=r"none\.csv.*No such file.*a line for each rank"):
+    with pytest.raises(UserError, match=r"none\.csv.*there is no file.*a line for each rank"):
         read_csv(tmp_path / "none.csv")
     (tmp_path / "empty.csv").write_text("\n\n")
     with pytest.raises(UserError, match="got an empty file"):

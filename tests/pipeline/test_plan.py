@@ -110,7 +110,7 @@ def test_schedules_of_updates_and_of_files(tmp_path):
     for request in (plan, PipelinePlan.parse("1f1b:4x8")):
         with pytest.raises(UserError, match="a schedule for 4 devices, but the pipe axis has 8"):
             request.schedule(ranks=8)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="there is no file"):
         PipelinePlan.parse("file:nowhere.csv").schedule()
     with pytest.raises(UserError, match="auto:4: its schedule is not chosen yet"):
         PipelinePlan.parse("auto:4").schedule()

@@ -29,6 +29,15 @@ def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
             yield rank, first_slot + 2 * ranks - 1 - stage, Action(Kind.B, stage, microbatch)
 
 
+def _refuse(ranks: int, microbatches: int, chunks: int) -> None:
+    """Raise UserError if p is odd, or m is not a multiple of p."""
+    if ranks % 2:
+        raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
+    if microbatches % ranks:
+        expectation = f"expected a multiple of {ranks}, the number of devices: microbatches come in units of {ranks}"
+        raise UserError(f"schedule chimera: got {microbatches} microbatches, {expectation}")
+
+
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Make the schedule with two pipelines in opposite directions.
 
@@ -39,11 +48,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     Raises:
         UserError: p is odd, or m is not a multiple of p.
     """
-    if ranks % 2:
-        raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
-    if microbatches % ranks:
-        expectation = f"expected a multiple of {ranks}, the number of devices: microbatches come in units of {ranks}"
-        raise UserError(f"schedule chimera: got {microbatches} microbatches, {expectation}")
+    _refuse(ranks, microbatches, chunks=2)
     down_route = tuple(range(ranks))
     return Schedule(
         name="chimera",
@@ -56,4 +61,6 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     )
 
 
-METHOD = Method("chimera", "two pipelines in opposite directions, two copies of the weights", chimera, chunks=2)
+METHOD = Method(
+    "chimera", "two pipelines in opposite directions, two copies of the weights", chimera, chunks=2, refuse=_refuse
+)

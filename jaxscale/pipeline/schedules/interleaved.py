@@ -28,6 +28,12 @@ def groups(ranks: int, microbatches: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
+def _refuse(ranks: int, microbatches: int, chunks: int) -> None:
+    """Raise UserError if v is 1."""
+    if chunks < 2:
+        raise UserError(f"schedule interleaved: got v={chunks}, expected 2 or more; 1f1b has one stage for each device")
+
+
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Make the schedule of 1F1B with v stages per rank.
 
@@ -39,8 +45,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     Raises:
         UserError: v is 1.
     """
-    if chunks < 2:
-        raise UserError(f"schedule interleaved: got v={chunks}, expected 2 or more; 1f1b has one stage for each device")
+    _refuse(ranks, microbatches, chunks)
     microbatch_groups, pass_count = groups(ranks, microbatches), chunks * microbatches
     orders, max_activations = [], []
     for rank in range(ranks):
@@ -54,4 +59,4 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     return single_route("interleaved", orders, microbatches, max_activations, route=(*range(ranks),) * chunks)
 
 
-METHOD = Method("interleaved", "1F1B with v stages a device", interleaved, chunks=2, interleaves=True)
+METHOD = Method("interleaved", "1F1B with v stages a device", interleaved, chunks=2, interleaves=True, refuse=_refuse)

@@ -13,6 +13,13 @@ from jaxscale.pipeline.orders import Schedule, Versions
 from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
+def _refuse(ranks: int, microbatches: int, chunks: int) -> None:
+    """Raise UserError if there are fewer microbatches than devices."""
+    if microbatches < ranks:
+        reason = f"got {microbatches} microbatches per update, expected at least {ranks}, the number of devices"
+        raise UserError(f"schedule 2bw: {reason}, because two versions of the weights suffice only then")
+
+
 def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
     """Make the asynchronous schedule of 1F1B with an update after every M microbatches and two versions of the weights.
 
@@ -24,11 +31,11 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
     Raises:
         UserError: there are fewer microbatches than devices.
     """
-    if microbatches < ranks:
-        reason = f"got {microbatches} microbatches per update, expected at least {ranks}, the number of devices"
-        raise UserError(f"schedule 2bw: {reason}, because two versions of the weights suffice only then")
+    _refuse(ranks, microbatches, chunks=1)
     versions = Versions(group=microbatches, backward="forward", lag=1)
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="2bw", versions=versions)
 
 
-METHOD = Method("2bw", "1F1B without end, an update per M microbatches, two versions", two_buffered, steps=True)
+METHOD = Method(
+    "2bw", "1F1B without end, an update per M microbatches, two versions", two_buffered, steps=True, refuse=_refuse
+)

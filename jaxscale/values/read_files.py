@@ -1,0 +1,147 @@
+"""Reads files that others wrote: only regular files, no more bytes than a bound, and JSON of bounded depth.
+
+A device such as /dev/zero never ends, and a pipe may never begin; both are refused before they are opened.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_JSON_BYTES, MAX_JSON_DEPTH
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read_bytes(path: Any, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the bytes of a regular file, local or in a bucket.
+
+    Args:
+        path: path object of the file.
+        max_bytes: the most bytes that the file may have.
+
+    Raises:
+        UserError: there is no such file, it is not a regular file, is too large, or cannot be read.
+    """
+    try:
+        if "://" not in os.fspath(path):
+            check_regular(path, max_bytes)
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}; check the path, and that you may read it"
+        ) from None
+    except UserError:
+        raise
+    except ValueError as error:  # a NUL in the path, or a text that has no bytes in the file system's encoding
+        raise UserError(f"cannot read {path}: its name is not that of a file ({error})") from None
+    if len(content) > max_bytes:
+        raise UserError(f"{path} has {len(content):,} bytes, expected at most {max_bytes:,}")
+    return content
+
+
+def check_regular(path: Any, max_bytes: int | None = None) -> int:
+    """Return the number of bytes of a regular local file.
+
+    Args:
+        path: path of the file.
+        max_bytes: the most bytes that the file may have; `None` for no limit.
+
+    Raises:
+        UserError: the path is a folder, a device, a pipe or a socket, or the file is too large.
+        OSError: there is no such file, or it cannot be reached.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        raise UserError(f"{path} is {kind}, expected a regular file; copy the content to a file first")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise UserError(f"{path} has {status.st_size:,} bytes, expected at most {max_bytes:,}")
+    return status.st_size
+
+
+def is_regular(path: Any) -> bool:
+    """Return whether a path leads to a regular file; false also for a name that no file can have.
+
+    Example:
+        >>> is_regular("/dev/zero"), is_regular("n" * 300), is_regular("a\\0b")
+        (False, False, False)
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def parse_json(text: str | bytes, place: str) -> Any:
+    """Return the values of a JSON text.
+
+    Args:
+        text: the text, or its bytes in UTF-8.
+        place: name of the file, with which messages begin.
+
+    Raises:
+        UserError: the text is not JSON in UTF-8, is nested too deeply, or has a whole number of thousands of digits.
+
+    Example:
+        >>> parse_json('{"a": [1]}', "a.json")
+        {'a': [1]}
+        >>> parse_json("[" * 100_000, "a.json")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: a.json: its JSON is nested too deeply, expected at most 64 levels
+    """
+    try:
+        values = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise _too_deep(place) from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        if "integer string conversion" in str(error):
+            error = ValueError("a whole number has more than 4,300 digits")
+        raise UserError(f"{place} is not JSON: {error}") from None
+    if _is_deeper(values, MAX_JSON_DEPTH):
+        raise _too_deep(place)
+    return values
+
+
+def _too_deep(place: str) -> UserError:
+    """Return the error for JSON of too many levels."""
+    return UserError(f"{place}: its JSON is nested too deeply, expected at most {MAX_JSON_DEPTH} levels")
+
+
+def _is_deeper(values: Any, depth: int) -> bool:
+    """Return whether JSON values have more than `depth` nested levels."""
+    level = [values]
+    for _ in range(depth + 1):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return False
+        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text of at most 18 digits from 0 to 9 gives; `None` for any other text.
+
+    `str.isdigit` accepts superscripts, for which `int` raises an error, and any number of digits.
+
+    Example:
+        >>> whole_number("12"), whole_number("\\N{SUPERSCRIPT TWO}"), whole_number("-1"), whole_number("9" * 5000)
+        (12, None, None, None)
+    """
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def is_name_too_long(error: OSError) -> bool:
+    """Return whether an error of the operating system is about a name of more than 255 bytes."""
+    return error.errno == errno.ENAMETOOLONG
