@@ -22,6 +22,7 @@ from jaxscale.checkpoint.verified import (
     Restored,
     digest,
     first_line,
+    is_out_of_device_memory,
     read_content,
     restore_silently,
 )
@@ -398,7 +399,7 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if is_out_of_device_memory(error):
                 raise
             try:
                 steps = self.steps()

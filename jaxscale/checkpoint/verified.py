@@ -147,7 +147,7 @@ def _load(path: Any, array_facts: Mapping[str, Any], abstract_leaves: Mapping[st
             loaded_arrays = ocp.load(readable_path, abstract_arrays)
         return jax.block_until_ready({name: loaded_arrays[name] for name in abstract_leaves})
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_device_memory(error):
             raise
         raise DamagedError("the arrays cannot be read: a file is missing, incomplete or changed") from error
 
@@ -222,6 +222,17 @@ def _cast(arrays: dict[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[st
 def digest(content: Any) -> str:
     """Return the SHA-256 of a description in JSON, as hexadecimal text."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def is_out_of_device_memory(error: BaseException) -> bool:
+    """Return whether an error reports a full device memory; TensorStore reports a full disk by the same status.
+
+    Example:
+        >>> is_out_of_device_memory(ValueError("RESOURCE_EXHAUSTED: Failed to write [os_error_code='28']"))
+        False
+    """
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text and "os_error_code" not in text
 
 
 def first_line(error: BaseException) -> str:

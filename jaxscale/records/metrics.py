@@ -18,9 +18,8 @@ import re
 import struct
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args, overload
 
-from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
 from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import parse_json
@@ -149,13 +148,15 @@ def decode(line: bytes) -> dict[str, Any]:
     """Return the row in a line of JSON, as the inverse of `encode`.
 
     Raises:
-        ValueError: the line is not a JSON object with `step` and `kind`.
+        ValueError: the line is not a JSON object with `step`, `kind` and, in an event, `name`.
     """
     row = parse_json(line, "the line")
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not isinstance(row.get("kind"), str):
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row.get("kind") not in get_args(RowKind):
         raise ValueError("not a JSON object with step and kind")
-    if abs(row["step"]) > MAX_INT64 or (row["kind"] == "event" and not isinstance(row.get("name", ""), str)):
-        raise ValueError("not a JSON object with a step that is a number of updates, and a name that is a text")
+    if abs(row["step"]) > MAX_INT64:
+        raise ValueError("its step is no number of updates")
+    if row["kind"] == "event" and not isinstance(row.get("name"), str):
+        raise ValueError("an event without a name")
     nonfinite_texts = row.pop("nonfinite", None) or {}
     if not isinstance(nonfinite_texts, dict) or not all(isinstance(text, str) for text in nonfinite_texts.values()):
         raise ValueError("its nonfinite is not a JSON object of texts")
@@ -171,10 +172,7 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 
     Returns:
         The valid rows, in the order in which they were written; the train rows, and the eval rows, are in the order of
-        their steps. Without a file, there are no rows.
-
-    Raises:
-        UserError: a line other than the last one is not a row.
+        their steps. Without a file, there are no rows. Lines that cannot be read are left out (`unreadable_lines`).
     """
     return MetricsRows(row for row in _valid_rows(read_rows(directory)) if kind is None or row["kind"] == kind)
 
@@ -182,25 +180,52 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 def read_rows(directory: Any) -> list[dict[str, Any]]:
     """Return all rows of a run in the order in which they were written, those too that a later `resume` made invalid.
 
-    Raises:
-        UserError: a line other than the last one is not a row.
+    Lines that cannot be read are left out.
     """
+    return _read(directory)[0]
+
+
+def unreadable_lines(directory: Any) -> str:
+    """Return a line of text on the lines of metrics.jsonl that cannot be read; "" if all of them can.
+
+    A last line without its end is not counted, since a run in progress may be writing it.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / FILE).write_text("torn\\n" + 3 * '{"step": 1, "kind": "train"}\\n')
+        >>> unreadable_lines(folder)
+        'metrics.jsonl: 1 of 4 lines cannot be read (line 1) and is left out'
+    """
+    _, line_numbers, line_count = _read(directory)
+    if not line_numbers:
+        return ""
+    places_text = ", ".join(map(str, line_numbers[:8])) + (", ..." if len(line_numbers) > 8 else "")
+    is_one = len(line_numbers) == 1
+    return (
+        f"{FILE}: {len(line_numbers)} of {line_count} lines cannot be read "
+        f"(line{'s' * (not is_one)} {places_text}) and {'is' if is_one else 'are'} left out"
+    )
+
+
+def _read(directory: Any) -> tuple[list[dict[str, Any]], list[int], int]:
+    """Return all rows of a run, the numbers of the lines that cannot be read, and the number of lines."""
     path = run_path(directory) / FILE
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], [], 0
     rows: list[dict[str, Any]] = []
+    unreadable_numbers: list[int] = []
     for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             rows.append(decode(line))
-        except ValueError as error:
-            if any(later_line.strip() for later_line in lines[line_number:]):
-                raise UserError(
-                    f"{path}, line {line_number}: expected a JSON object ({error}): delete that line"
-                ) from None
-    return rows
+        except ValueError:
+            if line_number < len(lines):
+                unreadable_numbers.append(line_number)
+    return rows, unreadable_numbers, len(lines) - (not lines[-1])
 
 
 def last_logged_step(directory: Any) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale.recipe.kernels import platform_and_kernels
 from jaxscale.recipe.plan_json import upgrade
-from jaxscale.records.metrics import MetricsRows, read_metrics
+from jaxscale.records.metrics import MetricsRows, read_metrics, unreadable_lines
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import run_path
 from jaxscale.values.read_files import parse_json, read_bytes
@@ -52,15 +52,13 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Any) -> "RunRecord":
-        """Read the files in a run's folder.
-
-        Raises:
-            UserError: a line of metrics.jsonl other than the last one is broken.
-        """
+        """Read the files in a run's folder."""
         folder = run_path(directory)
         unread_lines: list[str] = []
         file_names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
         experiment, plan, layout, source = (_read_json(folder / name, unread_lines) for name in file_names)
+        if metrics_note := unreadable_lines(directory):
+            unread_lines.append(metrics_note)
         return cls(
             directory=str(directory),
             metrics=read_metrics(directory),

@@ -53,9 +53,6 @@ def write_report(run_dir: Any) -> Any:
     Returns:
         The path of report.html.
 
-    Raises:
-        UserError: a line of metrics.jsonl other than the last one is broken.
-
     Example:
         >>> import tempfile
         >>> write_report(tempfile.mkdtemp()).name

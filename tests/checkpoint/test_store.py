@@ -293,3 +293,20 @@ def test_a_copy_that_does_not_fit_is_told():
     assert "The state and its copy need 11.0 GB, but the device has 10.0 GB" in told
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, None) is None
+
+
+@pytest.mark.parametrize("is_disk", [True, False])
+def test_a_full_disk_is_explained_and_a_full_device_is_not(tmp_path, monkeypatch, is_disk):
+    disk_text = "RESOURCE_EXHAUSTED: Failed to write 3675 bytes: No space left on device [os_error_code='28']"
+    text = disk_text if is_disk else "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1024 bytes."
+
+    def fail(*_, **__):
+        raise ValueError(text)
+
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.save_arrays({"x": jnp.ones(3)}, Description(1, 1, None, "toy"), wait=True)
+    monkeypatch.setattr("orbax.checkpoint.v1.save_async", fail)
+    message = "cannot write checkpoints to .*No space left.*step 1 is intact" if is_disk else "Out of memory"
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoints.save_arrays({"x": jnp.ones(3)}, Description(2, 2, None, "toy"))
+    assert isinstance(caught.value, UserError) == is_disk

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.errors import UserError
 from jaxscale.records import storage
 from jaxscale.records.metrics import FILE, MetricsLog, decode, drop_torn_line, encode, read_metrics
+from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample, append_sample, read_samples
+from jaxscale.report.page import write_report
+from jaxscale.report.summary import summary
 
 
 def strict(text):
@@ -110,12 +112,33 @@ def test_nothing_is_cut_off_a_whole_file(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
-    (tmp_path / FILE).write_bytes(
-        encode({"step": 1, "kind": "train"}) + b"nonsense\n" + encode({"step": 2, "kind": "train"})
-    )
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
-        read_metrics(tmp_path)
+DAMAGE = {
+    "garbage": b"\x80\xff\x00garbage",
+    "half a line": b'{"step": 2, "ki',
+    "NUL bytes": b"\0" * 5000,
+    "no object": b"[1, 2]",
+    "no step": b'{"kind": "train"}',
+    "a step of text": b'{"step": "2", "kind": "train"}',
+    "a step that is a truth value": b'{"step": true, "kind": "train"}',
+    "an unknown kind": b'{"step": 2, "kind": ["train"]}',
+    "an event without a name": b'{"step": 2, "kind": "event"}',
+    "texts that are no numbers": b'{"step": 2, "kind": "train", "nonfinite": {"loss": "x"}}',
+    "nonfinite that is no object": b'{"step": 2, "kind": "train", "nonfinite": [1]}',
+    "too many digits": b'{"step": ' + b"9" * 5000 + b', "kind": "train"}',
+    "nested too deeply": b"[" * 100_000,
+    "huge": b"x" * 2_000_000,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_broken_line_in_the_middle_is_left_out_and_counted(tmp_path, name):
+    lines = [encode({"step": step, "kind": "train", "time": 1.0, "loss": 1.0}) for step in (1, 2)]
+    (tmp_path / FILE).write_bytes(lines[0] + DAMAGE[name] + b"\n" + lines[1])
+    assert read_metrics(tmp_path).column("step").tolist() == [1, 2]
+    note = "metrics.jsonl: 1 of 3 lines cannot be read (line 2) and is left out"
+    assert RunRecord.read(tmp_path).unread == (note,)
+    assert "1 of 3 lines cannot be read" in " ".join(summary(tmp_path, width=200).split())
+    assert note in write_report(tmp_path).read_text()
 
 
 def test_no_file_gives_no_rows(tmp_path):
