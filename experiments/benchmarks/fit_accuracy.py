@@ -336,7 +336,9 @@ def main() -> None:
         figures += column.figures(blind, "models not fitted") + column.figures(found, "all") + column.verdicts(found)
     holds = show(figures, "Estimates of train steps against their compilers")
     if args.write:
-        told = {"factors": {kind: {"packing": value} for kind, value in factor.items()}}
+        sections = json.loads(accuracy.FILE.read_text()) if accuracy.FILE.exists() else {}
+        told = {"held out": sections.get("held out", {})}  # `fit_cases.py` writes this section
+        told["factors"] = {kind: {"packing": value} for kind, value in factor.items()}
         for name, column in zip(("accuracy", "compiled"), columns, strict=True):
             off = {kind: [abs(column.off(one)) for one in column.guesses if one.kind == kind] for kind in factor}
             told[name] = {

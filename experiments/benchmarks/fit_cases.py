@@ -1,28 +1,45 @@
-"""Train steps on which estimates are judged, drawn so that every pair of settings occurs together.
+"""How far `jaxscale fit` is off on train steps that were drawn so that every pair of settings occurs together.
 
-    python experiments/benchmarks/fit_cases.py      # list the cases, and which of them nothing may be fitted on
+    python experiments/benchmarks/fit_cases.py             # judge the estimates of what was recorded
+    python experiments/benchmarks/fit_cases.py --write     # and write the errors on held-out cases, which fit prints
+    python experiments/benchmarks/fit_cases.py --record    # compile what is not in fit_cases.jsonl yet
+    python experiments/benchmarks/fit_cases.py --tiny      # judge three cases
 
 A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a number of microbatches, a memory rule
 and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that
 covers the most pairs of values that no earlier case has. A case is held out, so that nothing may be fitted on it, if
 the SHA-256 of its name is divisible by 3.
 
+Recording needs libtpu and the CUDA plugin (extras aot-tpu and aot-gpu), and about 45 s of one core per case.
+
 References:
     Cohen, Dalal, Fredman, Patton: The AETG system, 1997 (greedy covers of pairs).
 """
 
+import argparse
 import dataclasses
 import hashlib
 import itertools
+import json
 import random
+import statistics
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from figures import Figure, show
+
+from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
-from jaxscale.planning.program import described_step
+from jaxscale.planning import accuracy
+from jaxscale.planning.estimate import of_step
+from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.records.source import load_file
+from jaxscale.state.batches import batch_shapes
 
 MODELS = Path(__file__).with_name("fit_models.py")
+RECORDING = Path(__file__).with_name("fit_cases.jsonl")
 SEED = 23
 COUNT = 54
 CANDIDATES = 40
@@ -131,6 +148,81 @@ def designed_cases(count: int = COUNT, seed: int = SEED) -> list[Case]:
     return cases
 
 
+def recorded_rows() -> dict[Case, dict[str, Any]]:
+    """Return what the compilers reported, by case; a case that a compiler refused has only the key `refused`."""
+    rows = (json.loads(line) for line in RECORDING.read_text().splitlines()) if RECORDING.exists() else ()
+    return {Case(**row["case"]): row for row in rows}
+
+
+def record() -> None:
+    """Compile the cases that are not recorded yet, and append each one as soon as it is compiled."""
+    known_cases = recorded_rows()
+    for case in designed_cases():
+        if case in known_cases:
+            continue
+        _, source = load_file(MODELS, case.model, case.overrides)
+        report = compile_report(partial(lowered_step, make=source.remake), case.platform)
+        row: dict[str, Any] = {"case": dataclasses.asdict(case)}
+        if report.device_bytes is None:
+            row["refused"] = str(report.crashed or report.oom)[:200]
+        else:
+            row |= {"arguments": report.argument_bytes, "temporaries": report.temp_bytes}
+            row |= {"device": report.device_bytes, "versions": dict(report.versions)}
+        with RECORDING.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(case.name, report.device_bytes, flush=True)
+
+
+def relative_error(case: Case, device_bytes: int) -> float:
+    """Return by how much the estimate of a case is too high, as a share of the bytes that the compiler reports."""
+    experiment, _ = load_file(MODELS, case.model, case.overrides)
+    platform = Platform.parse(case.platform)
+    step_estimate = of_step(described_step(experiment, platform), batch_shapes(experiment), platform)
+    return step_estimate.device_bytes / device_bytes - 1
+
+
+def main() -> None:
+    """Record, or judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="compile what was not recorded yet")
+    parser.add_argument("--write", action="store_true", help="write what fit prints")
+    parser.add_argument("--tiny", action="store_true", help="three cases")
+    args = parser.parse_args()
+    if args.record:
+        record()
+        return
+    rows = {case: row for case, row in recorded_rows().items() if "device" in row}
+    error_by_case: dict[Case, float] = {}
+    for case, row in list(rows.items())[: 3 if args.tiny else None]:
+        error_by_case[case] = relative_error(case, row["device"])
+        print(f"{error_by_case[case]:+8.1%}  {'held out' if case.is_held_out else '':8}  {case.name}", flush=True)
+    figures = []
+    for which, is_held_out in (("held out", True), ("others", False)):
+        errors = [error for case, error in error_by_case.items() if case.is_held_out == is_held_out]
+        if not errors:
+            continue
+        figures += [
+            Figure(f"programs, {which}", len(errors), "programs"),
+            Figure(f"median off, {which}", statistics.median(map(abs, errors)), "", 0.05),
+            Figure(f"worst off, {which}", max(map(abs, errors)), "", 0.25),
+            Figure(f"worst under-estimate, {which}", -min([*errors, 0.0]), ""),
+            Figure(f"beyond 15 %, {which}", sum(abs(error) > 0.15 for error in errors), "programs", 1),
+        ]
+    show(figures, "Estimates of drawn train steps against their compilers")
+    if args.write:
+        sections = json.loads(accuracy.FILE.read_text())
+        sections["held out"] = {}
+        for kind in ("tpu", "gpu"):
+            errors = [
+                abs(e) for case, e in error_by_case.items() if case.is_held_out and case.platform.startswith(kind)
+            ]
+            sections["held out"][kind] = {
+                "programs": len(errors),
+                "median": statistics.median(errors),
+                "worst": max(errors),
+            }
+        accuracy.FILE.write_text(json.dumps(sections, indent=2) + "\n")
+
+
 if __name__ == "__main__":
-    for designed_case in designed_cases():
-        print("held out" if designed_case.is_held_out else "        ", designed_case.name)
+    main()

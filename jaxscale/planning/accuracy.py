@@ -1,6 +1,7 @@
 """Recorded errors of memory estimates, and factors fitted to compiled programs.
 
-`experiments/benchmarks/fit_accuracy.py --write` writes the errors and the factors to `accuracy.json`.
+`experiments/benchmarks/fit_accuracy.py --write` writes the errors on the calibration set and the factors to
+`accuracy.json`; `experiments/benchmarks/fit_cases.py --write` adds the errors on cases that nothing is fitted on.
 """
 
 import dataclasses
@@ -50,6 +51,7 @@ class Accuracy:
         worst: largest absolute error, as a share of the compiled bytes.
         compiled: whether the piece that needs the most memory was compiled.
         pipelined: whether the programs have a pipeline.
+        held_out: whether nothing was fitted on the programs.
     """
 
     programs: int
@@ -57,9 +59,11 @@ class Accuracy:
     worst: float
     compiled: bool = False
     pipelined: bool = False
+    held_out: bool = False
 
     def __str__(self) -> str:
         step_kind = "pipelined train steps" if self.pipelined else "train steps"
+        step_kind += " that nothing was fitted on" * self.held_out
         condition = ", with the piece that needs the most memory compiled," if self.compiled else ""
         return (
             f"estimates of {self.programs} compiled {step_kind}{condition} were off by {self.median:.0%} in the "
@@ -90,6 +94,12 @@ def recorded_accuracy(kind: str, *, compiled: bool = False, pipelined: bool = Fa
     section_name = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
     fields = _recorded_sections().get(section_name, {}).get(kind)
     return None if fields is None else Accuracy(**fields, compiled=compiled, pipelined=pipelined)
+
+
+def held_out_accuracy(kind: str) -> Accuracy | None:
+    """The recorded errors on cases that nothing was fitted on, by the formula alone; `None` if none are recorded."""
+    fields = _recorded_sections().get("held out", {}).get(kind)
+    return None if fields is None else Accuracy(**fields, held_out=True)
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:

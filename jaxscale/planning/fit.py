@@ -194,6 +194,8 @@ class Fit:
     def _known_accuracy(self) -> accuracy.Accuracy | None:
         """The recorded errors of estimates like this one; `None` if none are recorded."""
         compiled, pipelined = bool(self.estimate.compiled_pieces), self.estimate.plan.pipeline is not None
+        if not compiled and not pipelined:
+            return accuracy.held_out_accuracy(self.platform.chip.kind)
         return accuracy.recorded_accuracy(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     def svg(self) -> str:

@@ -17,6 +17,15 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
     assert ("with the piece that needs the most memory compiled" in str(found)) == compiled
 
 
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+def test_fit_prints_the_errors_on_cases_that_nothing_was_fitted_on(kind):
+    held_out = accuracy.held_out_accuracy(kind)
+    assert held_out is not None
+    assert held_out.programs >= 8
+    assert "train steps that nothing was fitted on were off by" in str(held_out)
+
+
 def test_what_was_not_recorded():
     assert accuracy.recorded_accuracy("cpu") is None
+    assert accuracy.held_out_accuracy("cpu") is None
     assert accuracy.factors("cpu") == accuracy.Factors()
