@@ -23,6 +23,7 @@ from jaxscale.checkpoint.verified import (
     digest,
     first_line,
     is_out_of_device_memory,
+    is_step_name,
     read_content,
     restore_silently,
 )
@@ -92,7 +93,7 @@ class Checkpoints:
         """Return the steps of the committed checkpoints, in increasing order."""
         if not self.folder.is_dir():
             return []
-        paths = (path for path in self.folder.iterdir() if path.name.isdigit())
+        paths = (path for path in self.folder.iterdir() if is_step_name(path.name))
         return sorted(int(path.name) for path in paths if not is_remote(path) or (path / COMMITTED).exists())
 
     def describe(self, step: int) -> Description:
@@ -371,7 +372,7 @@ class Checkpoints:
         """Remove half-written checkpoints of a killed run."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
             is_partial = _UNFINISHED_MARK in path.name
-            if is_remote(path) and path.name.isdigit():  # in a bucket, a committed folder has the file COMMITTED
+            if is_remote(path) and is_step_name(path.name):  # in a bucket, a committed folder has the file COMMITTED
                 is_partial = not (path / COMMITTED).exists()
             if is_partial and path.is_dir():
                 path.rmtree(missing_ok=True)

@@ -18,6 +18,7 @@ from typing import Any
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
 from jaxscale.errors import UserError
 from jaxscale.records.processes import call_on_all
+from jaxscale.values.read_files import whole_number
 
 FORMAT = 1
 """Version of the checkpoint format. `read_content` raises an error for a checkpoint of a newer format."""
@@ -179,7 +180,19 @@ def read_content(path: Any) -> dict[str, Any]:
             f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
             f"up to {FORMAT}: install a newer jaxscale"
         )
+    if is_step_name(path.name) and int(path.name) != content["step"]:
+        raise DamagedError(f"the folder's name is {path.name}, but its content is of step {content['step']}")
     return content
+
+
+def is_step_name(name: str) -> bool:
+    """Return whether the name of a folder is that of a checkpoint: the digits 0 to 9 alone, at most 18 of them.
+
+    Example:
+        >>> is_step_name("00000500"), is_step_name("00000500.damaged"), is_step_name("\\N{SUPERSCRIPT TWO}")
+        (True, False, False)
+    """
+    return whole_number(name) is not None
 
 
 def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:

@@ -87,7 +87,7 @@ def members_of(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ..
     members_by_list: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         parent, _, name = path.rpartition("/")
-        if name.isdecimal():
+        if name.isascii() and name.isdecimal():
             members_by_list[parent].append(path)
     if list_path not in members_by_list:
         raise unknown("list of blocks", blocks, members_by_list)

@@ -100,7 +100,7 @@ def host_memory() -> int | None:
             limit_text = file.read().strip()
     except OSError:
         return total_bytes
-    return min(total_bytes, int(limit_text)) if limit_text.isdecimal() else total_bytes
+    return min(total_bytes, int(limit_text)) if limit_text.isascii() and limit_text.isdecimal() else total_bytes
 
 
 def _measured_fields(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:

@@ -20,7 +20,14 @@ from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import last_logged_step
-from jaxscale.records.processes import check_processes_agree, check_shared_folder, is_first, process_index, wait_for_all
+from jaxscale.records.processes import (
+    check_processes_agree,
+    check_shared_folder,
+    is_first,
+    process_index,
+    send_from_first,
+    wait_for_all,
+)
 from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
 from jaxscale.training import endings
@@ -204,13 +211,11 @@ class _Training:
             check_shared_folder(self.folder)
             settings = self.experiment.checkpoint
             self.earlier = EarlierRun.read(self.folder, self.experiment)
-            if self.earlier is not None:
-                checkpoint_steps = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False).steps()
-                if checkpoint_steps and checkpoint_steps[-1] >= self.experiment.steps:
-                    return self._show_finished(checkpoint_steps[-1])
             wait_for_all("the directory is checked")
             if has_run:
                 self._prepare()
+            if self.earlier is not None and (last_step := self._finished_step()) is not None:
+                return self._show_finished(last_step)
             if self.earlier is None:
                 self._write_values()
             self._last_earlier_step = last_logged_step(self.folder) if is_first() else 0
@@ -236,6 +241,22 @@ class _Training:
             write_tokenizer(self.folder, self.data.tokenizer)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
+
+    def _finished_step(self) -> int | None:
+        """Return the step of the newest undamaged checkpoint if no step is left to do after it, else `None`.
+
+        The checkpoint's arrays are read and compared with their checksums, because the name of a folder proves nothing.
+        """
+        checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False)
+        if max(send_from_first(checkpoints.steps()), default=0) < self.experiment.steps:
+            return None
+        messages: list[str] = []
+        restored = checkpoints.restore_arrays(self.step.canonical_abstract(), say=messages.append)
+        if restored is None or restored.description.step < self.experiment.steps:
+            return None  # `_restore_state` sets the damaged checkpoints aside, and reports them
+        for message in messages:
+            self.journal.say(message)
+        return restored.description.step
 
     def _show_finished(self, step: int) -> Run:
         """Show the summary of a run that already has a checkpoint of its last step, `step`, and return the run."""
