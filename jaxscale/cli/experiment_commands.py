@@ -60,7 +60,8 @@ class Train:
         experiment, source = load_experiment(self, fields)
         from jaxscale.training.loop import train
 
-        run_dir = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
+        default_name = "-".join(filter(None, (experiment.name, self.variant)))
+        run_dir = str(Path("runs") / default_name) if self.out is None else self.out
         train(
             experiment,
             out=run_dir,

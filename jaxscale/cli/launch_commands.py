@@ -53,7 +53,8 @@ class Launch(Train):
         check_compiler_options(cluster, experiment)
         check_copies(cluster, experiment)
         elastic = elastic_of(cluster, experiment, self.elastic)
-        run_dir = self.out or cluster.run_dir("-".join(filter(None, (experiment.name, self.variant))))
+        default_name = "-".join(filter(None, (experiment.name, self.variant)))
+        run_dir = cluster.run_dir(default_name) if self.out is None else self.out
         if not self.dry_run:
             prepare_directory(run_dir, experiment, self.resume)
         command = self.command_line(fields, run_dir)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from jaxscale.cli.flags import flag, word
 from jaxscale.errors import UserError, near_miss
+from jaxscale.records.storage import check_location, is_remote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +155,10 @@ class ConvertState:
 
 
 def _check_run(run_dir: str) -> None:
-    """Raise UserError if a directory holds no run; the message suggests similar run directories."""
+    """Raise UserError if a directory cannot be, or holds no run; the message suggests similar run directories."""
+    check_location(run_dir)
     path = Path(run_dir)
-    if "://" in run_dir or (path / "experiment.json").is_file():
+    if is_remote(run_dir) or (path / "experiment.json").is_file():
         return
     known_dirs = [
         str(file.parent) for parent in {path.parent, Path("runs")} for file in parent.glob("*/experiment.json")

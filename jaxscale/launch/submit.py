@@ -16,7 +16,7 @@ from jaxscale.launch.status import follow
 from jaxscale.launch.watch import STOP, heartbeats_folder, parse_timeouts
 from jaxscale.records import directory as run_files
 from jaxscale.records.attempts import read_attempts
-from jaxscale.records.storage import is_remote
+from jaxscale.records.storage import check_location, is_remote
 
 FOLLOW_SECONDS = 5.0
 """Seconds between two looks at a job and its log."""
@@ -109,6 +109,7 @@ def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
         UserError: the directory holds a run of another experiment, another process works on it, or it cannot be
             renamed from here.
     """
+    check_location(run_dir)
     path = run_files.run_path(run_dir)
     if resume == "never" and not is_remote(run_dir) and not Path(run_dir).absolute().parent.exists():
         raise UserError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale import values
 from jaxscale.errors import UserError
-from jaxscale.records.storage import is_remote, run_path
+from jaxscale.records.storage import check_location, is_remote, run_path
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -117,6 +117,7 @@ def existing_run(directory: Any) -> Any:
     Raises:
         UserError: the directory holds no run.
     """
+    check_location(directory)
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
         raise UserError(f"{path} holds no run: expected {EXPERIMENT} there; give the directory of a run")

@@ -15,11 +15,17 @@ Amazon with their credentials, errors and speed, and several processes in one bu
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_NAME_BYTES
+
+BUCKET_SCHEMES = ("gs", "s3")
+"""Schemes of the buckets in which a run can be."""
 UPLOAD_SECONDS = 30.0
 """Seconds between two uploads of a growing file to a bucket."""
 
@@ -46,6 +52,47 @@ def run_path(path: Any) -> Any:
     from etils import epath
 
     return epath.Path(path)
+
+
+def check_location(path: Any) -> None:
+    """Refuse a path at which no run directory can be: checked before anything is traced, for local paths and buckets.
+
+    Raises:
+        UserError: the path is empty or too long, has an unknown scheme, leads through a file, or is in a bucket that
+            cannot be reached from here.
+
+    Example:
+        >>> check_location("http://host/run")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: http://host/run: got the scheme 'http', expected a local path, gs:// or s3://
+    """
+    text = os.fspath(path)
+    if not text.strip() or "\0" in text:
+        raise UserError(f"got the path {text!r}, expected the path of a folder, such as runs/first")
+    if is_remote(text):
+        scheme = text.partition("://")[0]
+        if scheme not in BUCKET_SCHEMES:
+            raise UserError(f"{text}: got the scheme {scheme!r}, expected a local path, gs:// or s3://")
+        try:
+            run_path(text).exists()
+        except ImportError as error:
+            raise UserError(f"{text}: a package is missing ({error}): pip install 'jaxscale[remote]'") from None
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{text} cannot be reached: {reason}; check the name, the network and the login") from None
+        return
+    local_path = Path(text)
+    longest_name = max(local_path.parts, key=lambda name: len(os.fsencode(name)), default="")
+    if len(os.fsencode(longest_name)) > MAX_NAME_BYTES:
+        byte_count = len(os.fsencode(longest_name))
+        raise UserError(
+            f"{text[:40]}...: a name in the path has {byte_count:,} bytes, expected at most {MAX_NAME_BYTES}"
+        )
+    for ancestor in (local_path, *local_path.parents):
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(ancestor.stat().st_mode):
+                return
+            raise UserError(f"{text}: {ancestor} is a file, expected a folder; choose another path")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from jaxscale.records.processes import (
     wait_for_all,
 )
 from jaxscale.records.source import Source
-from jaxscale.records.storage import run_path
+from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
@@ -113,8 +113,10 @@ def train(
         check_metrics(metrics)
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
+    run_dir = run_files.default_directory(experiment) if out is None else out
+    check_location(run_dir)
     start_backend(is_watched=True)
-    folder = run_path(run_files.default_directory(experiment) if out is None else out)
+    folder = run_path(run_dir)
     heartbeat.set_phase("preparing")
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display, callbacks)

@@ -1,0 +1,43 @@
+"""Paths at which no run directory can be: one sentence and exit code 2, before anything is traced."""
+
+import pytest
+
+from jaxscale.cli.main import main
+
+EXPERIMENT = """
+from jaxscale import Experiment
+from jaxscale.data import Text
+from jaxscale.models import Decoder
+
+
+def experiment():
+    return Experiment("tiny", Decoder(vocab=256, context=16, layers=1, embed=16, heads=2), Text("text.txt", context=16))
+"""
+LOCATIONS = [
+    ("", "got the path '', expected the path of a folder"),
+    ("  ", "got the path '  '"),
+    ("http://host/run", "got the scheme 'http', expected a local path, gs:// or s3://"),
+    ("gc://bucket/run", "got the scheme 'gc'"),
+    ("gs://bucket/run", "a package is missing (Please install gcsfs to access Google Storage): pip install"),
+    ("s3://bucket/run", "a package is missing (Install s3fs to access S3): pip install 'jaxscale[remote]'"),
+    ("file.txt", "file.txt is a file, expected a folder"),
+    ("file.txt/runs/a", "file.txt is a file, expected a folder"),
+    ("a/" + "n" * 300, "a name in the path has 300 bytes, expected at most 255"),
+    ("é" * 128, "a name in the path has 256 bytes"),
+]
+COMMANDS = ["train", "generate", "evaluate", "report", "export"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("location", "message"), LOCATIONS)
+def test_a_path_at_which_no_run_can_be_is_one_sentence(tmp_path, monkeypatch, capsys, command, location, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "text.txt").write_text("a text of some words " * 100)
+    (tmp_path / "e.py").write_text(EXPERIMENT)
+    words = {"train": ["e.py", "--out", location], "export": [location, "folder"]}.get(command, [location])
+    assert main([command, *words]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert not output.out
