@@ -382,11 +382,14 @@ def run_subject(subject: str, count: int, chance: random.Random, folder: Path) -
         layout = attempt_count % len(LAYOUTS)
         return Attempt(subject, folder, run, steps, LAYOUTS[layout] if is_varied else PLANS[subject])
 
-    def record_segment(resume_count: int) -> None:
+    def has_checkpoint() -> bool:
+        return any(path.name.isdigit() for path in (run / "checkpoints").glob("*"))
+
+    def record_segment(resume_count: int, is_new: bool) -> None:
         resumed = resume_steps(run)[resume_count:]
         if resumed:
             segments.append((resumed[-1], attempt_count % len(LAYOUTS)))
-        elif not resume_steps(run):
+        elif is_new:  # it began at step 0; an attempt that was killed before it restored trained nothing
             segments[:] = [(0, attempt_count % len(LAYOUTS))]
 
     while sum(counts.values()) < count and attempt_count < 3 * count:
@@ -394,7 +397,7 @@ def run_subject(subject: str, count: int, chance: random.Random, folder: Path) -
         moment = "report" if is_last_kill else moments[(first_moment + attempt_count) % len(moments)]
         if moment == "cache":
             shutil.rmtree(folder / "cache", ignore_errors=True)
-        resume_count, attempt_start = len(resume_steps(run)), time.monotonic()
+        resume_count, is_new, attempt_start = len(resume_steps(run)), not has_checkpoint(), time.monotonic()
         attempt = start()
         code = kill_at(attempt, moment, chance, 1.5 * seconds)
         if code == -signal.SIGKILL:
@@ -403,15 +406,15 @@ def run_subject(subject: str, count: int, chance: random.Random, folder: Path) -
         elif code != 0:
             failure = f"attempt {attempt_count} ended with {code} before {moment}: {attempt.output.read_text()[-600:]}"
             break
-        record_segment(resume_count)
+        record_segment(resume_count, is_new)
         if code == 0:  # the run finished before the kill, so that fewer kills are reported
             break
         attempt_count += 1
     if not failure:
-        resume_count = len(resume_steps(run))
+        resume_count, is_new = len(resume_steps(run)), not has_checkpoint()
         attempt = start()
         code = attempt.end()
-        record_segment(resume_count)
+        record_segment(resume_count, is_new)
         if code != 0:
             failure = f"the killed run ended with {code}: {attempt.output.read_text()[-600:]}"
     if not failure:
