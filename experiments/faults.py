@@ -1,0 +1,98 @@
+"""Faults that are done to tiny runs on purpose, on virtual CPU devices.
+
+    python experiments/faults.py                                all parts that are there, with their full counts
+    python experiments/faults.py --part kills --count 20        a piece: 20 kills
+    python experiments/faults.py --part kills --only DiLoCo --seed 3
+
+Each part runs in a process of its own; a part whose module is missing in `fault_injection/` is reported as absent. The
+seed changes every day and is printed; a case that fails prints the command that repeats it, and the exit code is then
+1. The last line is a JSON object. A kill takes 10 to 15 seconds on a busy machine of two cores, twins included.
+"""
+
+import argparse
+import datetime
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+PARTS: dict[str, tuple[str, str, int, int]] = {
+    "kills": ("kills", "run_kills", 200, 2),
+    "damage": ("damage", "run_damage", 500, 4),
+    "long-run": ("long_run", "run_long", 20_000, 300),
+    "disk": ("disk", "run_disk", 20, 2),
+    "fuzz-files": ("fuzz_files", "run_fuzz_files", 100_000, 200),
+}
+"""Module, function, full count and tiny count of each part. A part whose module is not there is reported as absent."""
+
+
+def main() -> int:
+    """Run the parts, print a row for each case or group of cases, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="one part; may be repeated")
+    parser.add_argument("--count", type=int, help="kills, cases, steps or tries of the part")
+    parser.add_argument("--seed", type=int, help="by default, the day as YYYYMMDD")
+    parser.add_argument("--only", action="append", default=[], help="name of a subject or case; may be repeated")
+    parser.add_argument("--nightly", action="store_true", help="a long run of 100,000 steps")
+    parser.add_argument("--tiny", action="store_true", help="a few cases of each part")
+    arguments = parser.parse_args()
+    seed = int(datetime.date.today().strftime("%Y%m%d")) if arguments.seed is None else arguments.seed
+    parts = arguments.part or list(PARTS)
+    if len(parts) > 1:
+        return _run_in_processes(parts, seed, arguments)
+    summary = run_part(parts[0], seed, arguments)
+    print(json.dumps({name: value for name, value in summary.items() if name != "rows"}))
+    return int(summary["faults"] > 0)
+
+
+def run_part(part: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one part in this process, and return its counts and rows."""
+    module, function, full_count, tiny_count = PARTS[part]
+    count = arguments.count or (tiny_count if arguments.tiny else full_count)
+    if part == "long-run" and arguments.nightly:
+        count = arguments.count or 100_000
+    summary: dict[str, Any] = {"part": part, "seed": seed, "tried": 0, "faults": 0, "rows": []}
+    if importlib.util.find_spec(f"fault_injection.{module}") is None:
+        return {**summary, "absent": True}
+    print(f"{part}: {count:,}, seed {seed}", flush=True)
+    run = getattr(importlib.import_module(f"fault_injection.{module}"), function)
+    start_time = time.monotonic()
+    rows = run(count, seed, arguments.only) if arguments.only else run(count, seed)
+    for row in rows:
+        print(f"{'    ' if row['is_sound'] else 'FAIL'} {row['name']}: {row['outcome']}  {row['detail']}", flush=True)
+        if not row["is_sound"]:
+            replay = row.get("replay", f"--part {part} --count {count} --seed {seed}")
+            print(f"     again: python experiments/faults.py {replay}", flush=True)
+    tried_count = sum(row.get("tried", 1) for row in rows)
+    faults = sum(not row["is_sound"] for row in rows)
+    seconds = round(time.monotonic() - start_time, 1)
+    return {**summary, "tried": tried_count, "faults": faults, "seconds": seconds, "rows": rows}
+
+
+def _run_in_processes(parts: list[str], seed: int, arguments: argparse.Namespace) -> int:
+    """Run each part in a process of its own, so that none can harm another, and return the exit code."""
+    summaries = []
+    for part in parts:
+        words = [sys.executable, __file__, "--part", part, "--seed", str(seed)]
+        words += [f"--{name}" for name in ("nightly", "tiny") if getattr(arguments, name)]
+        words += ["--count", str(arguments.count)] if arguments.count else []
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            line = ""
+            for line in process.stdout:
+                if not line.startswith("{"):
+                    print(line, end="", flush=True)
+        if line.startswith("{") and process.returncode in (0, 1):
+            summaries.append(json.loads(line))
+        else:
+            print(f"FAIL {part}: the process ended with {process.returncode}", flush=True)
+            summaries.append({"part": part, "seed": seed, "tried": 0, "faults": 1, "code": process.returncode})
+    print(json.dumps({summary["part"]: summary for summary in summaries}))
+    return int(any(summary["faults"] for summary in summaries))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
