@@ -14,11 +14,18 @@ from jaxscale.records.storage import check_location, is_remote
 class Generate:
     """Continue a prompt with the model of a run.
 
+    The text of a single sample is printed as it is drawn.
+
     Args:
         run_dir: directory of a run.
         prompt: text to continue.
-        tokens: number of tokens to add.
+        tokens: largest number of tokens to add.
         temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to draw from.
+        top_p: draws from the fewest most likely tokens that have this probability together.
+        min_p: draws from tokens with at least this share of the greatest probability.
+        stop: text before which a continuation ends.
+        samples: number of continuations.
         seed: seed of the random draws.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
     """
@@ -27,29 +34,48 @@ class Generate:
     prompt: str = flag("TEXT", "a new line", default="\n")
     tokens: int = 200
     temperature: float = 0.8
+    top_k: int | None = flag("K", "all tokens")
+    top_p: float | None = flag("P", "all tokens")
+    min_p: float | None = flag("P", "all tokens")
+    stop: str | None = flag("TEXT", "none")
+    samples: int = 1
     seed: int = 0
     best: bool = False
 
     def run(self) -> None:
-        """Check the flags, and print the prompt and its continuation."""
+        """Check the flags, and print the prompt and its continuations."""
         _check_run(self.run_dir)
-        if self.tokens < 1:
-            raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(
-                f"--temperature: got {self.temperature}, expected a number >= 0; 0 takes the most likely token"
-            )
-        if not -(2**31) <= self.seed < 2**31:
-            raise UserError(f"--seed: got {self.seed}, expected a whole number from -2**31 to 2**31 - 1")
+        from jaxscale.generation.sampling import Sampling
+
+        settings = {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "stop": () if self.stop is None else (self.stop,),
+        }
+        try:
+            Sampling(tokens=self.tokens, samples=self.samples, **settings)
+        except UserError as error:
+            name, _, reason = str(error).partition(":")
+            raise UserError(f"--{name.replace('_', '-')}:{reason}") from None
         from jaxscale.training.backend import start_backend
 
         start_backend()
-        from jaxscale.training.generate import generate
+        from jaxscale.training.generate import generate, stream
 
-        continuation = generate(
-            self.run_dir, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed, best=self.best
-        )
-        print(f"{self.prompt}{continuation}")
+        if self.samples == 1:
+            pieces = stream(self.run_dir, self.prompt, self.tokens, best=self.best, **settings)
+            print(self.prompt, end="", flush=True)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+            print()
+            return
+        settings["samples"] = self.samples
+        continuations = generate(self.run_dir, self.prompt, self.tokens, best=self.best, **settings)
+        for number, continuation in enumerate(continuations, start=1):
+            print(f"--- {number} of {self.samples}\n{self.prompt}{continuation}")
 
 
 @dataclasses.dataclass(frozen=True)
