@@ -11,7 +11,7 @@ from jaxscale.checkpoint.store import Checkpoints, Description, Restored
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records import directory as run_files
-from jaxscale.records.storage import run_path
+from jaxscale.records.storage import run_path, write_whole
 
 TOKENIZER = "tokenizer.json"
 """Name of the file that stores the tokenizer of a run's data, so that the model can be used without the data."""
@@ -59,7 +59,7 @@ def read_tokenizer(directory: Any) -> Any:
 def write_tokenizer(directory: Any, tokenizer: Any) -> None:
     """Write the tokenizer of the data to the run directory, if it is not `None` and can be written as JSON."""
     if tokenizer is not None and hasattr(tokenizer, "to_json"):
-        (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+        write_whole(run_path(directory) / TOKENIZER, tokenizer.to_json())
 
 
 def restore_newest(directory: Any, step: Any) -> Restored:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxscale import values
 from jaxscale.errors import UserError
-from jaxscale.records.storage import check_location, is_remote, run_path
+from jaxscale.records.storage import check_location, is_remote, run_path, write_whole
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -181,10 +181,4 @@ def write_values(directory: Any, experiment: "Experiment", plan: "Plan") -> None
 
 def write_json(path: Any, content: Any) -> None:
     """Write a JSON file; if the process is killed meanwhile, the path holds either the whole old or new content."""
-    text = json.dumps(content, indent=2) + "\n"
-    if is_remote(path):
-        path.write_text(text)  # a bucket stores an object whole or not at all
-        return
-    temporary_path = path.with_name(f"{path.name}.half")
-    temporary_path.write_text(text)
-    temporary_path.replace(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")

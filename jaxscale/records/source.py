@@ -27,7 +27,7 @@ from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.records.moved_modules import new_import_path, provide_old_paths
 from jaxscale.records.outline import no_variant_error, outline
-from jaxscale.records.storage import run_path
+from jaxscale.records.storage import run_path, write_whole
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -91,11 +91,11 @@ class Source:
         folder.mkdir(parents=True, exist_ok=True)
         if self.text is not None:
             assert self.file is not None
-            (folder / self.file).write_bytes(self.text.encode())
+            write_whole(folder / self.file, self.text)
         source_json = dataclasses.asdict(self)
         del source_json["text"]
         source_json |= {"file": self.file, "sha256": self.sha256}
-        (folder / SOURCE_JSON).write_text(json.dumps(source_json, indent=2) + "\n")
+        write_whole(folder / SOURCE_JSON, json.dumps(source_json, indent=2) + "\n")
 
     @classmethod
     def read(cls, run_dir: Any) -> "Source":

@@ -95,6 +95,39 @@ def check_location(path: Any) -> None:
             raise UserError(f"{text}: {ancestor} is a file, expected a folder; choose another path")
 
 
+def write_whole(path: Any, content: str | bytes) -> None:
+    """Write a file so that it has the whole old content or the whole new one, whatever happens meanwhile.
+
+    The content is written to another file, forced to the disk, and given the file's name. A full disk leaves the old
+    file, and a loss of power does, too. A bucket stores an object whole or not at all.
+
+    Raises:
+        OSError: the disk is full or read-only; `filename` is the path.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.txt"
+        >>> write_whole(path, "new")
+        >>> path.read_text(), len(list(path.parent.iterdir()))
+        ('new', 1)
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        path.write_bytes(data)
+        return
+    temporary_path = path.with_name(f"{path.name}.half")
+    try:
+        with _add_path_to_errors(path), temporary_path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary_path.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary_path.unlink(missing_ok=True)
+        raise
+
+
 @contextlib.contextmanager
 def _add_path_to_errors(path: Any) -> Iterator[None]:
     """Add a path to an OSError that is raised in the context without a path, such as an error from `write`."""

@@ -20,7 +20,7 @@ from jaxscale.records.hours import hours
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample
-from jaxscale.records.storage import run_path
+from jaxscale.records.storage import run_path, write_whole
 from jaxscale.report.charts import Mark, Series, line_chart, smooth
 from jaxscale.report.pictures import memory_bar, mesh_picture, parameter_table
 from jaxscale.report.sentences import axis_sizes_of_run, plan_in_words
@@ -60,7 +60,7 @@ def write_report(run_dir: Any) -> Any:
     """
     path = run_path(run_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(report_html(RunRecord.read(run_dir)).encode("utf-8", errors="replace"))
+    write_whole(path, report_html(RunRecord.read(run_dir)).encode("utf-8", errors="replace"))
     return path
 
 

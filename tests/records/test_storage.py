@@ -1,5 +1,6 @@
 """Runs in buckets: the claims of `jaxscale/records/storage.py`."""
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxscale.checkpoint import mirror
 from jaxscale.checkpoint import store as checkpoint
 from jaxscale.errors import Preempted, UserError
 from jaxscale.records.metrics import FILE, read_metrics
+from jaxscale.records.storage import write_whole
 from jaxscale.step.train_step import TrainStep
 from jaxscale.training import loop
 from jaxscale.training.evaluate import evaluate
@@ -131,3 +133,17 @@ def test_several_processes_do_not_save_to_s3(buckets, monkeypatch):
         UserError, match="2 processes cannot save checkpoints there together: give a directory in a gs:// bucket"
     ):
         checkpoint.Checkpoints("s3://bucket-s3/several")
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    write_whole(path, "old")
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        write_whole(path, "new")
+    assert raised.value.filename == str(path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("report.html", "old")]
