@@ -267,5 +267,5 @@ def split_schedules(text: str) -> list[str]:
         else:
             schedules.append(entry)
     if not schedules:
-        raise UserError(f"--compare {text!r}: got no schedule, expected some, such as 1f1b:8x32,zb-h1:8x32")
+        raise UserError(f"--compare {text!r}: got no schedule, expected one or more, such as 1f1b:8x32,zb-h1:8x32")
     return schedules

@@ -85,9 +85,15 @@ class DocumentRecipe:
         texts: list[str] = []
         for name in self.fields:
             text = content.get(name) if isinstance(content, dict) else None
-            if not isinstance(text, str) or _BOUNDARY in text:
-                names = ", ".join(map(repr, content)) if isinstance(content, dict) else type(content).__name__
-                raise UserError(f"{place}: {name} is {text!r:.40}, expected text; the line has {names}")
+            if not isinstance(text, str):
+                content_text = f"a {type(content).__name__}, expected an object"
+                if isinstance(content, dict):
+                    content_text = f"the names {', '.join(map(repr, content))}"
+                raise UserError(f"{place}: {name} is {text!r:.40}, expected text; the line has {content_text}")
+            if _BOUNDARY in text:
+                raise UserError(
+                    f"{place}: {name} contains a NUL character, which separates prompt and answer: remove it"
+                )
             texts.append(text)
         return _BOUNDARY.join(texts)
 

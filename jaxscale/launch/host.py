@@ -123,6 +123,6 @@ def host_variables(
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now; each attempt has a new one, since old processes may answer."""
+    """Return a free port of this machine, a new one for each attempt: old processes may still listen on theirs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -95,8 +95,8 @@ def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic |
     scheduler = cluster.scheduler
     if not isinstance(scheduler, Local | Ssh):
         raise UserError(
-            f"--elastic: {type(scheduler).__name__} replaces a lost machine and starts all of them again, expected ssh "
-            "or local"
+            f"--elastic: {type(scheduler).__name__} restarts all machines when one is lost; expected ssh or local, "
+            "which keep the others: choose one of these, or omit --elastic"
         )
     count = scheduler.processes if isinstance(scheduler, Local) else len(scheduler.hosts)
     return Elastic(sizes(experiment), count)

@@ -142,9 +142,9 @@ class Stages:
                     pairs.append((home, rank))
             if len(sent_chunks) > 1 or len({home for home, _ in pairs}) < self.schedule.ranks:
                 raise UserError(
-                    f"pipeline {self.schedule.name}: two ranks run the same stage, but weights would be copied from "
-                    "one rank to several, or from several to one; expected a second route on which the stages of each "
-                    "rank are run by one other rank, as in Chimera"
+                    f"pipeline {self.schedule.name}: the copies of stage weights do not pair the ranks. Expected a "
+                    "second route on which each rank runs the stages of exactly one other rank, as in Chimera: change "
+                    "the routes of the schedule"
                 )
             copies.append((sent_chunks.pop(), tuple(pairs)))
         return tuple(copies)

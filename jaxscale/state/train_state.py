@@ -34,7 +34,7 @@ class Watch:
 
     @classmethod
     def start(cls) -> "Watch":
-        """Return the watch before the first step."""
+        """Return the record of a run that has made no step."""
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:

@@ -147,8 +147,8 @@ def check_traced(
     is_recomputation_planned = plan.memory.rule != "none" and not _keeps_all(decision)
     if is_recomputation_planned and not any(_is_of(plan.memory, policy) for policy in policies):
         raise UserError(
-            f"memory {plan.memory}: nothing is recomputed, because this model marks no blocks; build it of "
-            "layers.Stack or layers.Chain, wrap it in a ForeignModel, or leave memory out"
+            f"memory {plan.memory}: nothing is recomputed, because this model marks no blocks; build it from "
+            "layers.Stack or layers.Chain, wrap it in a ForeignModel, or omit memory"
         )
     if plan.unroll > 1 and not any(eqn.primitive.name == "scan" and eqn.params["unroll"] > 1 for eqn, _ in equations):
         raise UserError(

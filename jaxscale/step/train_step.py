@@ -434,7 +434,7 @@ class TrainStep:
         return jax.block_until_ready(loss) if self._is_serial else loss
 
     def accuracy(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array] | None:
-        """Count the correct targets in a batch, by a forward pass as for the loss.
+        """Count the correctly predicted targets of a batch, with the forward pass of the loss.
 
         Returns:
             The number of correct targets, and the number of all targets; `None` if the model has no `accuracy`.

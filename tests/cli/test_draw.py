@@ -104,7 +104,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline auto:4", "its schedule is not chosen yet"),
         ("draw pipeline file:none.csv", "none.csv"),
         ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all schedules after --compare"),
-        ("draw pipeline --compare ,", "got no schedule, expected some"),
+        ("draw pipeline --compare ,", "got no schedule, expected one or more"),
         ("draw pipeline --compare 1f1b:4x8,zbv:4x8", "did you mean 'zb-v'?"),
         ("draw pipeline 1f1b:4x8 --cost q=1", "unknown letter 'q': expected some of f, i, w, b, u, link"),
         ("draw pipeline 1f1b:4x8 --cost lnk=1", "did you mean 'link'?"),

@@ -247,9 +247,9 @@ def test_a_line_of_jsonl_with_one_text_is_learned_whole(questions):
     ("line", "fields", "message"),
     [
         ('{"text": "a"', ("text",), r"bad\.jsonl:2: not JSON .*; expected an object with text"),
-        ('{"txt": "a"}', ("text",), r"bad\.jsonl:2: text is None, expected text; the line has 'txt'"),
-        ("[1]", ("text",), r"bad\.jsonl:2: text is None, expected text; the line has list"),
-        ('{"text": "a\\u0000"}', ("text",), r"bad\.jsonl:2: text is 'a\\x00', expected text"),
+        ('{"txt": "a"}', ("text",), r"bad\.jsonl:2: text is None, expected text; the line has the names 'txt'"),
+        ("[1]", ("text",), r"bad\.jsonl:2: text is None, expected text; the line has a list, expected an object"),
+        ('{"text": "a\\u0000b"}', ("text",), r"bad\.jsonl:2: text contains a NUL character, .*: remove it"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path, line, fields, message):

@@ -120,7 +120,7 @@ def test_only_launchers_that_start_the_processes_are_elastic():
     with pytest.raises(UserError, match="6 processes cannot be shared evenly by 4 replicas"):
         elastic_of(Cluster("local", Local(6)), experiment, "replica")
     for scheduler in (Slurm(), JobSet("image:1")):
-        with pytest.raises(UserError, match="starts all of them again, expected ssh or local"):
+        with pytest.raises(UserError, match="restarts all machines when one is lost; expected ssh or local"):
             elastic_of(Cluster("gpu h100 x 32", scheduler), experiment, "replica")
 
 

@@ -48,9 +48,9 @@ class Remedies:
 
     def __post_init__(self) -> None:
         if self.anneal < 0:
-            raise UserError(f"got rescheduling over {self.anneal} updates, expected 0 (none) or more")
+            raise UserError(f"anneal: got {self.anneal} updates, expected 0 (no rescheduling) or more")
         if self.correction is not None and not 0 < self.correction < 1:
-            raise UserError(f"got a correction of {self.correction}, expected more than 0 and less than 1")
+            raise UserError(f"correction: got {self.correction}, expected more than 0 and less than 1")
 
     def scale(self, delay: Any, update: Any) -> Any:
         """Return the float32 factor by which rescheduling scales an update.
