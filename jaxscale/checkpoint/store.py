@@ -62,7 +62,7 @@ class Checkpoints:
 
     Args:
         folder: folder of the checkpoints: a local folder, or one in gs://; a single process may also use s3://.
-        keep: number of checkpoints to keep, the newest ones.
+        keep: number of checkpoints to keep, the newest ones. The last good one is kept, too, if it is older.
         best: whether to keep the checkpoint with the lowest held-out loss, too.
         write: whether to create the folder and remove half-written checkpoints. A reader must pass false, because the
             run may still be writing.
@@ -118,6 +118,17 @@ class Checkpoints:
             if loss is not None and loss == loss:  # NaN is not equal to itself
                 loss_by_step[step] = loss
         return min(loss_by_step, key=loss_by_step.__getitem__) if loss_by_step else None
+
+    def last_good(self) -> int | None:
+        """Return the step of the newest checkpoint whose state is sound, saved while no step was being skipped.
+
+        Checkpoints of earlier versions, which have no record of this, count as good. `None` if there is none.
+        """
+        for step in reversed(self.steps()):
+            with contextlib.suppress(DamagedError):
+                if self.describe(step).is_good:
+                    return step
+        return None
 
     # -- a train state, in a custom training loop ----------------------------------------------------------------------
 
@@ -214,7 +225,7 @@ class Checkpoints:
         self.wait()
         if description.step in self.steps():
             return False
-        sums = checksums(arrays)
+        description, sums = _judged(description, arrays), checksums(arrays)
         array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
         with self._explain_disk_errors():
@@ -348,9 +359,11 @@ class Checkpoints:
             forget_copies(run_dir)
 
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
-        """Copy a canonical tree to the hosts' memory, in the background; its arrays may be donated afterwards."""
+        """Copy a canonical tree to the hosts' memory in the background, if its state is good; it may be donated."""
         if self._host_copies is not None:
-            self._host_copies.save_arrays(arrays, description, self._newest_step)
+            description = _judged(description, arrays)
+            if description.is_good:
+                self._host_copies.save_arrays(arrays, description, self._newest_step)
 
     def drop_host_copies(self) -> None:
         """Remove the copies in this host's memory."""
@@ -360,7 +373,7 @@ class Checkpoints:
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept."""
         steps = self.steps()
-        steps_to_keep = set(steps[-max(self._keep, 1) :])
+        steps_to_keep = {*steps[-max(self._keep, 1) :], self.last_good()}
         if self._is_best_kept:
             steps_to_keep.add(self.best() or 0)
         for step in steps:
@@ -413,6 +426,14 @@ class Checkpoints:
                 f"cannot write checkpoints to {self.folder}: {first_line(error)}. {earlier_text}. "
                 "Free space, or make the folder writable, and start the run again"
             ) from error
+
+
+def _judged(description: Description, arrays: Mapping[str, Any]) -> Description:
+    """Return the description with the record of whether the state is sound, and whether steps are being skipped."""
+    from jaxscale.checkpoint.soundness import is_sound
+
+    skipped_in_row = int(arrays["watch/in_row"]) if "watch/in_row" in arrays else 0
+    return dataclasses.replace(description, is_sound=is_sound(arrays), skipped_in_row=skipped_in_row)
 
 
 def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:

@@ -36,6 +36,8 @@ class Description:
         loss: held-out loss at this step in nats per target; `None` if it was not measured.
         best: lowest held-out loss so far, including `loss`; `None` if none was measured.
         versions: version of each library that wrote the checkpoint, by the library's name.
+        is_sound: whether parameters and optimizer state are finite and sane; `None` in checkpoints of earlier versions.
+        skipped_in_row: number of steps that were skipped since the last good one when the state was saved.
     """
 
     step: int
@@ -45,11 +47,20 @@ class Description:
     loss: float | None = None
     best: float | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    is_sound: bool | None = None
+    skipped_in_row: int = 0
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
-        """Return the description that is in the dict from `read_content`."""
-        return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
+        """Return the description that is in the dict from `read_content`; earlier versions wrote fewer fields."""
+        later_names = ("is_sound", "skipped_in_row")
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: content[name] for name in names if name in content or name not in later_names})
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the state is sound as far as is recorded, and no step was being skipped when it was saved."""
+        return self.is_sound is not False and self.skipped_in_row == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Checkpointing:
         every: number of steps between checkpoints; 0 saves at the end only.
         minutes: minutes between checkpoints; `every` or `minutes` applies, whichever comes first. `None`
             counts steps only.
-        keep: number of the newest checkpoints to keep.
+        keep: number of the newest checkpoints to keep; the last good one is kept, too, if it is older.
         best: whether to keep also the checkpoint with the least held-out loss.
         memory_every: number of steps between copies of the state in the memory of the hosts, from which a restart
             continues if they are newer than the newest checkpoint; 0 for none.

@@ -202,8 +202,8 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
     with contextlib.suppress(UserError):
         checkpoints.wait()
     checkpoints.drop_host_copies()  # the newest one may lie among the skipped steps
-    checkpoint_step = next(reversed(checkpoints.steps()), None)
-    checkpoint_text = "no checkpoint was saved"
+    checkpoint_step = checkpoints.last_good()
+    checkpoint_text = "no good checkpoint was saved"
     if checkpoint_step is not None:
         checkpoint_folder = journal.folder / run_files.CHECKPOINTS / f"{checkpoint_step:08d}"
         checkpoint_text = f"the last good checkpoint is {checkpoint_folder}"

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import resource
@@ -72,7 +73,7 @@ def test_what_is_saved_comes_back(tmp_path):
     checkpoints = saved(tmp_path / "c", 3)
     restored = checkpoints.restore_arrays(abstract())
     equal(restored.arrays, arrays(3))
-    assert restored.description == about(3)
+    assert restored.description == about(3, is_sound=True)
     assert restored.damaged == {}
 
 
@@ -310,3 +311,34 @@ def test_a_full_disk_is_explained_and_a_full_device_is_not(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=message) as caught:
         checkpoints.save_arrays({"x": jnp.ones(3)}, Description(2, 2, None, "toy"))
     assert isinstance(caught.value, UserError) == is_disk
+
+
+def test_the_last_good_checkpoint_is_the_newest_sound_one_and_is_never_pruned(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", keep=1, best=False)
+    whole = {"params/w": jnp.ones(4), "optimizer/0/mu/w": jnp.ones(4), "watch/in_row": jnp.int32(0)}
+    spoiled = [
+        {"params/w": jnp.full(4, 9e28)},
+        {"params/w": jnp.full(4, jnp.nan)},
+        {"optimizer/0/mu/w": jnp.full(4, jnp.inf)},
+        {"watch/in_row": jnp.int32(2)},
+    ]
+    checkpoints.save_arrays(whole, about(1), wait=True)
+    for step, change in enumerate(spoiled, 2):
+        checkpoints.save_arrays({**whole, **change}, about(step), wait=True)
+        assert checkpoints.steps() == [1, step]
+        assert checkpoints.last_good() == 1
+    assert Checkpoints(tmp_path / "c", write=False).last_good() == 1  # from the files
+    assert checkpoints.describe(5).skipped_in_row == 2
+    assert checkpoints.describe(5).is_sound
+    checkpoints.save_arrays({**whole, "optimizer/0/best": jnp.float32(jnp.inf)}, about(6), wait=True)
+    assert checkpoints.steps() == [6]
+    assert checkpoints.last_good() == 6
+
+
+def test_a_checkpoint_without_a_record_of_its_state_counts_as_good():
+    content = dataclasses.asdict(about(3))
+    del content["is_sound"], content["skipped_in_row"]
+    assert Description.of(content) == about(3)
+    assert about(3).is_good
+    with pytest.raises(KeyError):
+        Description.of({name: value for name, value in content.items() if name != "tokens"})

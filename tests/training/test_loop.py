@@ -219,6 +219,14 @@ def test_divergence_stops_the_run_and_names_the_last_good_checkpoint(toy, tmp_pa
     assert steps_saved(tmp_path / "run")[-1] == 5
 
 
+def test_checkpoints_saved_while_steps_are_skipped_are_not_good(toy, tmp_path, monkeypatch):
+    spoil(monkeypatch, range(6, 12))
+    experiment = toy(guard=Guard(patience=4), checkpoint=Checkpointing(every=1, keep=1, best=False))
+    with pytest.raises(Diverged, match=r"up to step 10 .*checkpoints/00000006\."):
+        train(experiment, out=tmp_path / "run", quiet=True)
+    assert steps_saved(tmp_path / "run") == [6, 9]
+
+
 def test_fewer_bad_steps_in_a_row_than_the_patience_stop_nothing(toy, tmp_path, monkeypatch):
     spoil(monkeypatch, [1, 2, 3, 6, 7, 8])
     assert train(toy(guard=Guard(patience=4)), out=tmp_path / "run", quiet=True).step == 12
