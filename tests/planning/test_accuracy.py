@@ -21,7 +21,7 @@ def test_the_recorded_estimates(kind, compiled, median, worst):
 def test_fit_prints_the_errors_on_cases_that_nothing_was_fitted_on(kind):
     held_out = accuracy.held_out_accuracy(kind)
     assert held_out is not None
-    assert held_out.programs >= 8
+    assert held_out.programs >= accuracy.LEAST_PROGRAMS
     assert "train steps that nothing was fitted on were off by" in str(held_out)
 
 
