@@ -130,7 +130,7 @@ def warm_up() -> None:
     importlib.import_module("jaxscale.training.loop")
 
 
-def _announce_moments(write: Callable[[str], None]) -> None:
+def _announce_moments(write: Callable[[str], object]) -> None:
     """Make this process announce the phases of its heartbeat and further moments."""
     from jaxscale import heartbeat
     from jaxscale.checkpoint.store import Checkpoints
@@ -227,7 +227,7 @@ class Attempt:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
             keep_ordered_programs()
-            _announce_moments(lambda moment: os.write(pipe, f"{moment}\n".encode()) and None)
+            _announce_moments(lambda moment: os.write(pipe, f"{moment}\n".encode()))
             _check_restored_arrays()
             experiment = experiment_of(subject, folder, steps)
             callbacks = [] if stop_step is None else [lambda event: event.step >= stop_step]
