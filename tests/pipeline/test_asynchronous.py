@@ -321,9 +321,9 @@ def test_mistakes_are_named():
         UserError, match=r"pipedream: got a correction .* expected none: .* Only pipemare takes a correction"
     ):
         executor("pipedream", remedies=Remedies(correction=0.1))
-    with pytest.raises(UserError, match=r"a correction of 1\.5, expected more than 0 and less than 1"):
+    with pytest.raises(UserError, match=r"correction: got 1\.5, expected more than 0 and less than 1"):
         Remedies(correction=1.5)
-    with pytest.raises(UserError, match="rescheduling over -1 updates"):
+    with pytest.raises(UserError, match="anneal: got -1 updates"):
         Remedies(anneal=-1)
     run = Run(executor("2bw"), GROUP)
     with pytest.raises(UserError, match="got 2 microbatches, expected 4"):
