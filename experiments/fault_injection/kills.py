@@ -8,6 +8,7 @@ checkpoint's after each restore, and its twin changes the layout at the same ste
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,25 +139,19 @@ def _announce_moments(write: Callable[[str], object]) -> None:
     from jaxscale.data import cache
     from jaxscale.report import page
 
-    def announcing(owner: Any, name: str, moment: str) -> None:
-        inner = getattr(owner, name)
+    def announce(owner: Any, name: str, moment_of: Callable[..., str]) -> None:
+        """Announce a moment, which depends on the arguments, before each call of a function of a module or class."""
 
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            write(moment)
+        def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            write(moment_of(*args))
             return inner(*args, **kwargs)
 
-        setattr(owner, name, outer)
+        _wrap(owner, name, call)
 
-    announcing(Checkpoints, "_prune", "prune")
-    announcing(cache, "_encode", "cache")
-    announcing(page, "write_report", "report")
-    set_phase = heartbeat.Writer.set
-
-    def announced_set(self: Any, phase: Any, step: int | None = None) -> None:
-        write(phase)
-        set_phase(self, phase, step)
-
-    heartbeat.Writer.set = announced_set  # type: ignore[method-assign]
+    announce(Checkpoints, "_prune", lambda *_: "prune")
+    announce(cache, "_encode", lambda *_: "cache")
+    announce(page, "write_report", lambda *_: "report")
+    announce(heartbeat.Writer, "set", lambda writer, phase, *_: phase)
 
 
 def _check_restored_arrays() -> None:
@@ -163,15 +159,24 @@ def _check_restored_arrays() -> None:
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.step.train_step import TrainStep
 
-    from_canonical = TrainStep.from_canonical
-
-    def checked(self: Any, arrays: Any) -> Any:
+    def call(from_canonical: Callable[..., Any], step: Any, arrays: Any) -> Any:
         sums = checksums(dict(arrays))
-        state = from_canonical(self, arrays)
-        assert checksums(self.to_canonical(state)) == sums, "the restored state differs from the checkpoint"
+        state = from_canonical(step, arrays)
+        assert checksums(step.to_canonical(state)) == sums, "the restored state differs from the checkpoint"
         return state
 
-    TrainStep.from_canonical = checked  # type: ignore[method-assign]
+    _wrap(TrainStep, "from_canonical", call)
+
+
+def _wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Replace a function of a module or class by `call`, whose first argument is the function itself."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(inner, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
 
 
 class Attempt:
@@ -233,11 +238,9 @@ class Attempt:
             callbacks = [] if stop_step is None else [lambda event: event.step >= stop_step]
             train(experiment, override(Plan(), plan), out=out, quiet=True, callbacks=callbacks)
             code = 0
-        except BaseException:
-            import traceback
-
+        except Exception:
             traceback.print_exc()
-        finally:
+        finally:  # the child of a fork must not go on in its parent's program
             sys.stderr.flush()
             os._exit(code)
 
@@ -421,10 +424,13 @@ def run_subject(subject: str, count: int, chance: random.Random, folder: Path) -
         twin, failure = _train_twin(subject, folder, steps, segments if is_varied else [(0, 0)])
         failure = failure or differences(run, twin, steps)
     moments_text = ", ".join(f"{name} {number}" for name, number in sorted(counts.items()))
+    kill_count = sum(counts.values())
+    if not failure and kill_count < count - 1:  # a run may end just before its last kill
+        failure = f"only {kill_count} of {count} kills were made: the run ended before the others"
     return {
         "name": subject,
-        "tried": sum(counts.values()),
-        "outcome": "differs" if failure else "equal bit for bit",
+        "tried": kill_count,
+        "outcome": "failed" if failure else "equal bit for bit",
         "detail": failure or moments_text,
         "is_sound": not failure,
         "seconds": round(time.monotonic() - start_time, 1),

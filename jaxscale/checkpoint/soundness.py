@@ -38,13 +38,13 @@ def is_sound(arrays: Mapping[str, Any]) -> bool:
         >>> is_sound({"optimizer/0/mu/w": jnp.array([1.0, jnp.nan])})
         False
     """
-    read = {
+    judged_arrays = {
         name: array
         for name, array in arrays.items()
         if name.startswith((f"{PARAMS}/", "optimizer/"))
         and jnp.issubdtype(array.dtype, jnp.floating)
         and (array.ndim > 0 or name.startswith(f"{PARAMS}/"))
     }
-    verdicts = [_sound({name: array for name, array in read.items() if not on_host(array)})]
-    verdicts += [_sound({name: array}) for name, array in read.items() if on_host(array)]
+    verdicts = [_sound({name: array for name, array in judged_arrays.items() if not on_host(array)})]
+    verdicts += [_sound({name: array}) for name, array in judged_arrays.items() if on_host(array)]
     return all(bool(verdict) for verdict in jax.device_get(verdicts))

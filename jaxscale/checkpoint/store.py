@@ -225,7 +225,7 @@ class Checkpoints:
         self.wait()
         if description.step in self.steps():
             return False
-        description, sums = _judged(description, arrays), checksums(arrays)
+        description, sums = _with_verdict(description, arrays), checksums(arrays)
         array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
         with self._explain_disk_errors():
@@ -361,7 +361,7 @@ class Checkpoints:
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
         """Copy a canonical tree to the hosts' memory in the background, if its state is good; it may be donated."""
         if self._host_copies is not None:
-            description = _judged(description, arrays)
+            description = _with_verdict(description, arrays)
             if description.is_good:
                 self._host_copies.save_arrays(arrays, description, self._newest_step)
 
@@ -428,7 +428,7 @@ class Checkpoints:
             ) from error
 
 
-def _judged(description: Description, arrays: Mapping[str, Any]) -> Description:
+def _with_verdict(description: Description, arrays: Mapping[str, Any]) -> Description:
     """Return the description with the record of whether the state is sound, and whether steps are being skipped."""
     from jaxscale.checkpoint.soundness import is_sound
 

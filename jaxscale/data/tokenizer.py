@@ -337,7 +337,7 @@ def from_json(text: str) -> Tokenizer:
     if not isinstance(fields, dict) or not all(isinstance(field, str) for field in fields.values()):
         raise UserError("expected a JSON object of texts, with a kind")
     class_by_kind = {"byte": Bytes, "char": Characters, "subword": Subwords}
-    kind = fields.pop("kind")
+    kind = fields.pop("kind", "")
     if kind not in class_by_kind:
         raise unknown("kind of tokenizer", kind, class_by_kind)
     return class_by_kind[kind](**fields)

@@ -69,9 +69,9 @@ class Verdict:
 def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int, ending: Ending | None) -> Verdict:
     """Return the verdict on an attempt.
 
-    A process that ended or froze by itself is the cause. After a timeout, and where a process ended because its step is
-    stuck, the cause is the process that stands farthest
-    back, since the others wait for it in a collective; among several of these, it is the one that does not wait itself.
+    A process that ended or froze by itself is the cause. After a timeout, and if a process ended because its step is
+    stuck, the cause is the process that stands farthest back, since the others wait for it in a collective; among
+    several of these, it is the one that does not wait itself.
 
     Args:
         heartbeats: the heartbeats in the run's folder, by rank; those of other attempts are left out.

@@ -53,7 +53,7 @@ def default_mesh(
         even_counts = [count for count in shard_counts if count * pipe_size % slices == 0]
         if not shard_counts:
             continue
-        # without an even split over the slices, the mesh would be refused: take all slices' rows as they come
+        # if no count is even over the slices, `MeshSpec.build` refuses the mesh, and names one that is
         shard_count = max(even_counts or shard_counts)
         replicas = replica_count if shard_count % replica_count == 0 else 1
         mesh = MeshSpec(pipe=pipe_size, replica=replicas, tensor=tensor_size)
@@ -61,8 +61,9 @@ def default_mesh(
     for mesh in sorted(meshes, key=lambda mesh: (-mesh.devices, mesh.tensor)):
         if mesh.tensor == 1:
             break
+        stage = plan.zero if mesh.fsdp > 1 else 0  # with one device along fsdp, nothing is sharded
         try:
-            check_plan(dataclasses.replace(plan, mesh=mesh))
+            check_plan(dataclasses.replace(plan, mesh=mesh, zero=stage))
         except UserError:
             continue
         row_text = "1 row is" if row_count == 1 else f"{row_count} rows are"

@@ -16,7 +16,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.codecs.one_bit import OneBit
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.state.layout import Device, check_model
+from jaxscale.state.layout import Device, check_model, effective_rules
 from jaxscale.state.stages import Stages, stages_of
 from jaxscale.step.default_mesh import default_mesh, slice_count
 from jaxscale.tpu_slices import slices_per_axis
@@ -130,7 +130,10 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
 
 
 def _check_default(plan: Plan, experiment: Experiment) -> None:
-    """Refuse a default mesh for which a dim of the model cannot be split, or which a request of the plan excludes."""
+    """Refuse a default mesh with an axis that splits no dim of the model, or not evenly, or that a request excludes."""
+    rules = effective_rules(plan)
+    if not any("tensor" in rules.axes(name) for name in experiment.model.logical_sizes() if name != "vocab"):
+        raise UserError(f"mesh {plan.mesh}: no dim of this model is known to be split over tensor; use data or fsdp")
     check_model(plan, experiment.model)
     check(Facts(plan, experiment))
 

@@ -52,8 +52,8 @@ def test_rows_of_several_lengths_are_those_of_the_model_without_a_cache(changes)
     model = Decoder(**FIELDS, **changes)
     module = model.build(nnx.Rngs(0))
     prompts = prompts_of((1, 9, 33))
-    found = decode(Generator(module, model), prompts, GREEDY)
-    assert [ids.tolist() for ids in found] == [by_hand(module, prompt, 12) for prompt in prompts]
+    drawn_ids = decode(Generator(module, model), prompts, GREEDY)
+    assert [ids.tolist() for ids in drawn_ids] == [by_hand(module, prompt, 12) for prompt in prompts]
 
 
 def test_a_prompt_fed_in_chunks_gives_the_same_tokens(generator, monkeypatch):
@@ -133,8 +133,8 @@ def test_a_mesh_gives_the_tokens_of_one_device(generator, axes):
     module = nnx.merge(generator.graphdef, generator.params, copy=True)
     on_mesh = Generator(module, generator.model, layout=(mesh, AxisRules()))
     prompts = prompts_of((3, 17, 5, 9, 1, 2, 30, 8))
-    found, expected = decode(on_mesh, prompts, GREEDY), decode(generator, prompts, GREEDY)
-    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+    drawn_ids, expected = decode(on_mesh, prompts, GREEDY), decode(generator, prompts, GREEDY)
+    assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
 
 
 def test_more_samples_than_memory_are_refused(generator, monkeypatch):

@@ -39,8 +39,10 @@ FILTERS = [
 def test_the_filters_keep_the_tokens_that_numpy_keeps(filters):
     sampling = Sampling(temperature=1.3, **filters)
     logits = np.random.default_rng(0).normal(0, 3, (5, 61)).astype(np.float32)
-    kept = np.isfinite(filtered(jnp.asarray(logits), kind_of(sampling, 61), settings_of(sampling)))
-    assert [set(np.flatnonzero(row).tolist()) for row in kept] == [expected_support(row, sampling) for row in logits]
+    is_possible = np.isfinite(filtered(jnp.asarray(logits), kind_of(sampling, 61), settings_of(sampling)))
+    assert [set(np.flatnonzero(row).tolist()) for row in is_possible] == [
+        expected_support(row, sampling) for row in logits
+    ]
 
 
 def test_draws_have_the_frequencies_of_the_filtered_distribution():

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from jaxscale.errors import STUCK
 from jaxscale.heartbeat import Heartbeat, heartbeat_file, read_heartbeats
 from jaxscale.launch.verdict import ORDER, PEER_FAILED, Ending, exit_code, judge
 
@@ -122,3 +123,17 @@ def test_one_process_and_equal_processes():
         "all processes are in stepping, step 7 for up to 61 s, and none is behind (rank 3 left no heartbeat file)"
     )
     assert PEER_FAILED.startswith("UserError")
+
+
+def test_a_stuck_step_is_the_fault_of_the_process_that_stands_farthest_back():
+    failure = "Stuck: step 7 is stuck: it has waited 61 s for its devices"
+    waiting = dataclasses.replace(BEAT, is_waiting=True, failure=failure)
+    behind = dataclasses.replace(BEAT, rank=1, host="node1", phase="data", is_waiting=False)
+    ending = Ending(0, "node0", 2, "exit", STUCK)
+    verdict = judge({0: waiting, 1: behind}, 2, 2, ending)
+    assert verdict.ranks == (1,)
+    assert verdict.text.startswith("rank 1 on node1")
+    assert failure in verdict.text
+    alone = judge({0: waiting}, 1, 2, ending)
+    assert alone.ranks == (0,)
+    assert "ended with code 7" in alone.text

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -490,3 +491,12 @@ def test_stop_signals_a_process_without_a_watchdog(tmp_path):
     with pytest.raises(UserError, match="holds no heartbeats"):
         status(tmp_path / "nothing")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_process_that_jax_aborts_after_a_stop_is_no_failure(tmp_path):
+    watchdog = _watchdog(tmp_path, "", count=2)
+    stopped, aborted = SimpleNamespace(code=130), SimpleNamespace(code=-signal.SIGABRT)
+    watchdog._processes = [stopped, aborted]
+    assert watchdog._is_stop_code(-signal.SIGABRT)
+    stopped.code = 1
+    assert not watchdog._is_stop_code(-signal.SIGABRT)

@@ -1,14 +1,37 @@
 import jax
 import pytest
+from flax import nnx
 
 from jaxscale.compiler.described_device import DescribedDevice
-from jaxscale.models import Decoder
+from jaxscale.data import Text
+from jaxscale.models import Decoder, ResNet, ViT
+from jaxscale.models.foreign import ForeignModel
+from jaxscale.planning.estimate import estimate
+from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.resolve import resolve_mesh
 
+
+def mean_loss(module, batch):
+    return module(batch["images"]).mean((1, 2, 3))
+
+
 MODEL = Decoder(vocab=64, context=32, layers=4, embed=32, heads=8, kv_heads=4, mlp=64)
+
+
+FOREIGN = ForeignModel(make=lambda rngs: nnx.Conv(3, 8, (16, 16), padding="VALID", rngs=rngs), score=mean_loss)
+
+
+class Pixels:
+    """Shapes of images and labels; there are none."""
+
+    def open(self, *_):
+        raise AssertionError
+
+    def shapes(self, batch):
+        return {"images": ((batch, 16, 16, 3), "float32"), "labels": ((batch,), "int32")}
 
 
 def described(count, slices=1, platform="tpu"):
@@ -55,3 +78,21 @@ def test_a_named_axis_that_crosses_slices_is_reported():
     for mesh in ("replica:2,fsdp:16", "data:2,fsdp:16"):
         _, line = resolved(Plan(mesh=mesh, zero=3), 64, described(32, slices=2))
         assert "network" not in line
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "mesh"),
+    [
+        (MODEL, 4, "fsdp:4,tensor:2"),
+        (ViT(classes=8, image=16, patch=4, layers=1, embed=32, heads=4, mlp=64), 2, "fsdp:2,tensor:4"),
+        (ResNet(classes=8, stages=(1, 1), width=16), 2, "fsdp:2"),  # no dim of it is split over tensor
+        (FOREIGN, 2, "fsdp:2"),  # its dims are unknown
+    ],
+)
+def test_a_step_on_the_default_mesh_is_traced(model, batch, mesh):
+    platform = Platform.parse("tpu v5e:2x4")
+    data = Text("text.txt", context=32) if isinstance(model, Decoder) else Pixels()
+    experiment = Experiment("tiny", model, data, batch=batch)
+    settled = estimate(experiment, platform, Plan(zero=3))
+    assert settled.plan.mesh == MeshSpec.parse(mesh)
+    assert settled.device_bytes > 0

@@ -44,8 +44,8 @@ def by_hand(module):
 @pytest.mark.parametrize(("length", "tokens"), [(1, 5), (3, 33), (20, 5), (24, 3)])
 def test_greedy_tokens_are_those_of_the_model_without_a_cache(module, by_hand, length, tokens):
     prompt = np.random.default_rng(length).integers(0, 23, length)
-    found = decode(Generator(module, MODEL), [prompt], Sampling(tokens, temperature=0.0))[0]
-    assert found.tolist() == by_hand(prompt, tokens)
+    drawn_ids = decode(Generator(module, MODEL), [prompt], Sampling(tokens, temperature=0.0))[0]
+    assert drawn_ids.tolist() == by_hand(prompt, tokens)
 
 
 def test_prompts_of_several_lengths_together_are_as_alone(module):
@@ -60,11 +60,11 @@ def test_beyond_the_positions_the_newer_half_goes_on(module):
     prompt = np.array([3, 1, 4])
     first = decode(Generator(module, MODEL), [prompt], Sampling(22, temperature=0.0))[0]  # 24 fed: the window is full
     text = np.concatenate([prompt, first])
-    found = decode(Generator(module, MODEL), [prompt], Sampling(60, temperature=0.0))[0]
-    assert len(found) == 60
-    assert found[:22].tolist() == first.tolist()
+    drawn_ids = decode(Generator(module, MODEL), [prompt], Sampling(60, temperature=0.0))[0]
+    assert len(drawn_ids) == 60
+    assert drawn_ids[:22].tolist() == first.tolist()
     half = decode(Generator(module, MODEL), [text[-12:]], Sampling(13, temperature=0.0))[0]
-    assert found[22:35].tolist() == half.tolist(), "what follows sees the newest half of the window alone"
+    assert drawn_ids[22:35].tolist() == half.tolist(), "what follows sees the newest half of the window alone"
 
 
 def test_a_prompt_beyond_the_positions_is_refused(module):

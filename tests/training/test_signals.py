@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -76,3 +77,30 @@ def test_another_thread_sets_no_handler():
     thread.start()
     thread.join()
     assert found == [""]
+
+
+DEAF = """
+import ctypes, os
+from jaxscale.training.signals import Stop
+def end_process(name):
+    os.write(1, f"ended by {name}".encode())
+    os._exit(75)
+mutex = ctypes.create_string_buffer(128)
+library = ctypes.CDLL(None)
+with Stop(end_process):
+    print("ready", flush=True)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)  # waits for itself, in C, where no handler of Python runs
+"""
+
+
+def test_a_thread_ends_a_process_whose_main_thread_is_in_c():
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)  # until it waits
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(10) == 75
+            assert process.stdout.read() == "ended by SIGTERM"
+        finally:
+            process.kill()

@@ -208,9 +208,9 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(runs):
         os.chdir(runs.folder)
         variables = {"PHASE": "steps", "MARK": str(runs.mark), "TEXT": "text.txt", "STEPS": "1000000"}
         variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAXSCALE_CACHE": str(runs.folder / "cache")}
-        kept = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+        base_variables = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
         words = ["-u", "-m", "jaxscale", "train", "exp.py", "--out", "run"]
-        os.execve(sys.executable, [sys.executable, *words], kept | variables)
+        os.execve(sys.executable, [sys.executable, *words], base_variables | variables)
     runs.wait_for_mark()
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
