@@ -5,9 +5,9 @@ The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with
 range is checked first, so that a truncated file is reported by name before tracing. This module handles names and
 bytes, and imports no JAX; `huggingface_families.py` defines the names.
 
-Files are read as strictly as the safetensors library reads them: the tensors of a header take every byte of the data
-once, no name occurs twice, and `__metadata__` holds texts. A file with bytes that belong to no tensor, or to two, was
-damaged, or made to carry something else.
+Files are read at least as strictly as the safetensors library reads them: the tensors of a header take every byte of
+the data once, and `__metadata__` holds texts; besides, a name that occurs twice and an unknown field are refused. A
+file with bytes that belong to no tensor, or to two, was damaged, or made to carry something else.
 """
 
 import collections
