@@ -10,6 +10,7 @@ is restored. A checkpoint is never overwritten.
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -228,6 +229,7 @@ class Checkpoints:
         description, sums = _with_verdict(description, arrays), checksums(arrays)
         array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
+        logging.getLogger("absl").addFilter(_is_not_about_save)  # adding it again changes nothing
         with self._explain_disk_errors():
             metadata = {"jaxscale": content, "sha256": digest(content)}
             checkpoint_path = self._folder(description.step)
@@ -426,6 +428,11 @@ class Checkpoints:
                 f"cannot write checkpoints to {self.folder}: {first_line(error)}. {earlier_text}. "
                 "Free space, or make the folder writable, and start the run again"
             ) from error
+
+
+def _is_not_about_save(record: logging.LogRecord) -> bool:
+    """Return whether to log a record; Orbax's threads log the error of a save, with a traceback, that `wait` raises."""
+    return "_SignalingThread.run()" not in str(record.msg)
 
 
 def _with_verdict(description: Description, arrays: Mapping[str, Any]) -> Description:

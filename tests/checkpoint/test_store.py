@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 import os
 import resource
 import shutil
@@ -342,3 +343,10 @@ def test_a_checkpoint_without_a_record_of_its_state_counts_as_good():
     assert about(3).is_good
     with pytest.raises(KeyError):
         Description.of({name: value for name, value in content.items() if name != "tokens"})
+
+
+def test_orbax_logs_no_traceback_of_a_save_that_fails(tmp_path):
+    Checkpoints(tmp_path).save_arrays({"x": jnp.ones(3)}, about(1), wait=True)
+    logger = logging.getLogger("absl")
+    assert not logger.filter(logging.makeLogRecord({"msg": "[process=%d] _SignalingThread.run() raised: %s"}))
+    assert logger.filter(logging.makeLogRecord({"msg": "another error"}))
