@@ -92,7 +92,8 @@ def check_location(path: Any) -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(ancestor.stat().st_mode):
                 return
-            raise UserError(f"{text}: {ancestor} is a file, expected a folder; choose another path")
+            prefix = "" if ancestor == local_path else f"{text}: "
+            raise UserError(f"{prefix}{ancestor} is a file, expected a folder; choose another path")
 
 
 def write_whole(path: Any, content: str | bytes) -> None:

@@ -381,7 +381,7 @@ def test_settings_of_train_itself(toy, tmp_path):
 
 def test_a_file_in_the_place_of_the_directory(toy, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match=f"cannot write {tmp_path / 'run'}"):
+    with pytest.raises(UserError, match=f"{tmp_path / 'run'} is a file, expected a folder"):
         train(toy(), out=tmp_path / "run", quiet=True)
 
 

@@ -36,7 +36,7 @@ def sleeping(owner, name):
 def compiling(self, batch):
     import jax, jax.numpy as jnp
     def unrolled(x):
-        for number in range(3000):
+        for number in range(1000):
             x = jnp.sin(x) @ x + number
         return x
     lowered = jax.jit(unrolled).lower(jnp.ones((8, 8)))
@@ -90,6 +90,7 @@ class Runs:
 
     def __init__(self, folder):
         self.folder, self.mark = folder, folder / "mark"
+        self.processes = []
         (folder / "exp.py").write_text(FILE)
         (folder / "text.txt").write_text("the cat sat on the mat. " * 60)
 
@@ -104,7 +105,8 @@ class Runs:
         }
         command = [*prefix, sys.executable, "-u", "-m", "jaxscale", "train", "exp.py", "--out", "run"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=environment | variables, **streams)
+        self.processes.append(subprocess.Popen(command, cwd=self.folder, env=environment | variables, **streams))
+        return self.processes[-1]
 
     def wait_for_mark(self, process=None):
         deadline = time.monotonic() + 100
@@ -124,7 +126,11 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path):
-    return Runs(tmp_path)
+    all_runs = Runs(tmp_path)
+    yield all_runs
+    for process in all_runs.processes:  # a failed test must not leave one that trains a million steps
+        process.kill()
+        process.wait()
 
 
 def end(process, number=signal.SIGTERM):
@@ -202,6 +208,17 @@ def test_nohup_ignores_a_hangup(runs):
     assert code == 0, output
 
 
+def code_within(pid, seconds):
+    """Return the exit code of a child; if it runs on after this time, kill it first."""
+    deadline = time.monotonic() + seconds
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(pid, signal.SIGKILL)
+        ended = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
 def test_a_closed_terminal_does_not_keep_a_run_from_saving(runs):
     pid, terminal = pty.fork()
     if pid == 0:
@@ -213,7 +230,6 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(runs):
         os.execve(sys.executable, [sys.executable, *words], base_variables | variables)
     runs.wait_for_mark()
     os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 75
+    assert code_within(pid, 60) == 75
     assert [row["by"] for row in runs.events("preempted")] == ["SIGHUP"]
     assert runs.saved_steps[-1] == runs.events("preempted")[0]["step"]
