@@ -8,9 +8,6 @@ from pathlib import Path
 
 import hypothesis
 
-signal.signal(
-    signal.SIGHUP, signal.SIG_DFL
-)  # `nohup make test` ignores it, and with it each process that a test starts
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "24"  # threads of the backend, as `platforms/cpu_threads.py` provides them; here it starts before
 os.environ["XLA_FLAGS"] = " ".join(
@@ -37,9 +34,8 @@ _hook = jaxtyping.install_import_hook(["jaxscale", "pallas_kernels"], "typecheck
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-signal.signal(
-    signal.SIGHUP, signal.SIG_DFL
-)  # `nohup make test` ignores it, and with it each process that a test starts
+# `nohup make test` ignores a hangup, and with it each process that a test starts
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Compiled programs are kept from run to run, in a folder per version; those that must not be loaded are not kept
 # (`compiler/kept_programs.py`). The limit of the folder's size turns on the lock that several workers need.
