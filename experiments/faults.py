@@ -18,7 +18,10 @@ import sys
 import time
 from typing import Any
 
-PARTS: dict[str, tuple[str, str, int, int]] = {"kills": ("kills", "run_kills", 200, 2)}
+PARTS: dict[str, tuple[str, str, int, int]] = {
+    "kills": ("kills", "run_kills", 200, 2),
+    "long": ("long_run", "run_long", 20_000, 2_000),
+}
 """Module in `fault_injection/`, function, full count and tiny count of each part."""
 
 
