@@ -1,5 +1,6 @@
 """Generator: a model's parameters with its compiled programs, and Session: one window of rows that are decoded."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,12 @@ from flax import nnx
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
 from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
+from jaxscale.generation.memory import available_bytes
 from jaxscale.generation.sampling import Sampling
+from jaxscale.generation.unrolled import split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
+from jaxscale.trees import tree_bytes
 
 
 class Generator:
@@ -32,6 +36,7 @@ class Generator:
         self.model, self.context, self.layout = model, context, layout
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
+        self.split_paths = stack_paths(module) if self._has_memory_for_copy() else ()
         self.dtype = jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
 
     @classmethod
@@ -39,6 +44,18 @@ class Generator:
         """Return the generator of a train state, with the step's mesh and precision."""
         context = step.objective.planned.context(None)
         return cls(step.module(state), step.experiment.model, context, (step.layout.mesh, step.layout.rules))
+
+    def _has_memory_for_copy(self) -> bool:
+        """Return whether the devices are CPUs, and a copy of the parameters would take less than half of what is left."""
+        if any(device.platform != "cpu" for device in self.devices):
+            return False
+        free_bytes = available_bytes(self.devices[0])
+        return free_bytes is not None and 2 * tree_bytes(self.params) < free_bytes
+
+    @functools.cached_property
+    def step_params(self) -> Any:
+        """The parameters as the steps take them: those of the layers one by one, if the layers are not scanned."""
+        return split_layers(self.params, self.split_paths) if self.split_paths else self.params
 
     @property
     def devices(self) -> list[Any]:
@@ -88,7 +105,8 @@ class Session:
         self.generator, self.copies = generator, copies
         self.settings, self.seed = settings_of(sampling), sampling.seed
         settings = (generator.graphdef, generator.model, generator.context, generator.layout)
-        self.programs = programs(*settings, kind_of(sampling, choice_count))
+        self.kind = kind_of(sampling, choice_count)
+        self.programs = programs(*settings, self.kind, generator.split_paths)
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest_length = int(self.lengths.max())
         chunk_count, chunk_length = chunk_sizes(longest_length, generator.model.context)
@@ -113,7 +131,7 @@ class Session:
 
     def advance(self, step_count: int) -> np.ndarray:
         """Draw at most `step_count` more tokens and return their ids [step_count, B], with -1 where none was drawn."""
-        arguments = (self.generator.params, self.rows, self.row_keys, self.settings, np.int32(step_count))
+        arguments = (self.generator.step_params, self.rows, self.row_keys, self.settings, np.int32(step_count))
         self.rows, drawn_ids = self.programs.advance(*arguments)
         return np.asarray(drawn_ids)[:step_count]
 
