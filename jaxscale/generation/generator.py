@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
-from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.memory import available_bytes
+from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
 from jaxscale.generation.unrolled import split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
@@ -46,7 +46,7 @@ class Generator:
         return cls(step.module(state), step.experiment.model, context, (step.layout.mesh, step.layout.rules))
 
     def _has_memory_for_copy(self) -> bool:
-        """Return whether the devices are CPUs, and a copy of the parameters would take less than half of what is left."""
+        """Return whether the devices are CPUs, and a copy of the parameters takes less than half of what is left."""
         if any(device.platform != "cpu" for device in self.devices):
             return False
         free_bytes = available_bytes(self.devices[0])
