@@ -11,13 +11,11 @@ from flax import nnx
 
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
-from jaxscale.generation.memory import available_bytes
 from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
 from jaxscale.generation.unrolled import split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
-from jaxscale.trees import tree_bytes
 
 
 class Generator:
@@ -36,7 +34,7 @@ class Generator:
         self.model, self.context, self.layout = model, context, layout
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
-        self.split_paths = stack_paths(module) if self._has_memory_for_copy() else ()
+        self.split_paths = stack_paths(module)
         self.dtype = jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
 
     @classmethod
@@ -44,13 +42,6 @@ class Generator:
         """Return the generator of a train state, with the step's mesh and precision."""
         context = step.objective.planned.context(None)
         return cls(step.module(state), step.experiment.model, context, (step.layout.mesh, step.layout.rules))
-
-    def _has_memory_for_copy(self) -> bool:
-        """Return whether the devices are CPUs, and a copy of the parameters takes less than half of what is left."""
-        if any(device.platform != "cpu" for device in self.devices):
-            return False
-        free_bytes = available_bytes(self.devices[0])
-        return free_bytes is not None and 2 * tree_bytes(self.params) < free_bytes
 
     @functools.cached_property
     def step_params(self) -> Any:
@@ -123,7 +114,8 @@ class Session:
             indices: for each row, the number of its prompt and of its sample, which determine its random draws.
             offsets: int32 [B], number of tokens of each text before the window.
         """
-        self.row_keys = RowKeys(_row_keys(self.seed, np.asarray(indices, np.int32)), offsets)
+        keys = None if self.kind.is_greedy else _row_keys(self.seed, np.asarray(indices, np.int32))
+        self.row_keys = RowKeys(keys, offsets)
         named = {"slots": self.slots, "copies": self.copies}
         arguments = (self.generator.params, self.prompts, self.lengths, self.row_keys, self.settings)
         self.rows = self.programs.prefill(*arguments, **named)

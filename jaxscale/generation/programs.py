@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import DrawKind, DrawSettings, draw
-from jaxscale.generation.unrolled import merge_unrolled
+from jaxscale.generation.unrolled import Paths, merge_unrolled
 from jaxscale.layers.layer_group import restack, unstack
 from jaxscale.sharding import place
 from jaxscale.sharding.place import MeshAndRules, constrain
@@ -49,7 +49,7 @@ class RowKeys(NamedTuple):
     """What determines the random draws of each row besides the seed.
 
     Args:
-        keys: a random key for each row, [B].
+        keys: a random key for each row, [B]; `None` if every draw takes the most likely token.
         offsets: int32 [B], number of tokens of the text before the window.
     """
 
@@ -97,7 +97,7 @@ def programs(
     context: Context,
     layout: MeshAndRules | None,
     kind: DrawKind,
-    paths: tuple[tuple[str, ...], ...],
+    paths: Paths,
 ) -> Programs:
     """Return the programs of a model.
 
