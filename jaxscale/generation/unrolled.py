@@ -66,6 +66,8 @@ def _has_layer_views(leaf: Any) -> bool:
 
 def _layer_views(leaf: Any) -> list[Any]:
     """Return the layers of a stacked array, as arrays that share its memory where the alignment allows it."""
+    if not leaf.committed:  # such an array may still go to any device
+        return [jax.device_put(layer) for layer in np.asarray(leaf)]
     sharding = leaf.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
