@@ -169,6 +169,31 @@ def test_a_mesh_gives_the_tokens_of_one_device(generator, axes):
     assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
 
 
+def test_layers_of_sharded_weights_stay_sharded(generator):
+    mesh = MeshSpec(fsdp=8).build(jax.devices())
+
+    def placed(leaf):
+        spec = [None] * (leaf.ndim - 1) + ["fsdp" if leaf.shape[-1] % 8 == 0 else None]
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    module = nnx.merge(generator.graphdef, jax.tree.map(placed, generator.params))
+    on_mesh = Generator(module, generator.model, layout=(mesh, AxisRules()))
+    layers = on_mesh.step_params["blocks"]["layers"]
+    assert len(layers) == FIELDS["layers"]
+    assert {leaf.sharding.spec[-1] for leaf in jax.tree.leaves(layers[1]) if leaf.shape[-1] % 8 == 0} == {"fsdp"}
+    prompts = prompts_of((3, 17, 5))
+    drawn_ids, expected = decode(on_mesh, prompts, GREEDY), decode(generator, prompts, GREEDY)
+    assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
+
+
+def test_layers_of_one_device_share_the_memory_of_the_stack(generator):
+    stacked = generator.params["blocks"]["layers"]["mlp"]["up"]["weight"]
+    start = stacked.addressable_data(0).unsafe_buffer_pointer()
+    for index, layer in enumerate(generator.step_params["blocks"]["layers"]):
+        pointer = layer["mlp"]["up"]["weight"].addressable_data(0).unsafe_buffer_pointer()
+        assert pointer - start == index * stacked.nbytes // FIELDS["layers"]
+
+
 def test_more_samples_than_memory_are_refused(generator, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10_000)
     fitting_count = 10_000 // memory.row_bytes(generator, 7)
