@@ -32,7 +32,7 @@ def stack_paths(module: Any) -> Paths:
     leaves = [leaf for _, stack in stacks for leaf in jax.tree.leaves(nnx.state(stack))]
     if sum(stack.count for _, stack in stacks) > MAX_LAYERS or not all(map(_has_layer_views, leaves)):
         return ()
-    return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
+    return tuple((*map(str, path), name) for path, stack in stacks for name in stack.group_names)
 
 
 def split_layers(params: Any, paths: Paths) -> Any:
@@ -58,7 +58,7 @@ def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
 
 def _has_layer_views(leaf: Any) -> bool:
     """Return whether each device is a CPU and holds all layers of a stacked array."""
-    if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
     return is_on_cpu and leaf.is_fully_addressable and leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
