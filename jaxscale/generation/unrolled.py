@@ -18,8 +18,8 @@ from jaxscale.layers.stack import Stack
 
 MAX_LAYERS = 16
 """Largest number of layers that are compiled one after another; each takes about 0.2 seconds."""
-Paths = tuple[tuple[str, ...], ...]
-"""Paths of parts of nested dicts."""
+Paths = tuple[tuple[Any, ...], ...]
+"""Paths of parts of nested dicts: names, and numbers of modules in lists."""
 
 
 def stack_paths(module: Any) -> Paths:
@@ -32,7 +32,7 @@ def stack_paths(module: Any) -> Paths:
     leaves = [leaf for _, stack in stacks for leaf in jax.tree.leaves(nnx.state(stack))]
     if sum(stack.count for _, stack in stacks) > MAX_LAYERS or not all(map(_has_layer_views, leaves)):
         return ()
-    return tuple((*map(str, path), name) for path, stack in stacks for name in stack.group_names)
+    return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
 
 
 def split_layers(params: Any, paths: Paths) -> Any:
@@ -87,7 +87,7 @@ def _replaced(tree: Any, paths: Paths, replace: Callable[[Any], Any]) -> Any:
     return tree
 
 
-def _replaced_part(tree: Any, path: tuple[str, ...], replace: Callable[[Any], Any]) -> Any:
+def _replaced_part(tree: Any, path: tuple[Any, ...], replace: Callable[[Any], Any]) -> Any:
     """Return nested dicts in which one part is replaced by `replace(part)`."""
     if not path:
         return replace(tree)
