@@ -5,6 +5,7 @@ with `from_json`. A tokenizer never adds, truncates or pads tokens; a file's set
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -205,12 +206,8 @@ class Subwords:
         """The library's tokenizer, without truncation or padding."""
         import tokenizers
 
-        try:
+        with _explain_errors("not a tokenizer.json of the tokenizers library", "give such a file"):
             model = tokenizers.Tokenizer.from_str(self.definition)
-        except BaseException as error:  # the library raises bare Exception; a panic of Rust is a BaseException
-            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-                raise
-            raise UserError(f"not a tokenizer.json of the tokenizers library ({error}): give such a file") from error
         model.no_truncation()
         model.no_padding()
         return model
@@ -225,12 +222,20 @@ class Subwords:
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the int32 ids of a text."""
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+        """Return the int32 ids of a text.
+
+        Raises:
+            UserError: the tokenizer cannot encode the text; for example, its token for unknown characters is missing.
+        """
+        model = self._model
+        with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
+            return np.array(model.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text that these ids spell, including special tokens; ids beyond the vocabulary are left out."""
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+        model = self._model
+        with _explain_errors("the tokenizer cannot decode the ids", "repair its tokenizer.json"):
+            return model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Yield the ids of many texts, in order, encoded on all cores; cuts in long texts leave the ids unchanged."""
@@ -250,8 +255,9 @@ class Subwords:
                     pending_groups.append((group, calls, future))
                 if pending_groups and (len(pending_groups) == 2 or not group):
                     earlier_group, earlier_calls, earlier_future = pending_groups.pop(0)
-                    ids_by_call = [encoding.ids for encoding in earlier_future.result()]
-                    yield _make_encoded(earlier_group, *separate_ids(ids_by_call, earlier_calls, marker))
+                    with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
+                        ids_by_call = [encoding.ids for encoding in earlier_future.result()]
+                    yield _make_encoded(earlier_group, *separate_ids(ids_by_call, earlier_calls, marker, self.encode))
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
         """Return a special token that separates these texts without changing their ids; `None` if there is none."""
@@ -289,6 +295,20 @@ class Subwords:
     def to_json(self) -> str:
         """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind, "definition": self.definition})
+
+
+@contextlib.contextmanager
+def _explain_errors(fault: str, advice: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library into a UserError.
+
+    The library raises bare Exception, and a panic of Rust is a BaseException.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
+            raise
+        raise UserError(f"{fault} ({error}): {advice}") from error
 
 
 def _make_encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
