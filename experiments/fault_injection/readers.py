@@ -332,6 +332,13 @@ def _prepare_decision(folder: Path) -> Prepared:
     return written(path, lambda: read_decision(path)), [dumps(to_json(decision))]
 
 
+def _prepare_actions(folder: Path) -> Prepared:
+    from jaxscale.training.traced_actions import ACTIONS, read_actions
+
+    content = {"operations": {"F": ["dot.1", "add.2"], "B": []}, "ranks": {"0": 0, "1": 1}, "processes": 1}
+    return written(folder / ACTIONS, lambda: read_actions(folder / ACTIONS)), [dumps(content)]
+
+
 TARGETS = (
     Target(
         "safetensors", mutate.SAFETENSORS, _prepare_safetensors, ("F32", "BF16", "I64", "U8", "BOOL", "__metadata__")
@@ -347,4 +354,5 @@ TARGETS = (
     Target("experiment.json", mutate.JSON, _prepare_experiment, ("models.ViT", "data.Images", "data.Rows", "callable")),
     Target("source.json", mutate.JSON, _prepare_source),
     Target("memory.json", mutate.JSON, _prepare_decision),
+    Target("actions.json", mutate.JSON, _prepare_actions),
 )
