@@ -39,7 +39,7 @@ INPUT_SECONDS = 10
 MAX_INPUT_BYTES = 65_536
 PLANTED_RUNS = 20_000
 """Runs in which a planted fault must be found."""
-RESULT = "result.json"
+RESULT, INPUT = "result.json", "input"
 
 
 def run_fuzz(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
@@ -86,7 +86,7 @@ def _row(target: str, planted: str, count: int, seed: int) -> dict[str, Any]:
         error = result.get("error") or next(iter(re.findall(r"ERROR: libFuzzer: (.*)", log_text)), f"code {code}")
         detail = f"{error}; {detail}"
     if code != 0 and not planted:
-        inputs = [path for path in folder.iterdir() if path.name.startswith(("crash-", "timeout-", "oom-"))]
+        inputs = [path for path in folder.iterdir() if path.name.startswith((INPUT, "crash-", "timeout-", "oom-"))]
         input_text = f"'{inputs[0]}'" if inputs else f"(no input; the log is {folder / 'log.txt'})"
         detail += f"\n     one input: PYTHONPATH=experiments python -m fault_injection.fuzz '{target}' {input_text}"
     has_found = bool(planted) and re.match(PLANTED[planted].error, error) is not None
@@ -157,6 +157,7 @@ def _fuzz(name: str, out: Path, work: Path, count: int, seed: int, planted: str)
                 frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)
             ]
             place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+            (out / INPUT).write_bytes(data)
             write_result(f"{type(error).__name__}{place}: {str(error)[:200]}")
             raise
         if run_count == count:

@@ -218,6 +218,7 @@ def _prepare_documents(folder: Path) -> Prepared:
             with contextlib.suppress(UserError):
                 facts = check_and_count([str(path)], recipe)
                 pieces = [text for *_, text in texts([str(path)], recipe, facts["documents"] // 2)]
+                "".join(pieces).encode()
                 assert sum(map(len, pieces)) == facts["characters"], "texts were lost or added"
 
     chats = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "hi", "answer": "hello\u2028you", "text": "both"}]

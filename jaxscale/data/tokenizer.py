@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_che
 import numpy as np
 
 from jaxscale.data import source
+from jaxscale.data.documents import has_half_characters
 from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate_ids
 from jaxscale.errors import UserError, unknown
 from jaxscale.values.limits import MAX_INT32, check_at_most
@@ -105,7 +106,13 @@ class Bytes:
         return 256
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the int32 ids of a text."""
+        """Return the int32 ids of a text.
+
+        Raises:
+            UserError: the text contains half a surrogate pair, which UTF-8 cannot express.
+        """
+        if has_half_characters(text):
+            raise UserError("the text contains half a surrogate pair, such as \\ud83d: repair or remove that character")
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -137,7 +144,7 @@ class Characters:
     kind: ClassVar[str] = "char"
 
     def __post_init__(self) -> None:
-        if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)):
+        if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)) or has_half_characters(self.alphabet):
             raise UserError(f"alphabet: got {self.alphabet!r}, expected one or more sorted characters, each once")
 
     @classmethod
@@ -164,7 +171,7 @@ class Characters:
         Raises:
             UserError: the text contains a character that the alphabet lacks.
         """
-        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             unknown_characters = sorted({text[index] for index in np.flatnonzero(ids < 0).tolist()})

@@ -164,3 +164,9 @@ def test_a_tokenizer_that_marks_the_beginning_alone_gets_each_text_by_itself():
     model.add_special_tokens([AddedToken("<eos>", special=True)])
     ours, texts = Subwords(model.to_str()), ["ab", "a b", "b"] * 30
     assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
+
+
+@pytest.mark.parametrize("kind", [Bytes(), Characters("abc")])
+def test_half_a_surrogate_pair_is_refused(kind):
+    with pytest.raises(UserError, match=r"half a surrogate pair|unknown to this alphabet"):
+        kind.encode("a\ud83d")

@@ -19,6 +19,8 @@ from fault_injection.readers import words_of
 ROOT = Path(__file__).parents[2]
 FOUND: list[tuple[str, int, tuple[str | int, ...], Any]] = [
     ("safetensors", 0, ("header", "b.weight", "shape"), [0, 2**62, 4]),
+    ("tokenizer of a run", 1, ("alphabet",), "\ud800"),
+    ("chats", 0, (0, "prompt"), "\ud83d"),
     ("token cache", 0, ("dtype",), "uint80"),
     ("token cache", 0, ("train",), "held_out"),
     ("token cache", 0, ("train", "documents"), "1"),
