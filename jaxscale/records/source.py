@@ -26,9 +26,10 @@ import jaxscale
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.records.moved_modules import new_import_path, provide_old_paths
-from jaxscale.records.outline import no_variant_error, outline
+from jaxscale.records.outline import MAX_SOURCE_BYTES, no_variant_error, outline
 from jaxscale.records.storage import run_path, write_whole
 from jaxscale.records.trusted_sources import check_trust, record_trust
+from jaxscale.values.read_files import read_bytes
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -123,14 +124,14 @@ class Source:
         if file_name is not None:
             if not isinstance(file_name, str) or file_name != Path(file_name).name or file_name in ("", ".."):
                 raise UserError(
-                    f"{folder / SOURCE_JSON}: file: got {file_name!r}, expected the name of a file in source/"
+                    f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected the name of a file in source/"
                 )
             if not (folder / file_name).exists():
                 raise UserError(
                     f"{folder / file_name} is missing: the run cannot be rebuilt without its experiment file; restore "
                     "the file"
                 )
-            text = (folder / file_name).read_bytes().decode("utf-8", "replace")
+            text = read_bytes(folder / file_name, MAX_SOURCE_BYTES).decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
         if source.sha256 != stored_sha256:
             raise UserError(
