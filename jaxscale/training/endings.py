@@ -194,7 +194,7 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
         journal: the run's journal.
         checkpoints: the run's checkpoints; a save may still be running.
         step: number of the last skipped step.
-        metrics: metrics of the last skipped step, with "loss", "grad_norm" and "skipped_in_row".
+        metrics: metrics of the last skipped step.
 
     Raises:
         Diverged: always; the message names the last good checkpoint.
@@ -211,6 +211,7 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
     journal.log_event(step, "diverged", loss=loss, grad_norm=grad_norm, checkpoint=checkpoint_step)
     journal.write_report()
     raise Diverged(
-        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}), "
-        f"and {checkpoint_text}. Lower the learning rate, or raise guard.spike if such gradients are normal"
+        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}, "
+        f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text}. Lower the learning rate, or raise "
+        "guard.spike if such gradients are normal, or guard.update if such updates are"
     )
