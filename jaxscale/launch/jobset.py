@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED, UserError
+from jaxscale.errors import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED, SKIPPED, UserError
 from jaxscale.heartbeat import ATTEMPT_VARIABLE
 from jaxscale.launch.cluster import Cluster, JobSet
 from jaxscale.launch.documents import environment, refuse_variables, shell_lines, watch_command
@@ -178,7 +178,7 @@ def _variables(cluster: Cluster, run_dir: str, name: str, host_count: int, slice
 
 def _pod_rules() -> list[dict[str, Any]]:
     """Return the rules by which a pod's end fails its job; the job's message then names the exit code."""
-    codes = [MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED]
+    codes = [MISTAKE, DIVERGED, GAVE_UP, SKIPPED, PREEMPTED, INTERRUPTED]
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}},
@@ -203,7 +203,7 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
                 "name": "finalCode",
                 "action": "FailJobSet",
                 "onJobFailureReasons": ["PodFailurePolicy"],
-                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED, GAVE_UP),
+                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED, GAVE_UP, SKIPPED),
             },
             {
                 "name": "stopSignal",
