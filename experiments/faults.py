@@ -18,7 +18,12 @@ import sys
 import time
 from typing import Any
 
-PARTS: dict[str, tuple[str, str, int, int]] = {"kills": ("kills", "run_kills", 200, 2)}
+PARTS: dict[str, tuple[str, str, int, int]] = {
+    "kills": ("kills", "run_kills", 200, 2),
+    "values": ("values", "run_values", 10_000, 100),
+    "steps": ("values", "run_steps", 300, 4),
+    "commands": ("commands", "run_commands", 1000, 20),
+}
 """Module in `fault_injection/`, function, full count and tiny count of each part."""
 
 
