@@ -22,6 +22,9 @@ PARTS: dict[str, tuple[str, str, int, int]] = {
     "kills": ("kills", "run_kills", 200, 2),
     "long": ("long_run", "run_long", 20_000, 2_000),
     "fuzz": ("fuzz", "run_fuzz", 100_000, 500),
+    "values": ("values", "run_values", 10_000, 100),
+    "steps": ("values", "run_steps", 300, 4),
+    "commands": ("commands", "run_commands", 1000, 20),
 }
 """Module in `fault_injection/`, function, full count and tiny count of each part."""
 

@@ -127,8 +127,7 @@ class Export:
     def run(self) -> None:
         """Write the folder, and print its path."""
         _check_run(self.run_dir, self.trust)
-        if Path(self.folder).is_file():
-            raise UserError(f"{self.folder} is a file: expected a folder to create")
+        check_location(self.folder)
         if (Path(self.folder) / "experiment.json").exists():
             raise UserError(f"{self.folder} is the directory of a run: give another folder to create")
         from jaxscale.training.backend import start_backend
