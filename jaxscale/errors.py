@@ -31,6 +31,10 @@ class Diverged(RuntimeError):
     """The loss is no longer finite, or keeps spiking: restarting would not help. Exit code 4."""
 
 
+class MostlySkipped(RuntimeError):
+    """The run has ended, but more than a tenth of its steps were skipped. Starting it again ends alike. Exit code 6."""
+
+
 class Stuck(RuntimeError):
     """A step waits for its devices without end, as in a collective that one device never reaches. Exit code 7."""
 
@@ -49,13 +53,14 @@ class Preempted(Exception):
         self.is_saved = is_saved
 
 
-DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, STUCK, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 7, 75, 130
+DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, SKIPPED, STUCK, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 6, 7, 75, 130
 """Exit codes of `train` and `launch`."""
 STOP_CODES = (PREEMPTED, INTERRUPTED)
 """Exit codes of a process that a stop signal ended; with the first one it has saved."""
 EXIT_CODES: dict[type[BaseException], int] = {
     UserError: MISTAKE,
     Diverged: DIVERGED,
+    MostlySkipped: SKIPPED,
     Stuck: STUCK,
     Preempted: PREEMPTED,
     KeyboardInterrupt: INTERRUPTED,

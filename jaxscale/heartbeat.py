@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxscale.values.limits import MAX_INT64
+
 FOLDER_VARIABLE = "JAXSCALE_HEARTBEATS"
 """The environment variable that names the folder of the heartbeat files; a watchdog sets it."""
 ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
@@ -102,8 +104,8 @@ class Heartbeat:
             times += heartbeat.longest_by_phase.values()
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        is_valid = all(type(number) is int and number >= 0 for number in numbers)
-        is_valid = is_valid and all(type(value) in (int, float) and value >= 0 for value in times)
+        is_valid = all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
+        is_valid = is_valid and all(type(value) in (int, float) and 0 <= value <= MAX_INT64 for value in times)
         texts = [heartbeat.host, heartbeat.failure, heartbeat.place]
         is_valid = is_valid and all(type(text) is str for text in texts)
         is_valid = is_valid and type(heartbeat.is_waiting) is type(heartbeat.is_in_step) is bool
@@ -222,12 +224,12 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
-    """Return the heartbeats in a folder by rank; torn files, and files that vanish meanwhile, are left out."""
+    """Return the heartbeats in a folder by rank; torn files, misnamed ones and those that vanish are left out."""
     heartbeats: dict[int, Heartbeat] = {}
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             heartbeat = Heartbeat.parse(path.read_text())
-            if heartbeat is not None:
+            if heartbeat is not None and path.name == heartbeat_file(folder, heartbeat.rank).name:
                 heartbeats[heartbeat.rank] = heartbeat
     return heartbeats
 

@@ -50,7 +50,7 @@ class Launch(Train):
         parse_timeouts(self.timeouts)
         cluster = read_cluster(self.cluster)
         self.check()
-        experiment, _ = load_experiment(self, fields)
+        experiment, source = load_experiment(self, fields)
         check_mesh(cluster, experiment)
         check_compiler_options(cluster, experiment)
         check_copies(cluster, experiment)
@@ -59,6 +59,7 @@ class Launch(Train):
         run_dir = cluster.run_dir(default_name) if self.out is None else self.out
         if not self.dry_run:
             prepare_directory(run_dir, experiment, self.resume)
+            source.trust()
         command = self.command_line(fields, run_dir)
         return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run, elastic=elastic)
 

@@ -25,10 +25,14 @@ from jaxscale.data import documents, source
 from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Encoded, Tokenizer, fingerprint
 from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_INT64
+from jaxscale.values.read_files import parse_json, read_bytes
 
 _VERSION = 1
 """Version of the entries' format."""
 SPLITS = ("train", "held_out")
+_DTYPES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
+"""Largest size of a vocabulary whose ids have a type, by the name of the type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +155,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
     """Encode files into the folder `draft`, and return `Corpus.facts` without the entry's hash and folder."""
     facts = documents.check_and_count(files, recipe)
     held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
-    dtype = np.dtype(np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32)
+    dtype = np.dtype(next(name for name, size in _DTYPES.items() if tokenizer.size <= size))
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.is_masked)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
@@ -233,9 +237,11 @@ class _Writer:
 
 
 def _load(entry_folder: pathlib.Path) -> Corpus | None:
-    """Return an entry of the cache; `None` if it is missing, or if a file's length contradicts the entry's facts."""
+    """Return an entry of the cache; `None` if it is missing or damaged: a file's length contradicts its facts."""
     try:
-        facts = json.loads((entry_folder / "facts.json").read_text())
+        facts = parse_json(read_bytes(entry_folder / "facts.json"), "the file")
+        if not _are_facts(facts, entry_folder.name):
+            return None
         dtype = np.dtype(facts["dtype"])
         splits = []
         for name in SPLITS:
@@ -246,9 +252,23 @@ def _load(entry_folder: pathlib.Path) -> Corpus | None:
                 is_learned = _map_array(entry_folder / f"{name}.learned", np.dtype(bool), token_count)
             document_starts = _map_array(entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1)
             splits.append(Tokens(ids, is_learned, document_starts))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return None
     return Corpus(splits[0], splits[1], {**facts, "cache": str(entry_folder)})
+
+
+def _are_facts(facts: Any, key: str) -> bool:
+    """Return whether JSON values are the facts of the entry `key`, with every number that is read from them."""
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), dict) for name in SPLITS):
+        return False
+    counts = [facts.get(name) for name in ("files", "bytes", "characters", "documents", "marked")]
+    counts += [facts[name].get(count_name) for name in SPLITS for count_name in ("tokens", "documents")]
+    return (
+        all(type(count) is int and 0 <= count <= MAX_INT64 for count in counts)
+        and facts.get("hash") == key
+        and facts.get("dtype") in list(_DTYPES)
+        and isinstance(facts.get("masked"), bool)
+    )
 
 
 def _map_array(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:

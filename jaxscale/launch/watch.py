@@ -22,6 +22,7 @@ from jaxscale.heartbeat import PHASES, heartbeat_file, read_heartbeats
 from jaxscale.launch.rank_process import RankProcess, log_file
 from jaxscale.launch.stop_signals import received_signals
 from jaxscale.launch.verdict import PEER_FAILED, Ending, Verdict, exit_code, judge
+from jaxscale.values import from_json, read_json
 
 TIMEOUTS: Mapping[str, float] = {
     "starting": 600,
@@ -325,8 +326,8 @@ def _change_time(path: Path) -> int:
 def read_ending(watched: Watched) -> Ending | None:
     """Return the first failure of this attempt that a watchdog has published; `None` if there is none."""
     try:
-        ending = Ending(**json.loads((watched.folder / FAILURE).read_text()))
-    except (OSError, ValueError, TypeError):
+        ending = from_json(Ending, read_json(watched.folder / FAILURE))
+    except UserError:
         return None
     return ending if ending.attempt == watched.attempt else None
 

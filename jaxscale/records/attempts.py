@@ -5,6 +5,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+from jaxscale.errors import UserError
+from jaxscale.values import from_json
+from jaxscale.values.read_files import parse_json
+
 FILE = "attempts.jsonl"
 
 
@@ -34,12 +38,12 @@ class Attempt:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Return the attempts of a run, the earliest first; torn lines are left out."""
+    """Return the attempts of a run, the earliest first; torn and damaged lines are left out."""
     attempts: list[Attempt] = []
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in (folder / FILE).read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                attempts.append(Attempt(**json.loads(line)))
+    with contextlib.suppress(OSError):
+        for line in (folder / FILE).read_bytes().split(b"\n"):
+            with contextlib.suppress(UserError):
+                attempts.append(from_json(Attempt, parse_json(line, "the line")))
     return attempts
 
 

@@ -6,6 +6,7 @@ the time between launches.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jaxscale.heartbeat import heartbeat_file, read_heartbeats
 from jaxscale.records.attempts import Attempt, read_attempts
 from jaxscale.records.directory import heartbeat_folder
 from jaxscale.records.metrics import read_rows
+from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.units import duration
 
 MOMENTS = ("first new step", "end")
@@ -63,9 +65,6 @@ def hours(run_dir: Any) -> Hours | None:
 
     Args:
         run_dir: directory of a run.
-
-    Raises:
-        UserError: metrics.jsonl is damaged.
     """
     folder = heartbeat_folder(run_dir)
     attempts = [] if folder is None else read_attempts(folder)
@@ -127,8 +126,17 @@ def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> 
 
 
 def _moments(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the events that hold the seconds by phase, in order."""
-    return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS]
+    """Return the events that hold the seconds by phase, in order; damaged ones are left out."""
+    return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS and _is_moment(row)]
+
+
+def _is_moment(row: Mapping[str, Any]) -> bool:
+    """Return whether an event has the seconds by phase, and its times, as numbers of seconds."""
+    seconds_by_phase = row.get("seconds_by_phase")
+    if not isinstance(seconds_by_phase, dict):
+        return False
+    times = [row.get("process_start"), row.get("time"), *seconds_by_phase.values()]
+    return all(type(value) in (int, float) and abs(value) <= MAX_INT64 for value in times)
 
 
 def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[_Span]:
@@ -158,7 +166,10 @@ def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
         next_start = starts[index + 1] if index + 1 < len(starts) else float("inf")
         new = next((row for row in process_rows if row["at"] == "first new step"), None)
         end = next((row for row in process_rows if row["at"] == "end"), None)
-        last_time = max((row["time"] for row in rows if start_time <= row["time"] < next_start), default=start_time)
+        last_time = max(
+            (time for row in rows if start_time <= (time := row.get("time", -math.inf)) < next_start),
+            default=start_time,
+        )
         final = dict(process_rows[-1]["seconds_by_phase"])
         if end is None:  # it was killed, or it still runs
             final["stepping"] = final.get("stepping", 0.0) + last_time - process_rows[-1]["time"]

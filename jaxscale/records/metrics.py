@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args, overload
 
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
-from jaxscale.values.limits import MAX_INT64
+from jaxscale.values.limits import MAX_INT32
 from jaxscale.values.read_files import parse_json
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ RowKind = Literal["train", "eval", "event"]
 # rows for TensorBoard are buffered until there are this many, or for this long
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
+
+_MAX_SECONDS = 1e11  # since 1970: the year 5138
 
 
 class MetricsRows(list[dict[str, Any]]):
@@ -65,7 +67,7 @@ def _as_float(number: int | float) -> float:
     try:
         return float(number)
     except OverflowError:
-        return math.copysign(math.inf, number)
+        return math.inf if number > 0 else -math.inf
 
 
 class MetricsLog:
@@ -153,14 +155,21 @@ def decode(line: bytes) -> dict[str, Any]:
     row = parse_json(line, "the line")
     if not isinstance(row, dict) or type(row.get("step")) is not int or row.get("kind") not in get_args(RowKind):
         raise ValueError("not a JSON object with step and kind")
-    if abs(row["step"]) > MAX_INT64:
+    if not 0 <= row["step"] <= MAX_INT32:
         raise ValueError("its step is no number of updates")
+    if "time" in row and not (_is_number(row["time"]) and abs(row["time"]) <= _MAX_SECONDS):
+        raise ValueError("its time is not a number of seconds since 1970")
     if row["kind"] == "event" and not isinstance(row.get("name"), str):
         raise ValueError("an event without a name")
     nonfinite_texts = row.pop("nonfinite", None) or {}
     if not isinstance(nonfinite_texts, dict) or not all(isinstance(text, str) for text in nonfinite_texts.values()):
         raise ValueError("its nonfinite is not a JSON object of texts")
     return row | {name: float(text) for name, text in nonfinite_texts.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
@@ -234,7 +243,8 @@ def last_logged_step(directory: Any) -> int:
     if not path.exists():
         return 0
     return max(
-        (int(match[1]) for match in re.finditer(rb'\{"step": (\d+), "kind": "train"', path.read_bytes())), default=0
+        (int(match[1]) for match in re.finditer(rb'\{"step": (\d{1,10}), "kind": "train"', path.read_bytes())),
+        default=0,
     )
 
 

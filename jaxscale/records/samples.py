@@ -10,7 +10,9 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from jaxscale.errors import UserError
 from jaxscale.records.storage import open_append, run_path
+from jaxscale.values.read_files import parse_json, whole_number
 
 FILE = "samples.txt"
 _HEADER_START = "=== step "
@@ -67,8 +69,10 @@ def read_samples(directory: Any) -> list[Sample]:
         header, _, escaped_text = block.partition("\n")
         step_text, _, quoted_prompt = header.partition(" | prompt ")
         try:
-            step, prompt = int(step_text), str(json.loads(quoted_prompt))
-        except ValueError:
+            step, prompt = whole_number(step_text), str(parse_json(quoted_prompt, "the prompt"))
+        except UserError:
+            continue
+        if step is None:
             continue
         prompt_and_text = _INDENTED_HEADER_LIKE.sub(r"\1", escaped_text.removesuffix("\n"))
         sample_by_key[step, prompt] = Sample(step, prompt, prompt_and_text.removeprefix(prompt))

@@ -351,6 +351,7 @@ def test_rules_tell_exit_codes_apart_by_the_jobs_message():
         2: "FailJobSet",
         4: "FailJobSet",
         5: "FailJobSet",
+        6: "FailJobSet",
         75: "RestartJobSetAndIgnoreMaxRestarts",
         137: "RestartJobSet",
     }
