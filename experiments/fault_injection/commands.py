@@ -8,10 +8,8 @@ experiment file, a finished run, a cluster's file, a plan, and files that are so
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import os
-import pkgutil
 import random
 import shutil
 import tempfile
@@ -22,15 +20,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from fault_injection.draws import run_draws
-from fault_injection.values import rows_of
+from fault_injection.values import import_all, rows_of
 from fault_injection.wild_values import FLOATS, NUMBERS, STRINGS, TEXT_FORMS, mutated, write_data
 
-import jaxscale
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.values.annotations import alternatives
 
 REFUSAL_SECONDS, WORK_SECONDS = 10.0, 90.0
 """Longest time of a line that is refused, and of one that trains, plans or evaluates."""
+CACHE = Path(tempfile.gettempdir()) / f"jaxscale-lines-{os.getpid()}"
+"""Folder of compiled programs and tokens, which all lines share."""
 CODES = {0: "done", 2: "refused", 3: "does not fit", 4: "diverged", 5: "gave up", 130: "interrupted"}
 """Documented exit codes; 1 is documented for `doctor` and for errors in the user's own code."""
 
@@ -171,10 +170,6 @@ _SCHEDULES = (
     "1f1b:1x1",
     "gpipe:64x64",
 )
-for _module in pkgutil.walk_packages(jaxscale.__path__, "jaxscale."):
-    if "__main__" not in _module.name:
-        importlib.import_module(_module.name)  # so that no child imports it again
-
 RIGHT: dict[str, Sequence[str]] = {
     "file": ("exp.py",),
     "run_dir": ("run",),
@@ -424,7 +419,7 @@ def run_line(words: list[str], folder: Path) -> tuple[int, str]:
     from jaxscale.cli.main import main
 
     os.chdir(folder)
-    os.environ["HOME"] = str(folder / "home")
+    os.environ |= {"HOME": str(folder / "home"), "JAXSCALE_CACHE": str(CACHE)}
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         code = main(words)
@@ -471,6 +466,7 @@ def run_commands(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[s
         seed: seed of the draws.
         only: numbers of lines; empty for all.
     """
+    import_all()
     numbers = list(map(int, only)) or list(range(count))
     with tempfile.TemporaryDirectory(prefix="lines-") as name:
         template = Path(name) / "template"
@@ -478,7 +474,10 @@ def run_commands(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[s
         write_template(template)
         (trained,) = run_draws(lambda _: train_template(template), [0], 300.0, 1)
         assert trained.outcome == "done", trained.detail
-        outcomes = list(run_draws(lambda number: run_one(number, seed, template), numbers, WORK_SECONDS, 50))
+        try:
+            outcomes = list(run_draws(lambda number: run_one(number, seed, template), numbers, WORK_SECONDS, 50))
+        finally:
+            shutil.rmtree(CACHE, ignore_errors=True)
 
         def described(number: int) -> tuple[str, str]:
             command, words = draw_line(number, seed)

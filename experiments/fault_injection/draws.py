@@ -30,11 +30,12 @@ JAXSCALE = str(Path(__file__).parents[2] / "jaxscale")
 
 
 class Outcome(NamedTuple):
-    """What became of a draw: its number, its outcome ("fault" for a fault), and what is to be told of it."""
+    """What became of a draw: its number, outcome ("fault" for a fault) and details, and its time."""
 
     number: int
     outcome: str
     detail: str
+    seconds: float = 0.0
 
 
 class Hang(BaseException):
@@ -103,6 +104,7 @@ def _work(
     signal.signal(signal.SIGPROF, interrupt)
     signal.signal(signal.SIGALRM, interrupt)
     for number in numbers:
+        start_time = time.monotonic()
         _announce(pipe, {"start": number})
         output.truncate(0)
         output.seek(0)
@@ -121,7 +123,7 @@ def _work(
             outcome, detail = "fault", f"{message[:300]}, at {place_of(error)}"
             if os.environ.get("DRAWS_TRACEBACK"):
                 detail += "\n" + "".join(traceback.format_exception(error))
-        _announce(pipe, {"number": number, "outcome": outcome, "detail": detail})
+        _announce(pipe, {"number": number, "outcome": outcome, "detail": detail, "seconds": time.monotonic() - start_time})
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     os._exit(0)

@@ -142,10 +142,6 @@ def change_json(data: Any, picks: random.Random) -> None:
         holder[key] = picks.choice(picks.choice((numbers, texts, others)))
 
 
-for _module in pkgutil.walk_packages(jaxscale.__path__, "jaxscale."):
-    if "__main__" not in _module.name:
-        importlib.import_module(_module.name)  # so that no child imports it again
-
 WAYS = {"constructors": by_constructor, "texts": by_texts, "JSON": by_json, "values alone": alone}
 
 
@@ -189,16 +185,23 @@ def check_all(value: Any, is_deep: bool) -> str:
     return "built"
 
 
-def run_one(number: int, seed: int, folder: Path) -> tuple[str, str]:
-    """Run the draw of a number, and return its outcome and way."""
+def run_one(number: int, seed: int, folder: Path, is_deep: bool = True) -> tuple[str, str]:
+    """Run the draw of a number, and return its outcome and way; `check_all` describes `is_deep`."""
     from jaxscale.errors import UserError
 
     way, _, make = draw(number, seed, folder)
     try:
-        return check_all(make(), True), way
+        return check_all(make(), is_deep), way
     except UserError as error:
         checked_message(error)
         return "refused", way
+
+
+def import_all() -> None:
+    """Import every module of jaxscale, so that no child has to."""
+    for module in pkgutil.walk_packages(jaxscale.__path__, "jaxscale."):
+        if "__main__" not in module.name:
+            importlib.import_module(module.name)
 
 
 def run_values(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -209,6 +212,7 @@ def run_values(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[str
         seed: seed of the draws.
         only: numbers of draws; empty for all.
     """
+    import_all()
     numbers = list(map(int, only)) or list(range(count))
     with tempfile.TemporaryDirectory(prefix="values-") as name:
         folder = Path(name)
@@ -222,7 +226,7 @@ def draw_step(number: int, seed: int) -> tuple[str, str]:
     chance = random.Random(f"step/{seed}/{number}")
     tree = draw_experiment(chance, 0)
     wild_count = chance.choice((0, 0, 0, 1))
-    changed(tree, chance, chance.choice((1, 2, 3)), wild_count, ("Plan", "Optimizer", "StatePlan", "OffloadPlan"))
+    changed(tree, chance, chance.choice((0, 1, 1, 2)), wild_count, ("Plan", "Optimizer", "StatePlan", "OffloadPlan"))
     return ("a wild plan" if wild_count else "an unusual plan"), ast.unparse(tree)
 
 
@@ -255,6 +259,7 @@ def run_steps(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[str,
         seed: seed of the draws.
         only: numbers of draws; empty for all.
     """
+    import_all()
     numbers = list(map(int, only)) or list(range(count))
     with tempfile.TemporaryDirectory(prefix="steps-") as name:
         folder = Path(name)
@@ -275,6 +280,7 @@ def rows_of(
         describe: returns kind and source of a draw.
     """
     counts: dict[str, dict[str, int]] = {}
+    seconds: dict[str, list[float]] = {}
     rows = []
     for outcome in outcomes:
         kind, source = describe(outcome.number)
@@ -282,10 +288,12 @@ def rows_of(
             detail = f"{outcome.detail}\n     {source[:2000]}"
             replay = f"--part {part} --seed {seed} --only {outcome.number}"
             rows.append(_row(f"{kind} {outcome.number}", "fault", detail, False, 0) | {"replay": replay})
+        seconds.setdefault(kind, []).append(outcome.seconds)
         kind_counts = counts.setdefault(kind, {})
         kind_counts[outcome.outcome] = kind_counts.get(outcome.outcome, 0) + 1
     for kind, kind_counts in sorted(counts.items()):
         text = ", ".join(f"{name} {number:,}" for name, number in sorted(kind_counts.items()))
+        text += f"; {sum(seconds[kind]):.0f} s, the longest {max(seconds[kind]):.1f} s"
         rows.append(_row(kind, "", text, True, sum(kind_counts.values())))
     return rows
 
