@@ -74,7 +74,7 @@ def type_of(name: str, path: str) -> type:
         candidate = importlib.import_module(module) if colon else None  # the module, then an object inside it
         for attribute in qualname.split("."):
             candidate = getattr(candidate, attribute)
-    except (ImportError, AttributeError, ValueError):
+    except (ImportError, AttributeError, ValueError, TypeError, RecursionError):
         candidate = None
     if not (isinstance(candidate, type) and dataclasses.is_dataclass(candidate)):
         raise UserError(
