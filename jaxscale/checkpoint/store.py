@@ -403,6 +403,24 @@ class Checkpoints:
         if damaged_steps:
             wait_for_all("damaged checkpoints are aside")
 
+    def put_newer_aside(self, step: int) -> list[str]:
+        """Rename the checkpoints of later steps to STEP.aside, so that they are not read; return their new names.
+
+        A name in use gets a number: STEP.aside-2. Names are returned on the first process only.
+        """
+        new_names: list[str] = []
+        if is_first():
+            with self._explain_disk_errors():
+                for newer_step in reversed([saved_step for saved_step in self.steps() if saved_step > step]):
+                    path, number = self._folder(newer_step), 1
+                    while (new_path := self.folder / f"{path.name}.aside{f'-{number}' * (number > 1)}").exists():
+                        number += 1
+                    path.rename(new_path)
+                    new_names.insert(0, new_path.name)
+        wait_for_all("newer checkpoints are aside")
+        self._descriptions = {s: description for s, description in self._descriptions.items() if s <= step}
+        return new_names
+
     def _folder(self, step: int) -> Any:
         """Return the path of a step's checkpoint, whether or not it exists."""
         return self.folder / f"{step:08d}"

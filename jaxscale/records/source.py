@@ -144,7 +144,7 @@ class Source:
 
 def _is_plain_name(name: Any) -> bool:
     """Return whether a JSON value can be the name of a file in a folder."""
-    is_name = isinstance(name, str) and Path(name).name == name != ""
+    is_name = isinstance(name, str) and Path(name).name == name and name not in ("", "..")
     return is_name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
