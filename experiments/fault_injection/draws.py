@@ -123,7 +123,9 @@ def _work(
             outcome, detail = "fault", f"{message[:300]}, at {place_of(error)}"
             if os.environ.get("DRAWS_TRACEBACK"):
                 detail += "\n" + "".join(traceback.format_exception(error))
-        _announce(pipe, {"number": number, "outcome": outcome, "detail": detail, "seconds": time.monotonic() - start_time})
+        _announce(
+            pipe, {"number": number, "outcome": outcome, "detail": detail, "seconds": time.monotonic() - start_time}
+        )
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     os._exit(0)

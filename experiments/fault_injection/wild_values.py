@@ -138,7 +138,12 @@ PLANS = (
     *("Plan()", "Plan(mesh='data:2')", "Plan(mesh='fsdp:4', zero=3)", "Plan(mesh='fsdp:2,data:2', zero=1)"),
     *("Plan(mesh='tensor:2,data:2')", "Plan(mesh='sequence:2')", "Plan(mesh='replica:2,data:2')"),
     *("Plan(mesh='replica:2', reduce='int8')", "Plan(mesh='replica:2', diloco='every=2')", "Plan(pipeline='1f1b:2x2')"),
-    *("Plan(pipeline='2bw:2x2')", "Plan(mesh='1')", "Plan(precision='bfloat16')", "Plan(mesh='data:2', microbatches=2)"),
+    *(
+        "Plan(pipeline='2bw:2x2')",
+        "Plan(mesh='1')",
+        "Plan(precision='bfloat16')",
+        "Plan(mesh='data:2', microbatches=2)",
+    ),
 )
 """Plans to begin with."""
 ALONE = (

@@ -71,7 +71,7 @@ def test_a_planted_fault_is_found(tmp_path, monkeypatch):
     assert "deaf to signals" in details[6]
 
 
-PLANTED = '''
+PLANTED = """
 import os, signal, time
 from fault_injection import draws
 
@@ -95,4 +95,4 @@ def run(number):
 
 for outcome in draws.run_draws(run, range(8), 1.0, 5):
     print(outcome.number, outcome.outcome, outcome.detail or "-", flush=True)
-'''
+"""
