@@ -19,6 +19,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxscale.values.limits import MAX_INT64, MAX_RECORD_BYTES
+from jaxscale.values.read_files import read_bytes
+
 FOLDER_VARIABLE = "JAXSCALE_HEARTBEATS"
 """The environment variable that names the folder of the heartbeat files; a watchdog sets it."""
 ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
@@ -102,8 +105,8 @@ class Heartbeat:
             times += heartbeat.longest_by_phase.values()
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        is_valid = all(type(number) is int and number >= 0 for number in numbers)
-        is_valid = is_valid and all(type(value) in (int, float) and value >= 0 for value in times)
+        is_valid = all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
+        is_valid = is_valid and all(type(value) in (int, float) and 0 <= value <= MAX_INT64 for value in times)
         texts = [heartbeat.host, heartbeat.failure, heartbeat.place]
         is_valid = is_valid and all(type(text) is str for text in texts)
         is_valid = is_valid and type(heartbeat.is_waiting) is type(heartbeat.is_in_step) is bool
@@ -225,8 +228,8 @@ def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
     """Return the heartbeats in a folder by rank; torn files, and files that vanish meanwhile, are left out."""
     heartbeats: dict[int, Heartbeat] = {}
     for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            heartbeat = Heartbeat.parse(path.read_text())
+        with contextlib.suppress(OSError, ValueError):  # UserError and UnicodeDecodeError are ValueErrors
+            heartbeat = Heartbeat.parse(read_bytes(path, MAX_RECORD_BYTES).decode())
             if heartbeat is not None:
                 heartbeats[heartbeat.rank] = heartbeat
     return heartbeats

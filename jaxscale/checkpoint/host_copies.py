@@ -28,6 +28,8 @@ from jaxscale.checkpoint.verified import Description, Restored
 from jaxscale.errors import UserError
 from jaxscale.records.directory import explain_write_errors, write_json
 from jaxscale.records.processes import call_on_all, is_first, process_index, send_from_first
+from jaxscale.values.limits import MAX_RECORD_BYTES
+from jaxscale.values.read_files import parse_json, read_bytes
 from jaxscale.values.units import size
 
 FOLDER_VARIABLE = "JAXSCALE_MEMORY"
@@ -334,7 +336,7 @@ def _read_record(run_dir: Any) -> tuple[int, int]:
     if not is_first():
         return 0, 0
     try:
-        record = json.loads((run_dir / RUN_FILE).read_text())
+        record = parse_json(read_bytes(run_dir / RUN_FILE, MAX_RECORD_BYTES), RUN_FILE)
         if record["directory"] == str(run_dir):
             return int(record["number"]), int(record["start"])
     except (OSError, ValueError, TypeError, KeyError):

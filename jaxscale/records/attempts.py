@@ -5,6 +5,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_INT64
+from jaxscale.values.read_files import check_own_file, parse_json, read_bytes
+
 FILE = "attempts.jsonl"
 
 
@@ -34,16 +38,30 @@ class Attempt:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Return the attempts of a run, the earliest first; torn lines are left out."""
+    """Return the attempts of a run, the earliest first; lines that cannot be read are left out."""
     attempts: list[Attempt] = []
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in (folder / FILE).read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                attempts.append(Attempt(**json.loads(line)))
+    with contextlib.suppress(OSError, UserError):
+        for line in read_bytes(folder / FILE).splitlines():
+            with contextlib.suppress(UserError, TypeError):
+                attempt = Attempt(**parse_json(line, "the line"))
+                if _is_valid(attempt):
+                    attempts.append(attempt)
     return attempts
+
+
+def _is_valid(attempt: Attempt) -> bool:
+    """Return whether the fields of an attempt, read from a file, have their types."""
+    numbers = [attempt.number, attempt.code, attempt.step]
+    texts = [attempt.launch, attempt.verdict]
+    is_valid = all(type(number) is int and abs(number) <= MAX_INT64 for number in numbers)
+    is_valid = is_valid and all(type(text) is str for text in texts) and type(attempt.seconds_by_phase) is dict
+    times = [attempt.start_time, attempt.end_time, *attempt.seconds_by_phase.values()] if is_valid else []
+    return is_valid and all(type(time) in (int, float) and abs(time) <= MAX_INT64 for time in times)
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Append an attempt that has ended; a full disk must not keep the run from its next attempt."""
-    with contextlib.suppress(OSError), (folder / FILE).open("a") as file:
-        file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")
+    with contextlib.suppress(OSError, UserError):
+        check_own_file(folder / FILE)
+        with (folder / FILE).open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")

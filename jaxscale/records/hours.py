@@ -5,16 +5,18 @@ steps since the last checkpoint once more. The parts add up to the time from the
 the time between launches.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import DONE, STOP_CODES
+from jaxscale.errors import DONE, STOP_CODES, UserError
 from jaxscale.heartbeat import heartbeat_file, read_heartbeats
 from jaxscale.records.attempts import Attempt, read_attempts
 from jaxscale.records.directory import heartbeat_folder
 from jaxscale.records.metrics import read_rows
+from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.units import duration
 
 MOMENTS = ("first new step", "end")
@@ -62,16 +64,16 @@ def hours(run_dir: Any) -> Hours | None:
     """Return where the hours of a run went; `None` if nothing is recorded.
 
     Args:
-        run_dir: directory of a run.
-
-    Raises:
-        UserError: metrics.jsonl is damaged.
+        run_dir: directory of a run. If its metrics.jsonl cannot be read, the attempts alone count.
     """
     folder = heartbeat_folder(run_dir)
     attempts = [] if folder is None else read_attempts(folder)
     if folder is not None and attempts and (running := _running_attempt(folder, attempts[-1])) is not None:
         attempts = [*attempts, running]
-    return hours_of(read_rows(run_dir), attempts)
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError, UserError):
+        rows = read_rows(run_dir)
+    return hours_of(rows, attempts)
 
 
 def _running_attempt(folder: Path, last: Attempt) -> Attempt | None:
@@ -79,7 +81,10 @@ def _running_attempt(folder: Path, last: Attempt) -> Attempt | None:
     beat = read_heartbeats(folder).get(0)
     if beat is None or beat.attempt <= last.number:
         return None
-    end_time = heartbeat_file(folder, 0).stat().st_mtime
+    try:
+        end_time = heartbeat_file(folder, 0).stat().st_mtime
+    except OSError:
+        return None
     seconds_by_phase = dict(beat.seconds_by_phase)
     return Attempt(beat.attempt, last.launch, 0, beat.step, end_time - beat.uptime, end_time, "", seconds_by_phase)
 
@@ -127,8 +132,21 @@ def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> 
 
 
 def _moments(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the events that hold the seconds by phase, in order."""
-    return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS]
+    """Return the events that hold the seconds by phase, in order; those with other content are left out."""
+    return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS and _has_times(row)]
+
+
+def _has_times(row: Mapping[str, Any]) -> bool:
+    """Return whether an event's times and seconds by phase are numbers."""
+    seconds_by_phase = row.get("seconds_by_phase")
+    if not isinstance(seconds_by_phase, dict):
+        return False
+    return all(_is_time(value) for value in (row.get("time"), row.get("process_start"), *seconds_by_phase.values()))
+
+
+def _is_time(value: Any) -> bool:
+    """Return whether a value is a number of seconds."""
+    return type(value) in (int, float) and abs(value) < MAX_INT64
 
 
 def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[_Span]:
@@ -158,7 +176,8 @@ def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
         next_start = starts[index + 1] if index + 1 < len(starts) else float("inf")
         new = next((row for row in process_rows if row["at"] == "first new step"), None)
         end = next((row for row in process_rows if row["at"] == "end"), None)
-        last_time = max((row["time"] for row in rows if start_time <= row["time"] < next_start), default=start_time)
+        times = [row["time"] for row in rows if _is_time(row.get("time"))]
+        last_time = max((time for time in times if start_time <= time < next_start), default=start_time)
         final = dict(process_rows[-1]["seconds_by_phase"])
         if end is None:  # it was killed, or it still runs
             final["stepping"] = final.get("stepping", 0.0) + last_time - process_rows[-1]["time"]

@@ -28,6 +28,8 @@ from jaxscale.errors import UserError
 from jaxscale.records.moved_modules import new_import_path, provide_old_paths
 from jaxscale.records.outline import no_variant_error, outline
 from jaxscale.records.storage import run_path, write_whole
+from jaxscale.records.sums import check_sums
+from jaxscale.values.read_files import read_bytes
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -116,7 +118,7 @@ class Source:
                     f"{folder / file_name} is missing: the run cannot be rebuilt without its experiment file; restore "
                     "the file"
                 )
-            text = (folder / file_name).read_bytes().decode("utf-8", "replace")
+            text = read_bytes(folder / file_name).decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
         if source.sha256 != stored_sha256:
             raise UserError(
@@ -196,9 +198,11 @@ def load_experiment(run_dir: Any) -> "Experiment":
     from jaxscale.recipe.plan import Plan, ignoring_moved_fields, read_plan
 
     folder = run_path(run_dir)
+    check_sums(folder, "plan.json", f"{FOLDER}/{SOURCE_JSON}")
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
     source = Source.read(folder) if (folder / FOLDER / SOURCE_JSON).exists() else None
     if source is None or source.text is None:
+        check_sums(folder, "experiment.json")
         experiment_json = values.read_json(folder / "experiment.json")
         if values.has_code(experiment_json):
             raise UserError(

@@ -30,6 +30,7 @@ from jaxscale.records.processes import (
 )
 from jaxscale.records.source import Source
 from jaxscale.records.storage import check_location, run_path
+from jaxscale.records.sums import write_sums
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
@@ -122,7 +123,7 @@ def train(
     journal = Journal(folder, display, callbacks)
     stop = Stop(lambda name: endings.end_process_early(journal, stop.saved_step, name))
     try:
-        with stop, endings.explained_stop(journal, stop):
+        with stop, endings.explained_stop(journal, stop), run_files.explain_file_errors(folder):
             stop.saved_step = endings.newest_step(folder) if resume == "auto" else 0
             resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
             training = _Training(
@@ -243,6 +244,7 @@ class _Training:
             write_tokenizer(self.folder, self.data.tokenizer)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
+            write_sums(self.folder)
 
     def _finished_step(self) -> int | None:
         """Return the step of the newest undamaged checkpoint if no step is left to do after it, else `None`.
@@ -309,6 +311,8 @@ class _Training:
         self.checkpoints.keep_host_copies(self.folder, leaves, self.experiment)
         restored = self.checkpoints.restore_arrays(leaves, set_aside=True, say=self.journal.say)
         if restored is None:
+            if self._last_earlier_step:
+                self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
             return self.step.init()
         description = restored.description
         self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
