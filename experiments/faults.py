@@ -18,7 +18,11 @@ import sys
 import time
 from typing import Any
 
-PARTS: dict[str, tuple[str, str, int, int]] = {"kills": ("kills", "run_kills", 200, 2)}
+PARTS: dict[str, tuple[str, str, int, int]] = {
+    "kills": ("kills", "run_kills", 200, 2),
+    "files": ("damage", "run_damage", 600, 6),
+    "disk": ("disk", "run_disk", 40, 3),
+}
 """Module in `fault_injection/`, function, full count and tiny count of each part."""
 
 
