@@ -15,8 +15,9 @@ TRAIN = $(VENV)/.train-$(call sum,train)
 TEST  = $(VENV)/.test-$(call sum,test)
 AOT   = $(VENV)/.aot-$(call sum,aot)
 DOCS  = $(VENV)/.docs-$(call sum,docs)
+FUZZ  = $(VENV)/.fuzz-$(call sum,fuzz)
 
-.PHONY: help train test lint docs pages setup setup-aot compilers lock clean
+.PHONY: help train test lint docs pages setup setup-aot compilers fuzz fuzzed lock clean
 help:
 	@echo "make train   set up $(VENV), train experiments/shakespeare.py, show samples, write a report"
 	@echo "make test    set up the same, run the tests          (ARGS='-m slow' for the long ones)"
@@ -24,8 +25,9 @@ help:
 	@echo "make docs    build docs/ into docs/build, strictly: a broken link is an error"
 	@echo "make setup   only set up $(VENV)"
 	@echo "make setup-aot  $(VENV)-aot beside it, with the compilers of TPUs and GPUs that are not here (about 1 GB)"
+	@echo "make fuzz    fuzz every reader of files in $(VENV)-fuzz, for 70 minutes (ARGS=--tiny for 5; Linux alone)"
 	@echo "make lock    rewrite requirements/*.txt              (needs uv)"
-	@echo "make clean   remove $(VENV), $(VENV)-aot and $(VENV)-docs"
+	@echo "make clean   remove $(VENV), $(VENV)-aot, $(VENV)-docs and $(VENV)-fuzz"
 
 train: $(TRAIN)
 	$(PY) -m jaxscale train experiments/shakespeare.py $(ARGS)
@@ -52,6 +54,12 @@ setup-aot:
 
 compilers: $(AOT)
 
+fuzz:
+	$(MAKE) --no-print-directory VENV=$(VENV)-fuzz fuzzed
+
+fuzzed: $(FUZZ)
+	$(PY) experiments/faults.py --part fuzz $(ARGS)
+
 # the stamps of what was there before go: a checkout of old requirements installs them again
 $(TRAIN):
 	$(call install,train)
@@ -67,6 +75,11 @@ $(TEST):
 $(AOT):
 	$(call install,aot)
 	rm -f $(VENV)/.aot-*
+	touch $@
+
+$(FUZZ):
+	$(call install,fuzz)
+	rm -f $(VENV)/.fuzz-*
 	touch $@
 
 $(DOCS):
@@ -87,7 +100,8 @@ lock:
 	$(LOCKED) -c requirements/test.txt -o requirements/train.txt pyproject.toml requirements/build.in
 	$(LOCKED) -o requirements/docs.txt requirements/docs.in
 	$(LOCKED) -c requirements/test.txt --extra aot-tpu --extra aot-gpu -o requirements/aot.txt pyproject.toml requirements/build.in
+	$(LOCKED) -c requirements/test.txt --extra fuzz -o requirements/fuzz.txt pyproject.toml requirements/build.in
 	! grep -n -i -E 'https?://|--index-url|--find-links|file:' requirements/*.txt
 
 clean:
-	rm -rf $(VENV) $(VENV)-aot $(VENV)-docs
+	rm -rf $(VENV) $(VENV)-aot $(VENV)-docs $(VENV)-fuzz

@@ -22,6 +22,11 @@ PARTS: dict[str, tuple[str, str, int, int]] = {
     "kills": ("kills", "run_kills", 200, 2),
     "files": ("damage", "run_damage", 600, 6),
     "disk": ("disk", "run_disk", 40, 3),
+    "long": ("long_run", "run_long", 20_000, 2_000),
+    "fuzz": ("fuzz", "run_fuzz", 100_000, 500),
+    "values": ("values", "run_values", 10_000, 100),
+    "steps": ("values", "run_steps", 300, 4),
+    "commands": ("commands", "run_commands", 1000, 20),
 }
 """Module in `fault_injection/`, function, full count and tiny count of each part."""
 
@@ -52,8 +57,9 @@ def run_part(part: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     print(f"{part}: {count:,}, seed {seed}", flush=True)
     run = getattr(importlib.import_module(f"fault_injection.{module}"), function)
     start_time = time.monotonic()
-    rows = run(count, seed, arguments.only) if arguments.only else run(count, seed)
-    for row in rows:
+    rows: list[dict[str, Any]] = []
+    for row in run(count, seed, arguments.only) if arguments.only else run(count, seed):
+        rows.append(row)
         print(f"{'    ' if row['is_sound'] else 'FAIL'} {row['name']}: {row['outcome']}  {row['detail']}", flush=True)
         if not row["is_sound"]:
             replay = row.get("replay", f"--part {part} --count {count} --seed {seed}")

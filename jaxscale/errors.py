@@ -7,9 +7,15 @@ is reported before JAX is imported.
 import difflib
 from collections.abc import Iterable
 
+MAX_MESSAGE_CHARACTERS = 4000
+"""Longest message of a user's error: what was given may have millions of characters."""
+
 
 class UserError(ValueError):
     """A mistake of the user: the command line prints only the message and exits with code 2.
+
+    Characters that cannot be printed, such as those that control a terminal, are written as escapes, and the middle of
+    a message of more than 4,000 characters is left out.
 
     Args:
         message: what was given, what was expected, and what to do.
@@ -17,11 +23,16 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str = "", *, page: str | None = None) -> None:
-        super().__init__(message if page is None else f"{message} (jaxscale docs {page})")
+        printed_message = printable(message)
+        super().__init__(printed_message if page is None else f"{printed_message} (jaxscale docs {page})")
 
 
 class Diverged(RuntimeError):
     """The loss is no longer finite, or keeps spiking: restarting would not help. Exit code 4."""
+
+
+class MostlySkipped(RuntimeError):
+    """The run has ended, but more than a tenth of its steps were skipped. Starting it again ends alike. Exit code 6."""
 
 
 class Stuck(RuntimeError):
@@ -42,18 +53,41 @@ class Preempted(Exception):
         self.is_saved = is_saved
 
 
-DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, STUCK, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 7, 75, 130
+DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, SKIPPED, STUCK, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 6, 7, 75, 130
 """Exit codes of `train` and `launch`."""
 STOP_CODES = (PREEMPTED, INTERRUPTED)
 """Exit codes of a process that a stop signal ended; with the first one it has saved."""
 EXIT_CODES: dict[type[BaseException], int] = {
     UserError: MISTAKE,
     Diverged: DIVERGED,
+    MostlySkipped: SKIPPED,
     Stuck: STUCK,
     Preempted: PREEMPTED,
     KeyboardInterrupt: INTERRUPTED,
 }
 """Exit codes of errors; any other error is a crash."""
+
+
+def printable(text: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
+    """Return a text with escapes for characters that cannot be printed, and without its middle if it is too long.
+
+    Example:
+        >>> printable("a\\x1b[31m"), printable("x" * 100, max_characters=20)
+        ('a\\\\x1b[31m', 'xxxxxxxxx ... xxxxxx')
+    """
+    escaped_text = "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in _shortened(text, max_characters)
+    )
+    return _shortened(escaped_text, max_characters)
+
+
+def _shortened(text: str, max_characters: int) -> str:
+    """Return a text without its middle if it is too long."""
+    if len(text) <= max_characters:
+        return text
+    end_length = (max_characters - 5) * 2 // 5
+    return f"{text[: max_characters - 5 - end_length]} ... {text[-end_length:]}"
 
 
 def near_miss(word: str, known: Iterable[str]) -> str:

@@ -225,12 +225,12 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
-    """Return the heartbeats in a folder by rank; torn files, and files that vanish meanwhile, are left out."""
+    """Return the heartbeats in a folder by rank; torn files, misnamed ones and those that vanish are left out."""
     heartbeats: dict[int, Heartbeat] = {}
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError):  # UserError and UnicodeDecodeError are ValueErrors
             heartbeat = Heartbeat.parse(read_bytes(path, MAX_RECORD_BYTES).decode())
-            if heartbeat is not None:
+            if heartbeat is not None and path.name == heartbeat_file(folder, heartbeat.rank).name:
                 heartbeats[heartbeat.rank] = heartbeat
     return heartbeats
 

@@ -2,12 +2,17 @@
 
 import gc
 import os
+import shutil
 import signal
 from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
 
+# the runs that tests train are trusted by records (`records/trusted_sources.py`) outside of the user's own cache
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".jax_cache" / "user")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"], "jaxscale", "trusted"), ignore_errors=True)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "24"  # threads of the backend, as `platforms/cpu_threads.py` provides them; here it starts before
 os.environ["XLA_FLAGS"] = " ".join(

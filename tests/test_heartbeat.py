@@ -39,12 +39,14 @@ def test_torn_and_foreign_files_are_passed_over(tmp_path):
     assert Heartbeat.parse(text) is not None
     broken_texts = [text[:length] for length in range(len(text))]
     changes = [{"rank": -1}, {"rank": True}, {"phase": "sleeping"}, {"since": "1"}, {"seconds_by_phase": 3}, {"x": 1}]
+    changes += [{"since": 10**400}, {"step": 2**64}]
     broken_texts += [json.dumps(json.loads(text) | change) for change in changes]
     broken_texts += ["[]", "null", "[" * 100_000]
     assert [Heartbeat.parse(broken_text) for broken_text in broken_texts] == [None] * len(broken_texts)
     heartbeat_file(tmp_path, 0).write_text(text)
     heartbeat_file(tmp_path, 1).write_bytes(b"\xff\xfe")
     heartbeat_file(tmp_path, 2).mkdir()
+    heartbeat_file(tmp_path, 3).write_text(json.dumps(json.loads(text) | {"rank": 10**12}))
     assert list(read_heartbeats(tmp_path)) == [0]
 
 

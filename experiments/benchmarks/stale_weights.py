@@ -185,11 +185,11 @@ class StaleWeights:
     def _updated(self, stage: Stage, s: int, gradients: Params, number: Array) -> Stage:
         old, delay, remedies = stage.versions[0], self.rule.delays[s], self.rule.remedies
         norm = optax.tree.norm(gradients)
-        good, watch = stage.watch.judge(norm, norm, self.plain.experiment.guard)
+        good = stage.watch.judge(norm, norm, self.plain.experiment.guard)
         new, optimizer = self._advance(gradients, stage.optimizer, old, norm, good)
         new = remedies.rescheduled(old, new, delay, number)
         change = stage.change if remedies.correction is None else remedies.followed(stage.change, old, new, delay)
-        return Stage((new, *stage.versions[:-1]), optimizer, watch, change)
+        return Stage((new, *stage.versions[:-1]), optimizer, stage.watch.after(norm, good), change)
 
 
 class _Reached(Exception):

@@ -70,7 +70,7 @@ MOMENTS = (
     Moment("plan.json", f"{FILES}:write_json", 2),
     Moment("tokenizer.json", "jaxscale.training.loop:write_tokenizer"),
     Moment("source", "jaxscale.records.source:Source.write"),
-    Moment("sums.json", "jaxscale.training.loop:write_sums"),
+    Moment("sums.json", "jaxscale.records.source:write_sums"),
     Moment("the log is opened", f"{LOG}:MetricsLog.__init__"),
     Moment("first line of the log", f"{LOG}:MetricsLog.append"),
     Moment("a line of the log", f"{LOG}:MetricsLog.append", 9),

@@ -12,7 +12,7 @@ from jaxscale.checkpoint.restore import TOKENIZER, restore_newest
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import UserError
 from jaxscale.records import directory as run_files
-from jaxscale.records.storage import is_remote, run_path
+from jaxscale.records.storage import check_location, is_remote, run_path
 from jaxscale.records.sums import write_sums
 
 
@@ -43,6 +43,7 @@ def convert_state(run: Any, moments: Any, out: Any = None) -> str:
     if is_remote(run_folder) or is_remote(new_folder):
         raise UserError(f"convert-state {run}: got a bucket, expected local directories: copy the run to a local disk")
     run_files.existing_run(run_folder)
+    check_location(new_folder)
     if new_folder.exists():
         raise UserError(f"{new_folder} already exists: give another directory with --out")
     experiment = load_experiment(run_folder)

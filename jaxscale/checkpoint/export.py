@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jaxscale.errors import UserError
 from jaxscale.records.directory import EXPERIMENT
+from jaxscale.records.storage import check_location, is_remote
 
 
 def export(
@@ -24,6 +25,9 @@ def export(
     Raises:
         UserError: `run` has no run or checkpoint, or transformers has no equivalent of the model.
     """
+    check_location(folder)
+    if is_remote(folder):
+        raise UserError(f"{folder} is in a bucket: give a local folder for the model, and copy it there")
     if (Path(folder) / EXPERIMENT).exists():
         raise UserError(f"{folder} is the directory of a run: give a new folder for the model")
     from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters

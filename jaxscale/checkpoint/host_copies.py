@@ -24,12 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.verified import Description, Restored
+from jaxscale.checkpoint.verified import Description, Restored, invalid_fields
 from jaxscale.errors import UserError
 from jaxscale.records.directory import explain_write_errors, write_json
 from jaxscale.records.processes import call_on_all, is_first, process_index, send_from_first
-from jaxscale.values.limits import MAX_RECORD_BYTES
-from jaxscale.values.read_files import parse_json, read_bytes
+from jaxscale.values import from_json, read_json
+from jaxscale.values.as_json import load
+from jaxscale.values.limits import MAX_INT32
+from jaxscale.values.read_files import parse_json
 from jaxscale.values.units import size
 
 FOLDER_VARIABLE = "JAXSCALE_MEMORY"
@@ -42,6 +44,8 @@ KEPT = 2
 
 Region = tuple[tuple[int, int], ...]
 """Start and end of a part of an array along each dim."""
+_Part = tuple[str, tuple[int, ...], Region, str, int]
+"""Name and shape of an array, the region of it that a file holds, its dtype, and its first byte in the file."""
 CopyKey = tuple[int, int]
 """When the processes of a copy started, in seconds since 1970 by the first one's clock, and the copy's step. What one
 start has written is never mixed with another's, which may have other devices and round differently."""
@@ -270,7 +274,9 @@ class HostCopies:
         newest = max(_common(sorted(copies)), default=None)
         if newest is None:
             return None
-        parts = copies[newest].parts
+        parts = {
+            name: [part for part in copies[newest].parts[name] if _is_of(part, leaf)] for name, leaf in leaves.items()
+        }
 
         def read() -> dict[str, Any]:
             """Read the arrays of this process's devices."""
@@ -293,15 +299,25 @@ class HostCopies:
             header = _header(path)
             if header is None:
                 continue
-            try:
-                description = Description(**header["description"])
-            except TypeError:  # of another version
-                continue
-            copy = copies.setdefault(_key(path), _Copy(description, header["newest_checkpoint"]))
-            for name, shape, region, dtype, position in header["parts"]:
-                part = StoredPart(tuple(shape), tuple((start, end) for start, end in region), dtype, path, position)
-                copy.parts.setdefault(name, []).append(part)
+            copy = copies.setdefault(_key(path), _Copy(header.description, header.newest_checkpoint))
+            for name, shape, region, dtype, position in header.parts:
+                copy.parts.setdefault(name, []).append(StoredPart(shape, region, dtype, path, position))
         return copies
+
+
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    """What the end of a file of a copy holds.
+
+    Args:
+        description: the description of the state.
+        newest_checkpoint: step of the run's newest checkpoint when the copy was taken.
+        parts: parts of arrays.
+    """
+
+    description: Description
+    newest_checkpoint: int
+    parts: tuple[_Part, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,15 +347,28 @@ def _root() -> Path:
     return Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """The content of `RUN_FILE`: the run's number, its directory, and the start that wrote the last copies."""
+
+    number: int
+    directory: str
+    start: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.number <= MAX_INT32 and 0 <= self.start <= MAX_INT32):
+            raise UserError(f"{RUN_FILE}: got {self.number} and {self.start}, expected numbers of 31 bits")
+
+
 def _read_record(run_dir: Any) -> tuple[int, int]:
     """Return the number of a run, and the start that wrote the last copies; the first process reads or draws them."""
     if not is_first():
         return 0, 0
     try:
-        record = parse_json(read_bytes(run_dir / RUN_FILE, MAX_RECORD_BYTES), RUN_FILE)
-        if record["directory"] == str(run_dir):
-            return int(record["number"]), int(record["start"])
-    except (OSError, ValueError, TypeError, KeyError):
+        record = from_json(_Record, read_json(run_dir / RUN_FILE))
+        if record.directory == str(run_dir):
+            return record.number, record.start
+    except UserError:
         pass  # there is none, or it is damaged: a new number means that no copy is read
     number = secrets.randbelow(2**31)
     _write_record(run_dir, number, 0)
@@ -374,18 +403,44 @@ def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
     return set.intersection(*({(start_time, step) for start_time, step in table} for table in tables)) - {(-1, -1)}
 
 
-def _header(path: Path) -> Any:
-    """Return the content at the end of a file that describes its parts; `None` if it is torn."""
+def _header(path: Path) -> _Header | None:
+    """Return the content at the end of a file that describes its parts; `None` if it is torn, or of another version."""
     try:
         with path.open("rb") as file:
-            file.seek(-12, os.SEEK_END)
+            array_bytes = file.seek(-12, os.SEEK_END)
             tail = file.read()
             length = int.from_bytes(tail[:8], "little")
-            file.seek(-12 - length, os.SEEK_END)
+            if length > array_bytes:
+                return None
+            array_bytes = file.seek(-12 - length, os.SEEK_END)
             text = file.read(length)
-        return json.loads(text) if zlib.crc32(text) == int.from_bytes(tail[8:], "little") else None
-    except (OSError, ValueError):
+        if zlib.crc32(text) != int.from_bytes(tail[8:], "little"):
+            return None
+        content = parse_json(text, "the header")
+        fields: dict[str, Any] = content if isinstance(content, dict) else {}
+        parts = load(fields.get("parts"), tuple[_Part, ...], "parts")
+    except (OSError, UserError):
         return None
+    description, newest_checkpoint = fields.get("description"), fields.get("newest_checkpoint")
+    if not isinstance(description, dict) or invalid_fields(description) or type(newest_checkpoint) is not int:
+        return None
+    if not all(_is_in_file(part, array_bytes) for part in parts):
+        return None
+    return _Header(Description.of(description), newest_checkpoint, parts)
+
+
+def _is_in_file(part: _Part, array_bytes: int) -> bool:
+    """Return whether a part is a region of its array, whose bytes lie within the first `array_bytes` of the file."""
+    _, shape, region, dtype_name, position = part
+    if len(region) != len(shape):
+        return False
+    if not all(0 <= start <= end <= dim for (start, end), dim in zip(region, shape, strict=True)):
+        return False
+    try:
+        itemsize = np.dtype(dtype_name).itemsize
+    except (TypeError, ValueError):
+        return False
+    return position >= 0 and position + _count(region) * itemsize <= array_bytes
 
 
 def _region(index: Any, shape: tuple[int, ...]) -> Region:
@@ -403,9 +458,14 @@ def _overlap(one: Region, other: Region) -> Region:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
+def _is_of(part: StoredPart, leaf: Any) -> bool:
+    """Return whether a part is one of an array of this shape and dtype."""
+    return (part.shape, part.dtype) == (leaf.shape, str(leaf.dtype))
+
+
 def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
     """Return whether parts of an array cover all that this process's devices hold of it."""
-    regions = {part.region for part in parts if (part.shape, part.dtype) == (leaf.shape, str(leaf.dtype))}
+    regions = {part.region for part in parts if _is_of(part, leaf)}
     return all(
         _coverage(_region(index, leaf.shape), regions)
         for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()

@@ -20,8 +20,11 @@ from jaxscale.checkpoint.late_messages import drop_late_messages
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
 from jaxscale.errors import UserError
 from jaxscale.records.processes import call_on_all
+from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import whole_number
 
+MAX_DIMS = 64
+"""Most dims of an array, as in numpy."""
 FORMAT = 1
 """Version of the checkpoint format. `read_content` raises an error for a checkpoint of a newer format."""
 
@@ -193,15 +196,58 @@ def read_content(path: Any) -> dict[str, Any]:
     if digest(content) != stored_digest:
         raise DamagedError("the description does not match its checksum")
     if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise DamagedError("the description is not that of a checkpoint")
+        raise DamagedError("the description has no number of its format")
     if content["format"] > FORMAT:
         raise UserError(
             f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
             f"up to {FORMAT}: install a newer jaxscale"
         )
+    array_facts = content.get("arrays")
+    invalid_names = invalid_fields(content)
+    if not isinstance(array_facts, dict) or not all(map(_are_array_facts, array_facts.values())):
+        invalid_names.append("arrays")
+    if invalid_names:
+        raise DamagedError(f"the description has no valid {', '.join(invalid_names)}")
     if is_step_name(path.name) and int(path.name) != content["step"]:
         raise DamagedError(f"the folder's name is {path.name}, but its content is of step {content['step']}")
     return content
+
+
+def invalid_fields(content: Mapping[str, Any]) -> list[str]:
+    """Return the names of a description's fields that are missing, or whose JSON is not of the type that is saved."""
+    counts = [content.get("step"), content.get("tokens"), content.get("skipped_in_row", 0)]
+    losses = [content.get("loss", ""), content.get("best", "")]
+    versions = content.get("versions")
+    is_valid = {
+        "step, tokens or skipped_in_row": all(type(count) is int and 0 <= count <= MAX_INT64 for count in counts),
+        "loss or best": all(loss is None or type(loss) in (int, float) for loss in losses),
+        "data": isinstance(content.get("data", ""), dict | None),
+        "experiment": isinstance(content.get("experiment"), str),
+        "versions": isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values()),
+        "is_sound": content.get("is_sound") in (None, True, False),
+    }
+    return [name for name, is_right in is_valid.items() if not is_right]
+
+
+def _are_array_facts(facts: Any) -> bool:
+    """Return whether a JSON value is the shape, the name of the dtype, and two checksums of an array."""
+    if not (isinstance(facts, list) and len(facts) == 4 and isinstance(facts[0], list) and len(facts[0]) <= MAX_DIMS):
+        return False
+    numbers = [*facts[0], *facts[2:]]
+    return _is_dtype_name(facts[1]) and all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
+
+
+def _is_dtype_name(name: Any) -> bool:
+    """Return whether a JSON value is the name of a dtype of numbers, or of keys of a random generator."""
+    import jax.numpy as jnp
+
+    if not isinstance(name, str) or name.startswith("key<"):
+        return isinstance(name, str)
+    try:
+        dtype = jnp.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    return dtype.name == name and dtype.kind not in "OSUMm"
 
 
 def is_step_name(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxscale.cli.experiment_commands import named_platform, platform_of
 from jaxscale.cli.flags import flag, word
 from jaxscale.errors import UserError, near_miss, unknown
+from jaxscale.records.storage import check_location
 
 if TYPE_CHECKING:
     from jaxscale.pipeline.clock.costs import Costs
@@ -104,6 +105,7 @@ class Draw:
                 raise UserError(f"draw: {self.picture!r} is not a picture: use jaxscale draw pipeline {self.picture}")
             raise unknown("picture", self.picture, PICTURES)
         if self.measured is not None:
+            check_location(self.measured)
             for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
                 if getattr(self, name) is not None:
                     raise UserError(

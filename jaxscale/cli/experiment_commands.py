@@ -22,7 +22,8 @@ class Train:
     (jaxscale train FILE --help lists them, with their defaults).
 
     Exit codes: 0 done, 2 a mistake in the arguments, 4 the loss diverged,
-    75 interrupted and saved, 130 interrupted with nothing to save, 1 a crash.
+    6 done, but with more than a tenth of the steps skipped, 75 interrupted
+    and saved, 130 interrupted with nothing to save, 1 a crash.
 
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.
@@ -217,13 +218,15 @@ def _check_page(path: str) -> None:
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
     file = Path(path)
-    is_new = not file.exists()
     try:
+        is_new = not file.exists()
         file.open("ab").close()
         if is_new:
             file.unlink()
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise UserError(f"--out {path} cannot be the name of a file ({error}); give another path") from None
 
 
 def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:

@@ -8,7 +8,9 @@ from pathlib import Path
 from jaxscale.cli.experiment_commands import Train, load_experiment
 from jaxscale.cli.flags import flag, rest, word
 from jaxscale.errors import UserError
+from jaxscale.records.storage import check_location
 from jaxscale.values import spell
+from jaxscale.values.read_files import is_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Launch(Train):
         parse_timeouts(self.timeouts)
         cluster = read_cluster(self.cluster)
         self.check()
-        experiment, _ = load_experiment(self, fields)
+        experiment, source = load_experiment(self, fields)
         check_mesh(cluster, experiment)
         check_compiler_options(cluster, experiment)
         check_copies(cluster, experiment)
@@ -57,6 +59,7 @@ class Launch(Train):
         run_dir = cluster.run_dir(default_name) if self.out is None else self.out
         if not self.dry_run:
             prepare_directory(run_dir, experiment, self.resume)
+            source.trust()
         command = self.command_line(fields, run_dir)
         return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run, elastic=elastic)
 
@@ -96,6 +99,8 @@ class WatchHost:
         from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
 
         timeouts = parse_timeouts(self.timeouts)
+        if self.out is not None:
+            check_location(self.out)
         return watch_host(self.command, heartbeats_folder(self.out), self.ranks, timeouts, os.environ)
 
 
@@ -126,6 +131,7 @@ class Retry:
         from jaxscale.launch.retry import launch_name, retry, run_command
         from jaxscale.launch.watch import heartbeats_folder
 
+        check_location(self.out)
         folder = heartbeats_folder(self.out)
         return retry(folder, run_command(self.command), launch_name(os.environ), ends_when_preempted=self.requeue)
 
@@ -182,5 +188,6 @@ def _check_local_run(run_dir: str) -> None:
     """Raise UserError if there is no such local directory."""
     if "://" in run_dir:
         raise UserError(f"{run_dir} is in a bucket, where runs write no heartbeats: see the logs of the scheduler")
-    if not Path(run_dir).is_dir():
+    check_location(run_dir)
+    if not is_folder(run_dir):
         raise UserError(f"run directory {run_dir} does not exist: give the directory of a run")

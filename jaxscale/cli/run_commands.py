@@ -28,6 +28,7 @@ class Generate:
         samples: number of continuations.
         seed: seed of the random draws.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
+        trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
@@ -41,10 +42,11 @@ class Generate:
     samples: int = 1
     seed: int = 0
     best: bool = False
+    trust: bool = False
 
     def run(self) -> None:
         """Check the flags, and print the prompt and its continuations."""
-        _check_run(self.run_dir)
+        _check_run(self.run_dir, self.trust)
         from jaxscale.generation.sampling import Sampling
 
         settings = {
@@ -85,14 +87,16 @@ class Evaluate:
     Args:
         run_dir: directory of a run.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
+        trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
     best: bool = False
+    trust: bool = False
 
     def run(self) -> None:
         """Print the step, the held-out loss and the other measurements, one per line."""
-        _check_run(self.run_dir)
+        _check_run(self.run_dir, self.trust)
         from jaxscale.training.backend import start_backend
 
         start_backend()
@@ -111,18 +115,19 @@ class Export:
         folder: folder to create.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         dtype: dtype of the weights in the files: float32, bfloat16 or float16.
+        trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
     folder: str = word("DIR")
     best: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = flag("TYPE", default="float32")
+    trust: bool = False
 
     def run(self) -> None:
         """Write the folder, and print its path."""
-        _check_run(self.run_dir)
-        if Path(self.folder).is_file():
-            raise UserError(f"{self.folder} is a file: expected a folder to create")
+        _check_run(self.run_dir, self.trust)
+        check_location(self.folder)
         if (Path(self.folder) / "experiment.json").exists():
             raise UserError(f"{self.folder} is the directory of a run: give another folder to create")
         from jaxscale.training.backend import start_backend
@@ -163,15 +168,17 @@ class ConvertState:
         run_dir: directory of a run.
         to: new format of the moments: float32, int8, dynamic8, int4 or fp8.
         out: directory to create.
+        trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
     to: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = flag("BITS", default="float32")
     out: str | None = flag("DIR", "RUN_DIR-TO")
+    trust: bool = False
 
     def run(self) -> None:
         """Write the converted run, and print a line for each kind of converted array."""
-        _check_run(self.run_dir)
+        _check_run(self.run_dir, self.trust)
         from jaxscale.training.backend import start_backend
 
         start_backend()
@@ -180,11 +187,19 @@ class ConvertState:
         print(convert_state(self.run_dir, self.to, self.out))
 
 
-def _check_run(run_dir: str) -> None:
-    """Raise UserError if a directory cannot be, or holds no run; the message suggests similar run directories."""
+def _check_run(run_dir: str, is_trusted: bool = False) -> None:
+    """Check the directory of a run; if the user trusts its experiment file, record that.
+
+    Raises:
+        UserError: the directory cannot be, or holds no run; the message suggests similar run directories.
+    """
     check_location(run_dir)
     path = Path(run_dir)
     if is_remote(run_dir) or (path / "experiment.json").is_file():
+        if is_trusted:
+            from jaxscale.records.source import trust_run
+
+            trust_run(run_dir)
         return
     known_dirs = [
         str(file.parent) for parent in {path.parent, Path("runs")} for file in parent.glob("*/experiment.json")

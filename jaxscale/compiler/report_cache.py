@@ -18,6 +18,7 @@ from jaxscale.compiler.described import LoweredFor
 from jaxscale.compiler.report import CompileReport
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
+from jaxscale.values import read_json
 
 FORMAT = 6
 """Version of the format of reports; increased when the meaning of reports changes."""
@@ -59,9 +60,8 @@ def report_key(
 def read_report(folder: pathlib.Path, key: str) -> CompileReport | None:
     """Return the report stored under a key; None if there is none, or if it is unreadable."""
     try:
-        report_json = json.loads((folder / f"{key}.json").read_bytes())
-        report = CompileReport.from_json(report_json, str(folder))
-    except (OSError, ValueError, UserError):  # missing, truncated, or of another version of jaxscale
+        report = CompileReport.from_json(read_json(folder / f"{key}.json"), str(folder))
+    except UserError:  # missing, truncated, or of another version of jaxscale
         return None
     return dataclasses.replace(report, cached=True) if report.key == key else None
 

@@ -9,13 +9,13 @@ for the program, and the other two versions report 2080 MiB.
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.values import read_json
 
 TRUSTED = "0.0.51"
 MIB = 2**20
@@ -78,7 +78,7 @@ def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
 def read_verdict(file: pathlib.Path) -> int | None:
     """Read from a verdict file the bytes that libtpu reported for `program`; None if that libtpu was not tested."""
     try:
-        device_bytes = json.loads(file.read_bytes())["device_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        device_bytes = read_json(file)["device_bytes"]
+    except (UserError, KeyError, TypeError):
         return None
     return device_bytes if isinstance(device_bytes, int) else None

@@ -26,12 +26,15 @@ from jaxscale.data import documents, source
 from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Encoded, Tokenizer, fingerprint
 from jaxscale.errors import UserError
+from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import check_regular, is_regular, parse_json, read_bytes
 
 _VERSION = 2
 """Version of the entries' format."""
 SPLITS = ("train", "held_out")
 FACTS = "facts.json"
+_DTYPES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
+"""Largest size of a vocabulary whose ids have a type, by the name of the type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +171,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
     """Encode files into the folder `draft`, and return `Corpus.facts` without the entry's hash and folder."""
     facts = documents.check_and_count(files, recipe)
     held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
-    dtype = np.dtype(np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32)
+    dtype = np.dtype(next(name for name, size in _DTYPES.items() if tokenizer.size <= size))
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.is_masked)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
@@ -264,7 +267,7 @@ def _load(entry_folder: pathlib.Path) -> Corpus | None:
     """Return an entry of the cache; `None` if it is missing, or a file has another length or checksum than written."""
     try:
         facts = parse_json(read_bytes(entry_folder / FACTS), FACTS)
-        if facts.pop("sha256") != _digest(facts):
+        if not _are_facts(facts, entry_folder.name) or facts.pop("sha256", "") != _digest(facts):
             return None
         dtype = np.dtype(facts["dtype"])
         splits = []
@@ -279,7 +282,7 @@ def _load(entry_folder: pathlib.Path) -> Corpus | None:
                 entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1, sums["starts"]
             )
             splits.append(Tokens(ids, is_learned, document_starts))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # UserError is a ValueError
+    except (OSError, ValueError):  # UserError is a ValueError
         return None
     return Corpus(splits[0], splits[1], {**facts, "cache": str(entry_folder)})
 
@@ -287,6 +290,23 @@ def _load(entry_folder: pathlib.Path) -> Corpus | None:
 def _digest(facts: Any) -> str:
     """Return the SHA-256 of facts in JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _are_facts(facts: Any, key: str) -> bool:
+    """Return whether JSON values are the facts of the entry `key`, with every number that is read from them."""
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), dict) for name in SPLITS):
+        return False
+    sums = [facts[name].get("crc32") for name in SPLITS]
+    if not all(isinstance(each, dict) and set(each) == {"ids", "learned", "starts"} for each in sums):
+        return False
+    counts = [facts.get(name) for name in ("files", "bytes", "characters", "documents", "marked")]
+    counts += [facts[name].get(count_name) for name in SPLITS for count_name in ("tokens", "documents")]
+    return (
+        all(type(count) is int and 0 <= count <= MAX_INT64 for count in counts)
+        and facts.get("hash") == key
+        and facts.get("dtype") in list(_DTYPES)
+        and isinstance(facts.get("masked"), bool)
+    )
 
 
 def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> np.ndarray:

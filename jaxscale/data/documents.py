@@ -17,6 +17,20 @@ _BOUNDARY = "\0"
 """Character between a prompt and its answer; no text of a file contains it."""
 
 
+def has_half_characters(text: str) -> bool:
+    """Return whether a text contains half a surrogate pair, which JSON may spell, but UTF-8 cannot express.
+
+    Example:
+        >>> has_half_characters("\\ud83d"), has_half_characters("\N{GRINNING FACE}")
+        (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class DocumentRecipe:
     """How files become two sequences of documents, one for training and one held out.
@@ -76,7 +90,7 @@ class DocumentRecipe:
             place: file and number of the line, for messages.
 
         Raises:
-            UserError: the line is no JSON object, or lacks a text.
+            UserError: the line is no JSON object, lacks a text, or has a text that cannot be encoded.
         """
         try:
             content = parse_json(line, "the line")
@@ -93,6 +107,10 @@ class DocumentRecipe:
             if _BOUNDARY in text:
                 raise UserError(
                     f"{place}: {name} contains a NUL character, which separates prompt and answer: remove it"
+                )
+            if has_half_characters(text):
+                raise UserError(
+                    f"{place}: {name} contains half a surrogate pair, such as \\ud83d: repair or remove that character"
                 )
             texts.append(text)
         return _BOUNDARY.join(texts)

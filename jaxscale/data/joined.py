@@ -6,7 +6,7 @@ texts, which saves overhead. Some tokenizers look beyond their special tokens; f
 the beginning of the whole text. A check of the first texts detects such a tokenizer, which then gets one text per call.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +80,10 @@ def join_texts(texts: Iterable[str], marker: Marker | None, max_characters: int)
 
 
 def separate_ids(
-    ids_by_call: Sequence[Sequence[int]], calls: Sequence[JoinedTexts], marker: Marker | None
+    ids_by_call: Sequence[Sequence[int]],
+    calls: Sequence[JoinedTexts],
+    marker: Marker | None,
+    encode: Callable[[str], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Separate the ids of joined texts into the ids of each text.
 
@@ -88,13 +91,15 @@ def separate_ids(
         ids_by_call: for each call of the tokenizer, the ids that it returned.
         calls: for each call, the joined texts that it encoded.
         marker: special token between joined texts; `None` if no texts are joined.
+        encode: returns the ids of one text; called if the ids of joined texts have the marker's id elsewhere, too, as
+            that of an unknown character.
 
     Returns:
         int32 ids of all texts, one text after another, without markers; and the int64 number of ids of each text.
 
     Example:
         >>> calls = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
-        >>> ids, lengths = separate_ids([[5, 6, 0, 7], [0]], calls, Marker("|", 0))
+        >>> ids, lengths = separate_ids([[5, 6, 0, 7], [0]], calls, Marker("|", 0), np.array)
         >>> ids.tolist(), lengths.tolist()
         ([5, 6, 7, 0], [2, 1, 1])
     """
@@ -108,7 +113,11 @@ def separate_ids(
             continue
         is_marker = id_array == marker.id
         marker_positions = np.flatnonzero(is_marker)
-        assert len(marker_positions) == joined_texts.text_count - 1, "a call lost or added a special token"
+        if len(marker_positions) != joined_texts.text_count - 1:
+            separate_texts = [encode(text) for text in joined_texts.text.split(marker.text)]
+            text_ids += separate_texts
+            lengths.append(np.array([len(ids) for ids in separate_texts]))
+            continue
         text_ids.append(id_array[~is_marker])
         lengths.append(np.diff(marker_positions, prepend=-1, append=len(id_array)) - 1)
     return np.concatenate(text_ids), np.concatenate(lengths).astype(np.int64)

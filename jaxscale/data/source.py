@@ -15,6 +15,8 @@ from jaxscale.errors import UserError, near_miss
 from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import is_name_too_long
 
+SCHEMES = ("gs", "s3")
+"""Schemes of the buckets from which data are read."""
 _WILDCARDS = "*?["
 
 
@@ -22,6 +24,9 @@ def path_object(path: str) -> Any:
     """Return the path as an object with `read_bytes` and `glob`: pathlib's, or etils.epath's if it has a scheme."""
     if "://" not in path:
         return pathlib.Path(path)
+    scheme = path.partition("://")[0]
+    if scheme not in SCHEMES:
+        raise UserError(f"{path}: got the scheme {scheme!r}, expected a local path, gs:// or s3://")
     from etils import epath
 
     return epath.Path(path)
@@ -89,6 +94,11 @@ def _call_with_client(path: str, action: Callable[[], Any]) -> Any:
         raise UserError(f"{path[:60]}...: the name of a file has at most {MAX_NAME_BYTES} bytes") from None
     except ImportError as error:
         raise UserError(f"{path} needs another package ({error}): pip install 'jaxscale[remote]'") from error
+    except Exception as error:
+        if "://" not in path:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} cannot be reached: {reason}; check the name, the network and the login") from error
 
 
 def read(path: str) -> bytes:

@@ -5,6 +5,7 @@ with `from_json`. A tokenizer never adds, truncates or pads tokens; a file's set
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_che
 import numpy as np
 
 from jaxscale.data import source
+from jaxscale.data.documents import has_half_characters
 from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate_ids
 from jaxscale.errors import UserError, unknown
 from jaxscale.values.limits import MAX_INT32, check_at_most
@@ -104,7 +106,13 @@ class Bytes:
         return 256
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the int32 ids of a text."""
+        """Return the int32 ids of a text.
+
+        Raises:
+            UserError: the text contains half a surrogate pair, which UTF-8 cannot express.
+        """
+        if has_half_characters(text):
+            raise UserError("the text contains half a surrogate pair, such as \\ud83d: repair or remove that character")
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -136,7 +144,7 @@ class Characters:
     kind: ClassVar[str] = "char"
 
     def __post_init__(self) -> None:
-        if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)):
+        if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)) or has_half_characters(self.alphabet):
             raise UserError(f"alphabet: got {self.alphabet!r}, expected one or more sorted characters, each once")
 
     @classmethod
@@ -163,7 +171,7 @@ class Characters:
         Raises:
             UserError: the text contains a character that the alphabet lacks.
         """
-        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             unknown_characters = sorted({text[index] for index in np.flatnonzero(ids < 0).tolist()})
@@ -205,12 +213,8 @@ class Subwords:
         """The library's tokenizer, without truncation or padding."""
         import tokenizers
 
-        try:
+        with _explain_errors("not a tokenizer.json of the tokenizers library", "give such a file"):
             model = tokenizers.Tokenizer.from_str(self.definition)
-        except BaseException as error:  # the library raises bare Exception; a panic of Rust is a BaseException
-            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-                raise
-            raise UserError(f"not a tokenizer.json of the tokenizers library ({error}): give such a file") from error
         model.no_truncation()
         model.no_padding()
         return model
@@ -225,12 +229,20 @@ class Subwords:
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the int32 ids of a text."""
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+        """Return the int32 ids of a text.
+
+        Raises:
+            UserError: the tokenizer cannot encode the text; for example, its token for unknown characters is missing.
+        """
+        model = self._model
+        with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
+            return np.array(model.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text that these ids spell, including special tokens; ids beyond the vocabulary are left out."""
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+        model = self._model
+        with _explain_errors("the tokenizer cannot decode the ids", "repair its tokenizer.json"):
+            return model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Yield the ids of many texts, in order, encoded on all cores; cuts in long texts leave the ids unchanged."""
@@ -250,8 +262,9 @@ class Subwords:
                     pending_groups.append((group, calls, future))
                 if pending_groups and (len(pending_groups) == 2 or not group):
                     earlier_group, earlier_calls, earlier_future = pending_groups.pop(0)
-                    ids_by_call = [encoding.ids for encoding in earlier_future.result()]
-                    yield _make_encoded(earlier_group, *separate_ids(ids_by_call, earlier_calls, marker))
+                    with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
+                        ids_by_call = [encoding.ids for encoding in earlier_future.result()]
+                    yield _make_encoded(earlier_group, *separate_ids(ids_by_call, earlier_calls, marker, self.encode))
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
         """Return a special token that separates these texts without changing their ids; `None` if there is none."""
@@ -289,6 +302,20 @@ class Subwords:
     def to_json(self) -> str:
         """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind, "definition": self.definition})
+
+
+@contextlib.contextmanager
+def _explain_errors(fault: str, advice: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library into a UserError.
+
+    The library raises bare Exception, and a panic of Rust is a BaseException.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
+            raise
+        raise UserError(f"{fault} ({error}): {advice}") from error
 
 
 def _make_encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:

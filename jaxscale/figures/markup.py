@@ -147,6 +147,8 @@ def write_text(path: str | Path, text: str) -> None:
         UserError: the file cannot be written.
     """
     try:
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another path") from error
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise UserError(f"{path} cannot be the name of a file ({error}); give another path") from None

@@ -1,5 +1,6 @@
 """Generator: a model's parameters with its compiled programs, and Session: one window of rows that are decoded."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
 from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
+from jaxscale.generation.unrolled import split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
 
@@ -32,6 +34,7 @@ class Generator:
         self.model, self.context, self.layout = model, context, layout
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
+        self.split_paths = stack_paths(module)
         self.dtype = jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
 
     @classmethod
@@ -39,6 +42,11 @@ class Generator:
         """Return the generator of a train state, with the step's mesh and precision."""
         context = step.objective.planned.context(None)
         return cls(step.module(state), step.experiment.model, context, (step.layout.mesh, step.layout.rules))
+
+    @functools.cached_property
+    def step_params(self) -> Any:
+        """The parameters as the steps take them: those of the layers one by one, if the layers are not scanned."""
+        return split_layers(self.params, self.split_paths) if self.split_paths else self.params
 
     @property
     def devices(self) -> list[Any]:
@@ -88,7 +96,8 @@ class Session:
         self.generator, self.copies = generator, copies
         self.settings, self.seed = settings_of(sampling), sampling.seed
         settings = (generator.graphdef, generator.model, generator.context, generator.layout)
-        self.programs = programs(*settings, kind_of(sampling, choice_count))
+        self.kind = kind_of(sampling, choice_count)
+        self.programs = programs(*settings, self.kind, generator.split_paths)
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest_length = int(self.lengths.max())
         chunk_count, chunk_length = chunk_sizes(longest_length, generator.model.context)
@@ -105,7 +114,8 @@ class Session:
             indices: for each row, the number of its prompt and of its sample, which determine its random draws.
             offsets: int32 [B], number of tokens of each text before the window.
         """
-        self.row_keys = RowKeys(_row_keys(self.seed, np.asarray(indices, np.int32)), offsets)
+        keys = None if self.kind.is_greedy else _row_keys(self.seed, np.asarray(indices, np.int32))
+        self.row_keys = RowKeys(keys, offsets)
         named = {"slots": self.slots, "copies": self.copies}
         arguments = (self.generator.params, self.prompts, self.lengths, self.row_keys, self.settings)
         self.rows = self.programs.prefill(*arguments, **named)
@@ -113,7 +123,7 @@ class Session:
 
     def advance(self, step_count: int) -> np.ndarray:
         """Draw at most `step_count` more tokens and return their ids [step_count, B], with -1 where none was drawn."""
-        arguments = (self.generator.params, self.rows, self.row_keys, self.settings, np.int32(step_count))
+        arguments = (self.generator.step_params, self.rows, self.row_keys, self.settings, np.int32(step_count))
         self.rows, drawn_ids = self.programs.advance(*arguments)
         return np.asarray(drawn_ids)[:step_count]
 

@@ -18,6 +18,8 @@ from flax import nnx
 
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import DrawKind, DrawSettings, draw
+from jaxscale.generation.unrolled import Paths, merge_unrolled
+from jaxscale.layers.layer_group import restack, unstack
 from jaxscale.sharding import place
 from jaxscale.sharding.place import MeshAndRules, constrain
 
@@ -31,7 +33,7 @@ class DecodingRows:
     """The rows of a batch between two steps.
 
     Args:
-        cache: the `KVCache` of all layers and rows.
+        cache: the `KVCache` of all layers and rows, or a tuple with one for each layer.
         tokens: int32 [B], the newest token of each row, which is not in the cache yet.
         positions: int32 [B], the position of that token in its window.
         is_done: bool [B], whether the row has drawn a stop id.
@@ -47,7 +49,7 @@ class RowKeys(NamedTuple):
     """What determines the random draws of each row besides the seed.
 
     Args:
-        keys: a random key for each row, [B].
+        keys: a random key for each row, [B]; `None` if every draw takes the most likely token.
         offsets: int32 [B], number of tokens of the text before the window.
     """
 
@@ -89,7 +91,14 @@ def chunk_sizes(longest_length: int, context: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=32)
-def programs(graphdef: Any, model: Any, context: Context, layout: MeshAndRules | None, kind: DrawKind) -> Programs:
+def programs(
+    graphdef: Any,
+    model: Any,
+    context: Context,
+    layout: MeshAndRules | None,
+    kind: DrawKind,
+    paths: Paths,
+) -> Programs:
     """Return the programs of a model.
 
     Args:
@@ -98,6 +107,7 @@ def programs(graphdef: Any, model: Any, context: Context, layout: MeshAndRules |
         context: context of the forward pass.
         layout: the mesh and the rules that place rows and caches; `None` for one device.
         kind: static settings of the draws.
+        paths: paths of the layers that `advance` takes one by one (`unrolled.stack_paths`); `()` scans over them.
     """
 
     def traced(function: Callable[..., Any], **settings: Any) -> Any:
@@ -116,6 +126,12 @@ def programs(graphdef: Any, model: Any, context: Context, layout: MeshAndRules |
         if not kind.is_greedy:
             keys = jax.vmap(jax.random.fold_in)(keys, row_keys.offsets + positions)
         return draw(logits, keys, kind, settings)
+
+    def carried(cache: Any) -> Any:
+        """Return the cache as the loop carries it: a tuple with a cache for each layer, or one for all layers."""
+        if not paths:
+            return _placed(cache)
+        return tuple(_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0]))
 
     def prefill(
         params: Any, prompts: Any, lengths: Any, row_keys: RowKeys, settings: DrawSettings, *, slots: int, copies: int
@@ -155,14 +171,13 @@ def programs(graphdef: Any, model: Any, context: Context, layout: MeshAndRules |
             cache, logits, lengths = _copied(cache, copies), jnp.repeat(logits, copies, 0), jnp.repeat(lengths, copies)
         tokens = _whole(draw_next(logits, lengths - 1, row_keys, settings))
         is_done = jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
-        return DecodingRows(_placed(cache), tokens, lengths.astype(jnp.int32), is_done)
+        return DecodingRows(carried(cache), tokens, lengths.astype(jnp.int32), is_done)
 
     def advance(
         params: Any, rows: DecodingRows, row_keys: RowKeys, settings: DrawSettings, step_count: Any
     ) -> tuple[DecodingRows, Any]:
         """Draw at most `step_count` tokens for each row; fewer if every row draws a stop id."""
-        module = nnx.merge(graphdef, params, copy=True)
-        slots = rows.cache.valid.shape[-1]
+        slots = (rows.cache[0] if paths else rows.cache).valid.shape[-1]
 
         def is_going_on(carry: Any) -> Any:
             index, rows, _ = carry
@@ -171,13 +186,15 @@ def programs(graphdef: Any, model: Any, context: Context, layout: MeshAndRules |
         def step(carry: Any) -> Any:
             """Feed the newest tokens, and draw the next ones."""
             index, rows, drawn_ids = carry
+            module = merge_unrolled(graphdef, params, paths)
             fed = {"positions": jnp.minimum(rows.positions, model.context - 1)[:, None], "segments": None}
-            states, cache = _states(module, rows.tokens[:, None], cache=rows.cache, context=context, **fed)
+            cache = restack(rows.cache) if paths else rows.cache
+            states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
             logits = _logits(module, states)[:, -1]
             tokens = _whole(draw_next(logits, rows.positions, row_keys, settings))
             is_done = rows.is_done | jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
             drawn_ids = jax.lax.dynamic_update_index_in_dim(drawn_ids, tokens, index, 0)
-            return index + 1, DecodingRows(_placed(cache), tokens, rows.positions + 1, is_done), drawn_ids
+            return index + 1, DecodingRows(carried(cache), tokens, rows.positions + 1, is_done), drawn_ids
 
         first_carry = (jnp.int32(0), rows, jnp.full((slots, rows.tokens.shape[0]), -1, jnp.int32))
         _, rows, drawn_ids = jax.lax.while_loop(is_going_on, step, first_carry)
@@ -202,10 +219,10 @@ def _cache_type(module: Any, context: Context) -> Any:
 
 
 def _placed(cache: Any) -> Any:
-    """Return the cache with its rows and heads placed by the layout in force."""
-    names = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")
-    arrays = {name: constrain(getattr(cache, name), *names) for name in ("k", "v")}
-    arrays |= {name: constrain(getattr(cache, name), *names[:3]) for name in ("positions", "valid")}
+    """Return the cache of all layers, or of one, with its rows and heads placed by the layout in force."""
+    axes = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")[cache.k.ndim == 4 :]
+    arrays = {name: constrain(getattr(cache, name), *axes) for name in ("k", "v")}
+    arrays |= {name: constrain(getattr(cache, name), *axes[:-2]) for name in ("positions", "valid")}
     return dataclasses.replace(cache, **arrays)
 
 

@@ -5,8 +5,11 @@ This module imports no JAX, so that a mistyped value is reported at once.
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.values import check_types
+from jaxscale.values.limits import MAX_INT32, check_at_most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +56,23 @@ class Sampling:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
+        check_types(self)
         for name, advice in {
             "tokens": "",
             "samples": "",
             "top_k": "; leave it out for all tokens",
         }.items():
             count = getattr(self, name)
-            if (count is not None or name != "top_k") and (isinstance(count, bool) or not _is_whole(count, 1)):
+            if count is not None and count < 1:
                 raise UserError(f"{name}: got {count!r}, expected a whole number >= 1{advice}")
+            check_at_most(name, count or 1, MAX_INT32)
         if not (0 <= self.temperature < math.inf):
             raise UserError(
                 f"temperature: got {self.temperature!r}, expected a number >= 0; 0 takes the most likely token"
             )
-        if not _is_whole(self.seed, -(2**31)) or self.seed >= 2**31:
+        if not -(2**31) <= self.seed < 2**31:
             raise UserError(f"seed: got {self.seed!r}, expected a whole number from -2**31 to 2**31 - 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(
@@ -78,10 +83,12 @@ class Sampling:
         if "" in self.stop:
             raise UserError("stop: got '', expected a text that ends a continuation; () stops at no text")
         for stop_id in self.stop_ids:
-            if not _is_whole(stop_id, 0):
+            if stop_id < 0:
                 raise UserError(f"stop_ids: got {stop_id!r}, expected ids of tokens, whole numbers >= 0")
 
 
-def _is_whole(number: object, least: int) -> bool:
-    """Return whether a number is whole and at least `least`."""
-    return hasattr(number, "__index__") and number >= least  # pyright: ignore[reportOperatorIssue]
+def _plain(value: Any) -> Any:
+    """Return a list as a tuple, and numbers of NumPy as Python's."""
+    if isinstance(value, list | tuple):
+        return tuple(item.item() if getattr(item, "shape", None) == () else item for item in value)
+    return value.item() if getattr(value, "shape", None) == () else value

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from jaxscale.errors import UserError, near_miss
 from jaxscale.platforms.platform import Platform
+from jaxscale.values import check_types
+from jaxscale.values.read_files import is_regular
 
 CONFIGS = "tpu_configs"
 """Folder of the clusters' files in jaxscale's repository."""
@@ -26,6 +28,7 @@ class Local:
     processes: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 1 <= self.processes <= 1024:
             raise UserError(f"local: got {self.processes} processes, expected 1 to 1024, such as local:4")
 
@@ -57,6 +60,7 @@ class Slurm:
     jobs: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.gpus not in ("gpus-per-node", "gres", ""):
             raise UserError(f"Slurm.gpus: got {self.gpus!r}, expected 'gpus-per-node', 'gres' or ''")
         if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", self.time):
@@ -95,6 +99,7 @@ class JobSet:
     has_message_patterns: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check_word("JobSet.image", self.image, required=True)
         for name in ("namespace", "queue", "claim", "service_account"):
             if getattr(self, name):
@@ -130,6 +135,7 @@ class QueuedResource:
     service_account: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("project", "zone", "runtime"):
             _check_word(f"QueuedResource.{name}", getattr(self, name), required=True)
         for name in ("accelerator", "reservation", "network", "service_account"):
@@ -155,6 +161,7 @@ class Ssh:
     port: int = 61440
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.hosts:
             raise UserError("Ssh.hosts: got none, expected the addresses of the machines")
         for host in self.hosts:
@@ -203,6 +210,7 @@ class Cluster:
     grace: int = 120
 
     def __post_init__(self) -> None:
+        check_types(self)
         platform = self.parsed
         if self.hosts is not None and self.hosts < 1:
             raise UserError(f"Cluster.hosts: got {self.hosts}, expected a whole number >= 1")
@@ -292,7 +300,7 @@ def read_cluster(text: str | None) -> Cluster:
     if match is not None:
         return Cluster("local", Local(int(match[1] or 1)))
     path = Path(text)
-    if not path.is_file():
+    if not is_regular(path):
         known = sorted(str(file) for folder in {path.parent, Path(CONFIGS)} for file in folder.glob("*.py"))
         hint = near_miss(text, known) or (f"; there are {', '.join(known[:16])}" if known else "")
         raise UserError(f"cluster {text!r} is not a file: expected a cluster's file or local:4{hint}")

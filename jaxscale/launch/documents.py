@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.launch.cluster import Cluster
+from jaxscale.records import trusted_sources
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy")
 """Variables by which messages between the processes would go to a proxy; they are unset."""
@@ -39,9 +40,14 @@ def retry_command(cluster: Cluster, run_dir: str, *flags: str) -> list[str]:
     return [cluster.python, "-m", "jaxscale", "retry", f"--out={run_dir}", *flags, "--"]
 
 
-def environment(cluster: Cluster) -> dict[str, str]:
-    """Return the environment variables that a cluster's facts set."""
-    variables: dict[str, str] = {}
+def environment(cluster: Cluster, run_dir: str) -> dict[str, str]:
+    """Return the environment variables of a run's hosts: the run is trusted there, and the cluster's facts set others.
+
+    Example:
+        >>> environment(Cluster("gpu h200 x 8", interface="eth0"), "/r/a")
+        {'JAXSCALE_TRUST': '/r/a', 'NCCL_SOCKET_IFNAME': 'eth0'}
+    """
+    variables = {trusted_sources.VARIABLE: run_dir}
     if cluster.interface:
         variables["NCCL_SOCKET_IFNAME"] = cluster.interface
     if cluster.cache:
@@ -49,9 +55,9 @@ def environment(cluster: Cluster) -> dict[str, str]:
     return variables
 
 
-def shell_lines(cluster: Cluster) -> list[str]:
-    """Return shell lines that prepare a host: the cluster's own, its variables, and no proxy between the processes."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment(cluster).items()]
+def shell_lines(cluster: Cluster, run_dir: str) -> list[str]:
+    """Return shell lines that prepare a host: the cluster's own, the variables, and no proxy between the processes."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment(cluster, run_dir).items()]
     return [*cluster.setup, *exports, f"unset {' '.join(PROXIES)}"]
 
 

@@ -73,7 +73,7 @@ def record_earlier_attempt(folder: Path, attempt: int) -> str:
     if attempt == 0:
         launch_file.write_text(launch_name({}))
         return ""
-    launch = launch_file.read_text() if launch_file.exists() else launch_name({})
+    launch = launch_file.read_text("utf-8", "replace") if launch_file.exists() else launch_name({})
     beats = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == attempt - 1}
     if beats:
         end_times = {rank: watch.heartbeat_file(folder, rank).stat().st_mtime for rank in beats}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED, UserError
+from jaxscale.errors import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED, SKIPPED, UserError
 from jaxscale.heartbeat import ATTEMPT_VARIABLE
 from jaxscale.launch.cluster import Cluster, JobSet
 from jaxscale.launch.documents import environment, refuse_variables, shell_lines, watch_command
@@ -81,12 +81,12 @@ def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str
     node_labels = {f"cloud.google.com/gke-{'tpu-' if is_tpu else ''}accelerator": accelerators[platform.chip.name]}
     if platform.topology is not None:
         node_labels["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, platform.topology))
-    script = "\n".join([*shell_lines(cluster), 'exec "$@"'])
+    script = "\n".join([*shell_lines(cluster, run_dir), 'exec "$@"'])
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": scheduler.image,
         "command": ["bash", "-c", script, "bash", *watch_command(cluster, command, run_dir, timeouts)],
-        "env": _variables(cluster, name, host_count, platform.slices),
+        "env": _variables(cluster, run_dir, name, host_count, platform.slices),
         "ports": [{"containerPort": port} for port in COORDINATOR_PORTS],
         "resources": {"limits": {"google.com/tpu" if is_tpu else "nvidia.com/gpu": chip_count}},
         "securityContext": {"privileged": is_tpu},
@@ -149,10 +149,10 @@ def _check_folder(cluster: Cluster, scheduler: JobSet, run_dir: str) -> None:
         )
 
 
-def _variables(cluster: Cluster, name: str, host_count: int, slice_count: int) -> list[dict[str, Any]]:
+def _variables(cluster: Cluster, run_dir: str, name: str, host_count: int, slice_count: int) -> list[dict[str, Any]]:
     """Return the environment variables of a pod, some of which Kubernetes fills in from its labels."""
     values = {
-        **environment(cluster),
+        **environment(cluster, run_dir),
         "PODS_PER_JOB": str(host_count),
         "JOB_COUNT": str(slice_count),
         "JOBSET_SUBDOMAIN": name,
@@ -178,7 +178,7 @@ def _variables(cluster: Cluster, name: str, host_count: int, slice_count: int) -
 
 def _pod_rules() -> list[dict[str, Any]]:
     """Return the rules by which a pod's end fails its job; the job's message then names the exit code."""
-    codes = [MISTAKE, DIVERGED, GAVE_UP, PREEMPTED, INTERRUPTED]
+    codes = [MISTAKE, DIVERGED, GAVE_UP, SKIPPED, PREEMPTED, INTERRUPTED]
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}},
@@ -203,7 +203,7 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
                 "name": "finalCode",
                 "action": "FailJobSet",
                 "onJobFailureReasons": ["PodFailurePolicy"],
-                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED, GAVE_UP),
+                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED, GAVE_UP, SKIPPED),
             },
             {
                 "name": "stopSignal",

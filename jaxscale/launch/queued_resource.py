@@ -36,7 +36,9 @@ def accelerator_type(cluster: Cluster) -> str:
 def startup_script(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> str:
     """Return the script that each machine runs when it starts; the machines restart the run by themselves."""
     words = [*retry_command(cluster, run_dir), *watch_command(cluster, command, run_dir, timeouts)]
-    return "\n".join(["#!/usr/bin/env bash", "set -u", *shell_lines(cluster), f"exec {shlex.join(words)}"]) + "\n"
+    return (
+        "\n".join(["#!/usr/bin/env bash", "set -u", *shell_lines(cluster, run_dir), f"exec {shlex.join(words)}"]) + "\n"
+    )
 
 
 def request(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> dict[str, Any]:

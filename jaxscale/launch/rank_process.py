@@ -85,6 +85,8 @@ class RankProcess:
             )
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r}: {error.strerror}") from None
+        except ValueError as error:  # a NUL, or half of a surrogate pair
+            raise UserError(f"cannot start {command[0]!r}: no command line can have its words ({error})") from None
         assert self.process.stdout is not None
         self._thread = threading.Thread(target=self._copy_output, args=(self.process.stdout,), daemon=True)
 

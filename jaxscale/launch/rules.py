@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxscale.errors import DIVERGED, DONE, GAVE_UP, MISTAKE, STOP_CODES
+from jaxscale.errors import DIVERGED, DONE, GAVE_UP, MISTAKE, SKIPPED, STOP_CODES
 from jaxscale.records.attempts import Attempt
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds before the next attempt
 SAME_STEP_LIMIT, NO_PROGRESS_LIMIT = 3, 5
-FINAL_CODES = (DONE, MISTAKE, DIVERGED, GAVE_UP)
+FINAL_CODES = (DONE, MISTAKE, DIVERGED, GAVE_UP, SKIPPED)
 """Exit codes after which another attempt would end in the same way."""
 
 
@@ -31,7 +31,7 @@ def decide(attempts: Sequence[Attempt]) -> NextStep:
     """Return what follows the last one of a launch's attempts.
 
     A run that was stopped by a signal is started again, and this does not count. A mistake, a loss that diverged and a
-    finished run are final. Other failures count: three in a row at the same step, or five in a row that never got
+    finished run, even one with many skipped steps, are final. Other failures count: three in a row at the same step, or five in a row that never got
     beyond an earlier one, end the launch with code 5. The delay doubles with each failure without progress.
 
     Args:

@@ -57,7 +57,7 @@ def sbatch_script(
         lines += ["#SBATCH --exclusive", "#SBATCH --mem=0"]
     if queue.jobs > 1:
         lines.append("#SBATCH --dependency=singleton")
-    lines += ["", "set -u", f"cd {shlex.quote(folder)}", *shell_lines(cluster), ""]
+    lines += ["", "set -u", f"cd {shlex.quote(folder)}", *shell_lines(cluster, run_dir), ""]
     # the watchdogs end their own tasks, so that processes that are saving are not killed
     step = ["srun", "--kill-on-bad-exit=0", f"--wait={cluster.grace}", "--cpu-bind=none"]
     if queue.container:

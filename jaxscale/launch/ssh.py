@@ -62,7 +62,7 @@ def ssh_commands(
         lines = [
             "set -a; . /dev/stdin; set +a",
             f"cd {shlex.quote(folder)}",
-            *shell_lines(cluster),
+            *shell_lines(cluster, run_dir),
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
             f"exec {shlex.join(watch_command(cluster, command, run_dir, timeouts))}",
         ]

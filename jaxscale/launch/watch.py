@@ -15,16 +15,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
 
 from jaxscale import heartbeat
 from jaxscale.errors import DONE, INTERRUPTED, PREEMPTED, STOP_CODES, UserError, unknown
 from jaxscale.heartbeat import PHASES, heartbeat_file, read_heartbeats
 from jaxscale.launch.rank_process import RankProcess, log_file
 from jaxscale.launch.stop_signals import received_signals
-from jaxscale.launch.verdict import PEER_FAILED, Cause, Ending, Verdict, exit_code, judge
-from jaxscale.values.limits import MAX_RECORD_BYTES
-from jaxscale.values.read_files import parse_json, read_bytes
+from jaxscale.launch.verdict import PEER_FAILED, Ending, Verdict, exit_code, judge
+from jaxscale.values import from_json, read_json
 
 TIMEOUTS: Mapping[str, float] = {
     "starting": 600,
@@ -328,12 +326,10 @@ def _change_time(path: Path) -> int:
 def read_ending(watched: Watched) -> Ending | None:
     """Return the first failure of this attempt that a watchdog has published; `None` if there is none."""
     try:
-        ending = Ending(**parse_json(read_bytes(watched.folder / FAILURE, MAX_RECORD_BYTES), FAILURE))
-    except (OSError, ValueError, TypeError):  # UserError is a ValueError
+        ending = from_json(Ending, read_json(watched.folder / FAILURE))
+    except UserError:
         return None
-    is_valid = type(ending.rank) is type(ending.code) is int and type(ending.seconds) in (int, float)
-    is_valid = is_valid and type(ending.host) is str and ending.cause in get_args(Cause)
-    return ending if is_valid and ending.attempt == watched.attempt else None
+    return ending if ending.attempt == watched.attempt else None
 
 
 def write_ending(watched: Watched, ending: Ending) -> None:

@@ -87,6 +87,11 @@ class Stack(nnx.Module):
         ends = list(itertools.accumulate(self.groups))
         return [slice(end - layer_count, end) for end, layer_count in zip(ends, self.groups, strict=True)]
 
+    @property
+    def group_names(self) -> list[str]:
+        """The attributes that hold the groups of stacked layers, in order."""
+        return [group_name(span.start) for span in self._spans()]
+
     def __call__(
         self,
         x: Any,

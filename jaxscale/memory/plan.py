@@ -92,8 +92,8 @@ class MemoryPlan:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(MemoryRule):
-            raise unknown("memory plan", str(self.rule), get_args(MemoryRule))
+        if isinstance(self.rule, str) and self.rule not in get_args(MemoryRule):
+            raise unknown("memory plan", self.rule, get_args(MemoryRule))
         check_types(self)
         is_needed_by_field = {
             "budget": self.rule in _BUDGETED,

@@ -22,6 +22,7 @@ from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
+from jaxscale.models.field_checks import check_rates
 from jaxscale.models.foreign_blocks import (
     arguments_cast,
     blocks_wrapped,
@@ -32,6 +33,7 @@ from jaxscale.models.foreign_blocks import (
 from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
+from jaxscale.values import check_types
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "train": True,
@@ -66,6 +68,10 @@ class CrossEntropy:
     inputs: str
     labels: str
     smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_rates(self, ("smoothing",))
 
     def __call__(self, module: Callable[..., Any], batch: Batch) -> Array:
         """Return the loss of each label in nats, float32; 0 for a label that is no class, such as -100."""
@@ -158,7 +164,7 @@ class ForeignModel:
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
     def __post_init__(self) -> None:
-        if self.over not in (None, "rows", "batch"):
+        if isinstance(self.over, str) and self.over not in ("rows", "batch"):
             raise UserError(f"over: got {self.over!r}, expected rows, batch or None")
         is_paths = isinstance(self.blocks, tuple) and all(isinstance(path, str) for path in self.blocks)
         if not (self.blocks is None or isinstance(self.blocks, str) or is_paths):
@@ -166,6 +172,7 @@ class ForeignModel:
                 f"blocks: got {self.blocks!r}, expected the path of a list of submodules, such as 'encoder/layers', or "
                 "a tuple of paths of submodules"
             )
+        check_types(self)
         for logical_axis in self.axes.values():
             AxisRules().axes(logical_axis)  # raises if there is no such axis
 
@@ -292,6 +299,9 @@ class FromLinen:
 
     module: Any
     inputs: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Return the NNX module that `flax.nnx.bridge` makes of the Linen module."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxscale.errors import UserError, unknown
 from jaxscale.models.decoder import Llama3Scaling
 from jaxscale.values.limits import MAX_INT64, MAX_LAYERS
-from jaxscale.values.read_files import is_regular, parse_json, read_bytes
+from jaxscale.values.read_files import is_folder, is_regular, parse_json, read_bytes
 
 REQUIRED: Any = object()
 """Placeholder for the default of a required key."""
@@ -95,7 +95,7 @@ class ConfigFile:
             UserError: the folder or file is missing, or the file does not contain a JSON object.
         """
         path = folder / "config.json"
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise UserError(f"{folder}: no such folder; expected one that holds config.json and model.safetensors")
         if not is_regular(path):
             raise UserError(f"{path}: no such file; expected the config.json that transformers saves with the weights")

@@ -196,6 +196,8 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         raise UserError(
             f"{path}: tensor {name} has dtype {dtype_name!r:.60}, expected one of {', '.join(DTYPES)}; convert it first"
         )
+    if math.prod(filter(None, shape)) * DTYPES[dtype_name].itemsize > MAX_INT64:  # without the 0 that makes it empty
+        raise UserError(f"{path}: tensor {name} has shape {shape}, expected less than 2^63 bytes; copy the file again")
     expected_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
     if not 0 <= start_byte <= stop_byte or stop_byte - start_byte != expected_bytes:
         raise UserError(

@@ -4,6 +4,7 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 """
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -133,6 +134,7 @@ class Optimizer:
                 "rate, such as lambda rate: optax.adam(rate)"
             )
         check_types(self)
+        self._check_custom()
         self._check_train()
         self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
         self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")
@@ -156,6 +158,22 @@ class Optimizer:
                     f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
+
+    def _check_custom(self) -> None:
+        """Raise UserError if `custom` cannot be called with a learning rate."""
+        if self.custom is None:
+            return
+        try:
+            signature = inspect.signature(self.custom)
+        except ValueError:  # some functions that are written in C have none
+            return
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise UserError(
+                f"optimizer.custom: got a function with the parameters {signature}, expected one that takes a "
+                f"learning rate, such as lambda rate: optax.adam(rate) ({error})"
+            ) from None
 
     def _check_train(self) -> None:
         """Raise UserError if `train` is no regular expression, or empty."""
@@ -250,7 +268,13 @@ class Optimizer:
         if self.custom is not None:
             from jaxscale.optim.step_loss import with_step_loss
 
-            return with_step_loss(self.custom(rate))
+            transformation = self.custom(rate)
+            if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+                raise UserError(
+                    f"optimizer.custom returned a {type(transformation).__name__}, expected an optax transformation, "
+                    "such as optax.adam(rate)"
+                )
+            return with_step_loss(transformation)
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
         return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 

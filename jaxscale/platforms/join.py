@@ -38,6 +38,7 @@ OWN_VARIABLES = (
     "JAXSCALE_LAUNCH",
     "JAXSCALE_CACHE",
     "JAXSCALE_TRACEBACK",
+    "JAXSCALE_TRUST",
 )
 """The environment variables of jaxscale; a name that resembles one of them is an error."""
 

@@ -98,21 +98,24 @@ class Checkpointing:
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """When to skip a step that would spoil the run. A step with a non-finite loss or gradient is always skipped.
+    """When to skip a step that would spoil the run. One with a non-finite loss, gradient or update always is.
 
     Args:
         spike: a step is skipped if its gradient norm is more than this many times the running mean of the norms; 0
             turns this check off.
         warmup: number of steps before the running mean is used.
+        update: a step is skipped if the root mean square of its update is more than this many times that of the
+            parameters, which counts as at least 0.01; 0 turns this check off.
         patience: number of steps skipped in a row after which the run stops, with exit code 4.
     """
 
     spike: float = 20.0
     warmup: int = 100
+    update: float = 100.0
     patience: int = 20
 
     def __post_init__(self) -> None:
-        _check(self, "guard", spike=0, warmup=0, patience=1)
+        _check(self, "guard", spike=0, warmup=0, update=0, patience=1)
 
 
 @dataclasses.dataclass(frozen=True)

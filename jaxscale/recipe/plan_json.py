@@ -54,6 +54,6 @@ def upgrade(data: Any) -> Any:
     kernel_texts = [f"attention={attention}"] * (attention not in (None, "auto"))
     kernel_texts += [f"loss_chunk={loss_chunk}"] * (loss_chunk is not None)
     if kernel_texts:
-        kernels_text = new_fields.get("kernels", "auto")
+        kernels_text = str(new_fields.get("kernels", "auto"))
         new_fields["kernels"] = ",".join([kernels_text, *kernel_texts] if kernels_text != "auto" else kernel_texts)
     return new_fields

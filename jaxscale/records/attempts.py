@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from jaxscale.errors import UserError
-from jaxscale.values.limits import MAX_INT64
+from jaxscale.values import from_json
 from jaxscale.values.read_files import check_own_file, parse_json, read_bytes
 
 FILE = "attempts.jsonl"
@@ -38,25 +38,13 @@ class Attempt:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Return the attempts of a run, the earliest first; lines that cannot be read are left out."""
+    """Return the attempts of a run, the earliest first; torn and damaged lines are left out."""
     attempts: list[Attempt] = []
     with contextlib.suppress(OSError, UserError):
-        for line in read_bytes(folder / FILE).splitlines():
-            with contextlib.suppress(UserError, TypeError):
-                attempt = Attempt(**parse_json(line, "the line"))
-                if _is_valid(attempt):
-                    attempts.append(attempt)
+        for line in read_bytes(folder / FILE).split(b"\n"):
+            with contextlib.suppress(UserError):
+                attempts.append(from_json(Attempt, parse_json(line, "the line")))
     return attempts
-
-
-def _is_valid(attempt: Attempt) -> bool:
-    """Return whether the fields of an attempt, read from a file, have their types."""
-    numbers = [attempt.number, attempt.code, attempt.step]
-    texts = [attempt.launch, attempt.verdict]
-    is_valid = all(type(number) is int and abs(number) <= MAX_INT64 for number in numbers)
-    is_valid = is_valid and all(type(text) is str for text in texts) and type(attempt.seconds_by_phase) is dict
-    times = [attempt.start_time, attempt.end_time, *attempt.seconds_by_phase.values()] if is_valid else []
-    return is_valid and all(type(time) in (int, float) and abs(time) <= MAX_INT64 for time in times)
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:

@@ -7,6 +7,7 @@ the time between launches.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,21 +133,17 @@ def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> 
 
 
 def _moments(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the events that hold the seconds by phase, in order; those with other content are left out."""
-    return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS and _has_times(row)]
+    """Return the events that hold the seconds by phase, in order; damaged ones are left out."""
+    return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS and _is_moment(row)]
 
 
-def _has_times(row: Mapping[str, Any]) -> bool:
-    """Return whether an event's times and seconds by phase are numbers."""
+def _is_moment(row: Mapping[str, Any]) -> bool:
+    """Return whether an event has the seconds by phase, and its times, as numbers of seconds."""
     seconds_by_phase = row.get("seconds_by_phase")
     if not isinstance(seconds_by_phase, dict):
         return False
-    return all(_is_time(value) for value in (row.get("time"), row.get("process_start"), *seconds_by_phase.values()))
-
-
-def _is_time(value: Any) -> bool:
-    """Return whether a value is a number of seconds."""
-    return type(value) in (int, float) and abs(value) < MAX_INT64
+    times = [row.get("process_start"), row.get("time"), *seconds_by_phase.values()]
+    return all(type(value) in (int, float) and abs(value) <= MAX_INT64 for value in times)
 
 
 def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[_Span]:
@@ -176,8 +173,10 @@ def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
         next_start = starts[index + 1] if index + 1 < len(starts) else float("inf")
         new = next((row for row in process_rows if row["at"] == "first new step"), None)
         end = next((row for row in process_rows if row["at"] == "end"), None)
-        times = [row["time"] for row in rows if _is_time(row.get("time"))]
-        last_time = max((time for time in times if start_time <= time < next_start), default=start_time)
+        last_time = max(
+            (time for row in rows if start_time <= (time := row.get("time", -math.inf)) < next_start),
+            default=start_time,
+        )
         final = dict(process_rows[-1]["seconds_by_phase"])
         if end is None:  # it was killed, or it still runs
             final["stepping"] = final.get("stepping", 0.0) + last_time - process_rows[-1]["time"]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args, overloa
 
 from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
-from jaxscale.values.limits import MAX_INT64, MAX_LINE_BYTES, MAX_LOG_BYTES
+from jaxscale.values.limits import MAX_INT32, MAX_LINE_BYTES, MAX_LOG_BYTES
 from jaxscale.values.read_files import check_own_file, check_regular, parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ RowKind = Literal["train", "eval", "event"]
 # rows for TensorBoard are buffered until there are this many, or for this long
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
+
+_MAX_SECONDS = 1e11  # since 1970: the year 5138
 
 
 class MetricsRows(list[dict[str, Any]]):
@@ -66,7 +68,7 @@ def _as_float(number: int | float) -> float:
     try:
         return float(number)
     except OverflowError:
-        return math.copysign(math.inf, number)
+        return math.inf if number > 0 else -math.inf
 
 
 class MetricsLog:
@@ -155,14 +157,21 @@ def decode(line: bytes) -> dict[str, Any]:
     row = parse_json(line, "the line")
     if not isinstance(row, dict) or type(row.get("step")) is not int or row.get("kind") not in get_args(RowKind):
         raise ValueError("not a JSON object with step and kind")
-    if abs(row["step"]) > MAX_INT64:
+    if not 0 <= row["step"] <= MAX_INT32:
         raise ValueError("its step is no number of updates")
+    if "time" in row and not (_is_number(row["time"]) and abs(row["time"]) <= _MAX_SECONDS):
+        raise ValueError("its time is not a number of seconds since 1970")
     if row["kind"] == "event" and not isinstance(row.get("name"), str):
         raise ValueError("an event without a name")
     nonfinite_texts = row.pop("nonfinite", None) or {}
     if not isinstance(nonfinite_texts, dict) or not all(isinstance(text, str) for text in nonfinite_texts.values()):
         raise ValueError("its nonfinite is not a JSON object of texts")
     return row | {name: float(text) for name, text in nonfinite_texts.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
@@ -244,7 +253,7 @@ def last_logged_step(directory: Any) -> int:
         for piece in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
             if len(piece) == MAX_LINE_BYTES:
                 raise _too_long(path)
-            match = re.match(rb'\{"step": (\d{1,18}), "kind": "train"', piece)
+            match = re.match(rb'\{"step": (\d{1,10}), "kind": "train"', piece)
             step = max(step, int(match[1])) if match else step
     return step
 

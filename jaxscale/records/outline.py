@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxscale.errors import UserError, near_miss
-from jaxscale.values.read_files import is_regular, read_bytes
+from jaxscale.values.read_files import is_folder, is_regular, read_bytes
 
 MAX_SOURCE_BYTES = 2**24
 """Largest experiment file."""
@@ -71,7 +71,7 @@ def no_variant_error(path: object, variant: str, variants: Iterable[str]) -> Use
 
 def _missing_file_message(path: Path) -> str:
     """Return the error message for a path that is not a file. The message suggests files with similar names."""
-    if path.is_dir():
+    if is_folder(path):
         names = sorted(file.name for file in path.glob("*.py"))[:8]
         hint = f", such as one of {', '.join(names)} there" if names else ""
         return f"{path} is a folder: expected an experiment file{hint}"

@@ -18,6 +18,7 @@ from jaxscale.recipe.plan_json import upgrade
 from jaxscale.records.metrics import MetricsRows, read_metrics, unreadable_lines
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import is_remote, run_path
+from jaxscale.values.limits import MAX_INT32, MAX_INT64
 from jaxscale.values.read_files import parse_json, read_bytes
 
 Status = Literal["finished", "preempted", "diverged", "stuck", "running", "stopped", "empty"]
@@ -74,7 +75,7 @@ class RunRecord:
             metrics=metrics,
             experiment=experiment,
             plan=upgrade(plan),
-            layout=layout,
+            layout=_valid_layout(layout, unread_lines),
             source=source,
             samples=tuple(samples),
             unread=tuple(unread_lines),
@@ -219,14 +220,12 @@ class RunRecord:
     @property
     def parameters(self) -> int | None:
         """Number of trained parameters; `None` if unknown."""
-        counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
+        counts = [row["parameters"] for row in self.events("predicted") if type(row.get("parameters")) is int]
         if counts:  # the last compiled step counts
             return counts[-1]
-        entries = self.layout.get("parameters")
-        shapes = (
-            [entry.get("shape") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        )
-        return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
+        entries = self.layout.get("parameters", [])
+        shapes = [entry["shape"] for entry in entries]
+        return sum(math.prod(shape) for shape in shapes) or None
 
     @property
     def path(self) -> str:
@@ -271,7 +270,47 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
 def _number_fields(content: Any) -> dict[str, float]:
     """Return the fields of a JSON object that are numbers, by name; for any other JSON value, an empty dict."""
     items = content.items() if isinstance(content, dict) else ()
-    return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
+    return {str(name): float(value) for name, value in items if _is_amount(value)}
+
+
+def _is_amount(value: Any) -> bool:
+    """Return whether a JSON value is a number of bytes, devices or elements."""
+    return type(value) in (int, float) and 0 <= value <= MAX_INT64
+
+
+def _valid_layout(layout: dict[str, Any], unread_lines: list[str]) -> dict[str, Any]:
+    """Return the fields of layout.json that have the types that a run writes.
+
+    For each other field, append a line to `unread_lines`.
+    """
+    parameters, mesh, names = layout.get("parameters", []), layout.get("mesh"), layout.get("unsplit", [])
+    is_valid = {
+        "mesh": mesh is None or isinstance(mesh, str | dict),
+        "devices": type(layout.get("devices", 1)) is int and 1 <= layout.get("devices", 1) <= MAX_INT32,
+        "parameters": isinstance(parameters, list) and all(map(_is_parameter, parameters)),
+        "unsplit": isinstance(names, list) and all(isinstance(name, str) for name in names),
+        "capacity_bytes": layout.get("capacity_bytes") is None or _is_amount(layout["capacity_bytes"]),
+    }
+    invalid_names = [name for name, is_right in is_valid.items() if not is_right]
+    if invalid_names:
+        unread_lines.append(f"layout.json: {', '.join(invalid_names)}: got other values than a run writes")
+    return {name: value for name, value in layout.items() if name not in invalid_names}
+
+
+def _is_parameter(entry: Any) -> bool:
+    """Return whether a JSON value describes a parameter in layout.json."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("shape"), list):
+        return False
+    amounts = [entry.get(name, 0) for name in ("bytes", "bytes_per_device")]
+    spec = entry.get("spec") or []
+    axes = (
+        [axis for dim in spec for axis in (dim if isinstance(dim, list) else [dim])] if isinstance(spec, list) else [0]
+    )
+    return (
+        all(type(dim) is int and 0 <= dim <= MAX_INT64 for dim in entry["shape"])
+        and all(map(_is_amount, amounts))
+        and all(axis is None or isinstance(axis, str) for axis in axes)
+    )
 
 
 def _median(column: np.ndarray) -> float | None:

@@ -26,9 +26,10 @@ import jaxscale
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.records.moved_modules import new_import_path, provide_old_paths
-from jaxscale.records.outline import no_variant_error, outline
+from jaxscale.records.outline import MAX_SOURCE_BYTES, no_variant_error, outline
 from jaxscale.records.storage import run_path, write_whole
-from jaxscale.records.sums import check_sums
+from jaxscale.records.sums import check_sums, write_sums
+from jaxscale.records.trusted_sources import check_trust, record_trust
 from jaxscale.values.read_files import read_bytes
 
 if TYPE_CHECKING:
@@ -87,8 +88,17 @@ class Source:
         plan = None if self.plan is None else values.from_json(Plan, self.plan, "the plan")
         return load_file(self.path, self.variant, self.overrides, plan)[0]
 
+    def trust(self) -> None:
+        """Record that the user trusts the experiment file, so that runs with it may be opened again."""
+        if self.sha256 is not None:
+            record_trust(self.sha256, Path(str(self.path)))
+
     def write(self, run_dir: Any) -> None:
-        """Write a copy of the experiment file, and source.json, to the folder `source/` of a run directory."""
+        """Write a copy of the experiment file, and source.json, to the folder `source/` of a run directory.
+
+        This is the last of a run's files that `sums.json` covers. Whoever trains with the file trusts it: `trust` is
+        called, too.
+        """
         folder = run_path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         if self.text is not None:
@@ -98,6 +108,8 @@ class Source:
         del source_json["text"]
         source_json |= {"file": self.file, "sha256": self.sha256}
         write_whole(folder / SOURCE_JSON, json.dumps(source_json, indent=2) + "\n")
+        write_sums(run_dir)
+        self.trust()
 
     @classmethod
     def read(cls, run_dir: Any) -> "Source":
@@ -113,12 +125,16 @@ class Source:
         file_name, stored_sha256 = source_json.pop("file", None), source_json.pop("sha256", None)
         text = None
         if file_name is not None:
+            if not isinstance(file_name, str) or file_name != Path(file_name).name or file_name in ("", ".."):
+                raise UserError(
+                    f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected the name of a file in source/"
+                )
             if not (folder / file_name).exists():
                 raise UserError(
                     f"{folder / file_name} is missing: the run cannot be rebuilt without its experiment file; restore "
                     "the file"
                 )
-            text = read_bytes(folder / file_name).decode("utf-8", "replace")
+            text = read_bytes(folder / file_name, MAX_SOURCE_BYTES).decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
         if source.sha256 != stored_sha256:
             raise UserError(
@@ -184,6 +200,19 @@ def load_file(
     return experiment, source
 
 
+def trust_run(run_dir: Any) -> None:
+    """Record that the user trusts the experiment file of a run, which opening the run executes.
+
+    Raises:
+        UserError: the source cannot be read, or the copied file has changed since the run.
+    """
+    folder = run_path(run_dir)
+    if (folder / FOLDER / SOURCE_JSON).exists():
+        source = Source.read(folder)
+        if source.sha256 is not None:
+            record_trust(source.sha256, _origin(source, folder))
+
+
 def load_experiment(run_dir: Any) -> "Experiment":
     """Build the experiment of a run directory again, from the copy of its file, with the plan of the run.
 
@@ -191,16 +220,17 @@ def load_experiment(run_dir: Any) -> "Experiment":
     copied repository). Without a file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory holds no run, its file raises an error, or the experiment holds code that no file
-            defines.
+        UserError: the directory holds no run, its file is not trusted or raises an error, or the experiment holds code
+            that no file defines.
     """
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan, ignoring_moved_fields, read_plan
 
     folder = run_path(run_dir)
-    check_sums(folder, "plan.json", f"{FOLDER}/{SOURCE_JSON}")
+    check_sums(folder, "plan.json")
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
     source = Source.read(folder) if (folder / FOLDER / SOURCE_JSON).exists() else None
+    check_sums(folder, f"{FOLDER}/{SOURCE_JSON}")
     if source is None or source.text is None:
         check_sums(folder, "experiment.json")
         experiment_json = values.read_json(folder / "experiment.json")
@@ -213,6 +243,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
         return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
     assert source.path is not None
     origin = _origin(source, folder)
+    check_trust(str(source.sha256), origin, folder, folder / FOLDER / str(source.file))
     source_plan = None
     if source.plan is not None:
         source_plan = values.from_json(Plan, source.plan, str(folder / FOLDER / SOURCE_JSON))

@@ -70,6 +70,10 @@ def check_location(path: Any) -> None:
     text = os.fspath(path)
     if not text.strip() or "\0" in text:
         raise UserError(f"got the path {text!r}, expected the path of a folder, such as runs/first")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise UserError(f"got the path {text!r}, which has a character that no file name can have") from None
     if is_remote(text):
         scheme = text.partition("://")[0]
         if scheme not in BUCKET_SCHEMES:

@@ -23,6 +23,8 @@ from jaxscale.values.units import number, short
 BUCKETS = 500
 """Number of buckets for a thinned curve, about a chart's width in pixels; each bucket keeps at most two points."""
 
+LARGEST = 1e300
+"""Largest magnitude that is drawn: arithmetic with larger ones may leave the range of floats."""
 _SIDE = 1000.0
 """Width and height of the SVG with the curves, in units of the SVG."""
 _MAX_MARKS = 40
@@ -75,7 +77,7 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
         [1.0, 1.5, 3.0, 4.5, 5.0]
     """
-    is_finite = np.isfinite(values)
+    is_finite = np.abs(values) <= LARGEST
     sums_before = np.concatenate([[0.0], np.cumsum(np.where(is_finite, values, 0.0))])
     counts_before = np.concatenate([[0], np.cumsum(is_finite)])
     positions = np.arange(len(values))
@@ -116,7 +118,8 @@ def line_chart(
     Returns:
         The figure; "" if no value is finite.
     """
-    curves = [curve for curve in series if np.isfinite(curve.values).any()]
+    curves = [dataclasses.replace(curve, values=_drawable(curve.values)) for curve in series]
+    curves = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not curves:
         return Markup()
     finite_values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
@@ -190,6 +193,12 @@ def line_chart(
         element("script", readout_json, type="application/json"),
         class_="chart tall" if is_tall else "chart",
     )
+
+
+def _drawable(values: np.ndarray) -> np.ndarray:
+    """Return values with NaN for those that are not finite or beyond `LARGEST`, and 0 for those below its inverse."""
+    magnitudes = np.abs(values)
+    return np.where(magnitudes <= LARGEST, np.where(magnitudes < 1 / LARGEST, 0.0, values), math.nan)
 
 
 def _axis_bounds(finite_values: np.ndarray) -> tuple[float, float, int]:

@@ -69,17 +69,19 @@ def report_html(run: RunRecord) -> str:
     module_path = Path(__file__)
     style = module_path.with_name("report.css").read_text("utf-8")
     script = module_path.with_name("report.js").read_text("utf-8")
-    sections = {
-        "Training": _chart_sheets(run),
-        "How it was trained": _plan_sheets(run),
-        "Samples": _sample_sheets(run.samples),
-        "What happened": _event_sheet(run),
-        "Make it again": _reproduction_sheet(run),
-    }
+    with np.errstate(all="ignore"):  # a damaged row may hold any number
+        header = _header(run)
+        sections = {
+            "Training": _chart_sheets(run),
+            "How it was trained": _plan_sheets(run),
+            "Samples": _sample_sheets(run.samples),
+            "What happened": _event_sheet(run),
+            "Make it again": _reproduction_sheet(run),
+        }
     time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     body = element(
         "main",
-        _header(run),
+        header,
         [element("section", element("h2", title), content) for title, content in sections.items() if content],
         element("footer", f"Written {time_text} by jaxscale from the files in {run.directory}."),
     )
@@ -117,7 +119,7 @@ def _figure_list(run: RunRecord) -> Markup | None:
     if run.final != run.best:
         losses["Last held-out loss"] = run.final
     if run.final is None and train_rows:
-        losses["Training loss"] = train_rows[-1]["step"], train_rows[-1].get("loss")
+        losses["Training loss"] = train_rows[-1]["step"], train_rows.column("loss")[-1]
     # name, value and note of each figure, as texts
     figures = [(name, number(loss[1]), f"at step {loss[0]:,}") for name, loss in losses.items() if loss is not None]
     if run.metrics:
@@ -174,7 +176,8 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
     ]
     if run.device_memory is not None:
         field_name, bytes_by_row = run.device_memory
-        unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(bytes_by_row)), 1.0), 1024))
+        most_bytes = float(bytes_by_row[np.isfinite(bytes_by_row)].max())
+        unit_bytes = 1024.0 ** math.floor(math.log(max(most_bytes, 1.0), 1024))
         bytes_options: dict[str, Any] = {"format_value": size, "format_ticks": round_size, "ticks_base": unit_bytes}
         charts.append(_metric_chart(train_rows, field_name, "Device memory", color=5, **bytes_options))
     if run.mfu is not None:

@@ -7,6 +7,7 @@ described. A field that no sentence describes is shown as its name and value.
 import math
 from typing import Any
 
+from jaxscale.values.limits import MAX_INT32
 from jaxscale.values.read_files import whole_number
 
 _AXIS_PHRASES = {
@@ -61,7 +62,8 @@ def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
     """Return the number of devices along each axis of a mesh, without axes of one device.
 
     Args:
-        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes; any other value has no axes.
+        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes; any other value has no axes, nor has a mesh of more
+            than 2^31 devices.
 
     Example:
         >>> axis_sizes_of_mesh("data:2,fsdp:4"), axis_sizes_of_mesh({"data": 1, "tensor": 2}), axis_sizes_of_mesh(None)
@@ -72,7 +74,8 @@ def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
         axis_sizes = {axis.strip(): whole_number(size_text.strip()) for axis, _, size_text in pairs}
     else:
         axis_sizes = mesh if isinstance(mesh, dict) else {}
-    return {str(axis): size for axis, size in axis_sizes.items() if isinstance(size, int) and size > 1}
+    sizes = {str(axis): size for axis, size in axis_sizes.items() if type(size) is int and size > 1}
+    return sizes if math.prod(sizes.values()) <= MAX_INT32 else {}
 
 
 def axis_sizes_of_run(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
@@ -108,7 +111,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     if isinstance(row_count, int) and isinstance(microbatch_count, int) and microbatch_count > 0:
         topics.append(("Batch", _batch_sentence(row_count, axis_sizes, microbatch_count)))
     zero_stage = plan.get("zero")
-    if zero_stage in _ZERO and not (zero_stage == 0 and not axis_sizes):
+    if isinstance(zero_stage, int) and zero_stage in _ZERO and not (zero_stage == 0 and not axis_sizes):
         fsdp_count = axis_sizes.get("fsdp", 1)
         master_text = " (with the float32 master parameters)" if plan.get("precision") == "bfloat16" else ""
         devices_text = f"{fsdp_count} devices" if fsdp_count > 1 else "a single device"
@@ -126,7 +129,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         topics += _kernel_topics(str(plan["kernels"]))
     if plan.get("diloco"):
         topics.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
-    offload_fields = plan.get("offload", {})
+    offload_fields = _object(plan.get("offload"))
     offload_sentences = [
         sentence for field, sentence in _OFFLOAD_SENTENCES.items() if offload_fields.get(field, "device") != "device"
     ]
@@ -136,7 +139,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         offload_sentences.append("The host's CPU updates the master weights.")
     if offload_sentences:
         topics.append(("In host memory", " ".join(offload_sentences)))
-    state_fields = plan.get("state", {})
+    state_fields = _object(plan.get("state"))
     moments = str(state_fields.get("moments", "float32"))
     if moments != "float32":
         topics.append((f"Optimizer state: {moments}", _MOMENT_SENTENCES.get(moments, _UNKNOWN)))
@@ -173,6 +176,11 @@ _DESCRIBED_FIELDS = (
     "diloco", "memory", "offload", "state", "kernels", "unroll", "rules", "compiler",
 )  # fmt: skip
 """Fields that sentences describe, or that have no effect by themselves."""
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return a JSON object, or an empty one for any other JSON value."""
+    return value if isinstance(value, dict) else {}
 
 
 def _option_values(text: str) -> dict[str, str]:
@@ -213,7 +221,7 @@ def _pipeline_sentences(pipeline_text: str) -> str:
         sentences.append("The program has no branches: idle devices compute on zeros.")
     if "synchronous_steps" in option_values:
         sentences.append(f"The first {option_values['synchronous_steps']} steps are synchronous.")
-    if float(option_values.get("correction", "0")):
+    if option_values.get("correction", "0") not in ("0", "0.0"):
         sentences.append(f"Backward passes read weights corrected for the delay, by {option_values['correction']}.")
     return " ".join(sentences)
 

@@ -60,7 +60,8 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(Text(run.name, style="bold not dim"), Text(status_text, style=f"bold {status_color}"))
-    rows = _summary_rows(run)
+    with np.errstate(all="ignore"):  # a damaged row may hold any number
+        rows = _summary_rows(run)
     for name, text in rows:
         table.add_row(name, Text(text))
     console.print(table)
@@ -86,7 +87,7 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         values = run.rows("eval").column(name)
         rows.append((f"held-out {name}", f"{number(values[-1])} at step {run.rows('eval')[-1]['step']:,}"))
     if train_rows:
-        rows.append(("training loss", f"{number(train_rows[-1].get('loss'))} at step {train_rows[-1]['step']:,}"))
+        rows.append(("training loss", f"{number(train_rows.column('loss')[-1])} at step {train_rows[-1]['step']:,}"))
         token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
         rows.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
     if run.seconds is not None and train_rows:

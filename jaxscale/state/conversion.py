@@ -88,7 +88,9 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
     for full_name, shape in shapes.items():
         name, _, role = full_name.rpartition("/")
         map_name, scale_shape = role.removeprefix(CODES), shapes.get(f"{name}/{SCALE}")
-        if role.startswith(CODES) and map_name in MAPS and scale_shape is not None and scale_shape[-2]:
+        if not role.startswith(CODES) or map_name not in MAPS or scale_shape is None:
+            continue
+        if len(shape) >= 2 and len(scale_shape) >= 2 and scale_shape[-2]:
             forms[name] = Form(map_name, shape[-2] // scale_shape[-2])
     return forms
 

@@ -8,7 +8,7 @@ Until the decay d_n reaches d, the average is of the last tenth of the updates o
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jaxscale.trees import path_name
 from jaxscale.typing import Array, Bool, Params, PyTree
 
 Gradients = TypeVar("Gradients")
+UpdateFn: TypeAlias = Callable[[Gradients, TrainState, Bool[Array, ""]], tuple[TrainState, Bool[Array, ""]]]
+"""A function from gradients, the state, and whether the step is good so far, to the next state and whether it is."""
 EMA = "ema"
 """Key of the average in `TrainState.extra`, and prefix of its arrays' names in a checkpoint."""
 
@@ -54,13 +56,13 @@ class WeightAverage:
         """Return the weights before the first update."""
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), state.params)
 
-    def updating(
-        self, update_fn: Callable[[Gradients, TrainState, Bool[Array, ""]], TrainState]
-    ) -> Callable[[Gradients, TrainState, Bool[Array, ""]], TrainState]:
+    def updating(self, update_fn: UpdateFn[Gradients]) -> UpdateFn[Gradients]:
         """Return an update of weights that also updates the average; a bad step changes neither."""
 
-        def update(gradients: Gradients, state: TrainState, is_good: Bool[Array, ""]) -> TrainState:
-            next_state = update_fn(gradients, state, is_good)
+        def update(
+            gradients: Gradients, state: TrainState, is_good: Bool[Array, ""]
+        ) -> tuple[TrainState, Bool[Array, ""]]:
+            next_state, is_good = update_fn(gradients, state, is_good)
             count = state.watch.good.astype(jnp.float32) + 1.0
             decay = jnp.minimum(self.decay, (1.0 + count) / (10.0 + count))
             rate = jnp.where(is_good, 1.0 - decay, 0.0)
@@ -69,7 +71,7 @@ class WeightAverage:
                 state.extra[self.name],
                 next_state.params,
             )
-            return dataclasses.replace(next_state, extra={**next_state.extra, self.name: average})
+            return dataclasses.replace(next_state, extra={**next_state.extra, self.name: average}), is_good
 
         return update
 

@@ -18,7 +18,7 @@ Metrics: TypeAlias = dict[str, Array | np.float32]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """A record of past steps, to recognize a bad step: one with a non-finite loss or a spike in its gradient norm.
+    """A record of past steps, to recognize a bad step, such as one with a spike in its gradient norm.
 
     Args:
         norm: running mean of the gradient norms of good steps.
@@ -37,20 +37,35 @@ class Watch:
         """Return the record of a run that has made no step."""
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
-    def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:
-        """Return whether a step is good, and the watch after the step. A bad step leaves the running mean unchanged.
+    def judge(
+        self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard, rate: Float[Array, ""] | None = None
+    ) -> Bool[Array, ""]:
+        """Return whether a step is good, as far as its loss and its gradients show.
 
         Args:
             loss: mean loss of the step.
             norm: global norm of the step's gradients.
             guard: the conditions that make a step bad.
+            rate: the learning rate, which is judged in place of an update that is not judged by itself. An update of
+                Adam is at most a few learning rates large.
         """
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if guard.spike > 0:
             is_good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
+        if rate is not None:
+            is_good &= (rate <= guard.update) if guard.update > 0 else jnp.isfinite(rate)
+        return is_good
+
+    def after(self, norm: Float[Array, ""], is_good: Bool[Array, ""]) -> "Watch":
+        """Return the watch after a step; a bad step leaves the running mean unchanged.
+
+        Args:
+            norm: global norm of the step's gradients.
+            is_good: whether the step was applied.
+        """
         # the plain mean of the first hundred norms, and then an exponential mean
         weight = 1.0 / jnp.minimum(self.good + 1, 100).astype(jnp.float32)
-        return is_good, Watch(
+        return Watch(
             norm=jnp.where(is_good, self.norm + weight * (norm - self.norm), self.norm),
             good=self.good + is_good.astype(jnp.int32),
             skipped=self.skipped + (~is_good).astype(jnp.int32),

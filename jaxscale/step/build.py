@@ -12,7 +12,6 @@ from jaxscale.blocks import Treatment
 from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
-from jaxscale.offload.updates import Advance
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.programs.elementwise import first_mixing
@@ -23,7 +22,7 @@ from jaxscale.recipe.requests import Facts
 from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.state.ema import WeightAverage
 from jaxscale.state.extra import StateExtra
-from jaxscale.state.layout import Device, Layout, vocab_multiple
+from jaxscale.state.layout import REPLICA_AXIS, Device, Layout, vocab_multiple
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.exchange import (
@@ -36,7 +35,7 @@ from jaxscale.step.exchange import (
     no_exchange,
 )
 from jaxscale.step.gradients import Objective, Whole
-from jaxscale.step.host import advance_of, check_host_size
+from jaxscale.step.host import advance_of, check_host_size, has_whole_update
 from jaxscale.step.memory_resolve import decide_memory, depths_of_groups, describe_decision, treatment_of
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
@@ -46,6 +45,7 @@ from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decisio
 from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_state
+from jaxscale.step.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
 
@@ -209,7 +209,8 @@ class Assembly:
             gradient_exchange = gradient_exchange_of(plan, self.pure_model, layout)
             if gradient_exchange is not None:
                 extras = (CodecResiduals(gradient_exchange, experiment.optimizer, plan.diloco is None),)
-            advance = advance_of(plan, update, layout)
+            manual_axes = () if plan.diloco is None else (REPLICA_AXIS,)
+            advance = advance_of(plan, update, layout, UpdateGuard(experiment.guard.update, manual_axes))
             if plan.diloco is not None:
                 displacement_leaves = gradient_leaves_of(plan, self.pure_model, layout)
                 replicas = Replicas(plan.diloco, layout, update.clipped_rule, displacement_leaves, gradient_exchange)
@@ -226,7 +227,8 @@ class Assembly:
                 if experiment.optimizer.ema is not None:
                     average = WeightAverage(experiment.optimizer.ema)
                     extras, update_fn = (*extras, average), average.updating(update_fn)
-            step_function = SynchronousStep(gradient_fn, exchange, update_fn, experiment.guard)
+            rate_fn = None if has_whole_update(plan, update) else experiment.optimizer.schedule_fn(experiment.steps)
+            step_function = SynchronousStep(gradient_fn, exchange, update_fn, experiment.guard, rate_fn)
         return StepParts(
             objective,
             layout,
@@ -257,12 +259,12 @@ def describe_frozen(pure_model: PureModel) -> list[str]:
 
 
 def _update_shared_weights(
-    advance: Advance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
-) -> TrainState:
-    """Update weights that all replicas share, if the step is good, and return the new state."""
+    advance: GuardedAdvance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
+) -> tuple[TrainState, Bool[Array, ""]]:
+    """Update weights that all replicas share, if the step is good; return the new state, and whether it is."""
     gradients, clip_norm = exchange_result.gradients, exchange_result.clip_norms
-    params, optimizer_state = advance(gradients, state.optimizer, state.params, clip_norm, is_good)
-    return dataclasses.replace(state, params=params, optimizer=optimizer_state)
+    params, optimizer_state, is_good = advance(gradients, state.optimizer, state.params, clip_norm, is_good)
+    return dataclasses.replace(state, params=params, optimizer=optimizer_state), is_good
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:

@@ -10,17 +10,19 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.tree_util import KeyPath
 
 from jaxscale.errors import UserError
-from jaxscale.offload.updates import Advance, update_in_slices, update_on_device, update_on_host
+from jaxscale.offload.updates import Advance, update_in_slices, update_on_host
 from jaxscale.offload.weights import Streamed, belongs_to_block
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR, is_rehearsal
 from jaxscale.state.layout import Layout, device_of, local_bytes
 from jaxscale.step.update import Update
+from jaxscale.step.update_guard import GuardedAdvance, UpdateGuard, guarded
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text
@@ -69,18 +71,43 @@ def describe(layout: Layout) -> list[str]:
     return lines
 
 
-def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
+def has_whole_update(plan: Plan, update: Update) -> bool:
+    """Return whether whole updates are on the device, so that they are judged before they are applied.
+
+    If they are not, a fused kernel, slices or the host's CPU apply them.
+    """
+    return not plan.offload.any and update.fused is None
+
+
+def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -> GuardedAdvance:
     """Return the function that applies one update of the optimizer, on the device or on the host.
 
     Args:
         plan: the plan, which specifies where weights and optimizer state lie.
         update: the optimizer.
         layout: placements of parameters and optimizer state.
+        guard: the condition on a whole update.
     """
+    if has_whole_update(plan, update):
+        return guarded(update.clipped_rule, guard)
+    advance = _advance_by_parts(plan, update, layout)
+
+    def advance_and_report(
+        gradients: Params, state: optax.OptState, params: Params, norm: Array, is_good: Array
+    ) -> tuple[Params, optax.OptState, Array]:
+        """Return the new parameters and state, and the verdict that was passed."""
+        return *advance(gradients, state, params, norm, is_good), is_good
+
+    return advance_and_report
+
+
+def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
+    """Return the function that applies an update by a fused kernel, in slices, or on the host."""
+    if not plan.offload.any:
+        assert update.fused is not None
+        return update.fused
     if plan.offload.optimizer_state == "host":
         return update_on_host(update.rule, clip=update.clip)
-    if not plan.offload.any:
-        return update.fused or update_on_device(update.clipped_rule)
 
     def with_state_sharding(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return an abstract parameter with the sharding of its optimizer state."""

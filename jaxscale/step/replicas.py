@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxscale.lowbit.quantize import Quantized, is_quantized
-from jaxscale.offload.updates import Advance
 from jaxscale.replicas import wire
 from jaxscale.replicas.low_communication import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
@@ -36,6 +35,7 @@ from jaxscale.step.compiled_checks import bytes_over, check_alone
 from jaxscale.step.exchange import REDUCE, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.planned_model import Specs
+from jaxscale.step.update_guard import GuardedAdvance
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Bool, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least
@@ -181,34 +181,39 @@ class Replicas:
         return objective.gradients_by_replica(state, batch, state.extra[self.name][WEIGHTS])
 
     def update(
-        self, advance: Advance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
-    ) -> TrainState:
-        """Update each replica by itself, in a region that is manual over replicas, and return the new state.
+        self, advance: GuardedAdvance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
+    ) -> tuple[TrainState, Bool[Array, ""]]:
+        """Update each replica by itself, in a region that is manual over replicas.
 
         Args:
-            advance: function that applies one update of the optimizer.
+            advance: function that applies one update of the optimizer, or none on any replica.
             exchange_result: each replica's gradients and their norms.
             state: the state before the update.
-            is_good: whether the step is good; if not, weights and optimizer state are left unchanged.
+            is_good: whether the step is good so far; if not, weights and optimizer state are left unchanged.
+
+        Returns:
+            The new state, and whether the step was applied.
         """
         replica_spec, whole_spec = PartitionSpec(REPLICA_AXIS), PartitionSpec()
         outer_state = state.extra[self.name]
 
         def update_replica(
             gradients: Params, optimizer_state: optax.OptState, weights: Params, clip_norm: Array, is_good: Array
-        ) -> tuple[Params, optax.OptState]:
-            """Return one replica's new weights and optimizer state; arrays except `is_good` have a first dim of 1."""
+        ) -> tuple[Params, optax.OptState, Array]:
+            """Return one replica's new weights and state, and `is_good`; all other arrays have a first dim of 1."""
             own_gradients, own_state, own_weights, own_norm = jax.tree.map(
                 lambda x: x[0], (gradients, optimizer_state, weights, clip_norm)
             )
-            return jax.tree.map(lambda x: x[None], advance(own_gradients, own_state, own_weights, own_norm, is_good))
+            *new_trees, is_good = advance(own_gradients, own_state, own_weights, own_norm, is_good)
+            return (*jax.tree.map(lambda x: x[None], new_trees), is_good)
 
         specs = (replica_spec, replica_spec, replica_spec, replica_spec, whole_spec)
-        weights, optimizer_state = self._manual_over_replicas(update_replica, specs, replica_spec)(
+        result_specs = (replica_spec, replica_spec, whole_spec)
+        weights, optimizer_state, is_good = self._manual_over_replicas(update_replica, specs, result_specs)(
             exchange_result.gradients, state.optimizer, outer_state[WEIGHTS], exchange_result.clip_norms, is_good
         )
         extra = {**state.extra, self.name: {**outer_state, WEIGHTS: weights}}
-        return dataclasses.replace(state, optimizer=optimizer_state, extra=extra)
+        return dataclasses.replace(state, optimizer=optimizer_state, extra=extra), is_good
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 

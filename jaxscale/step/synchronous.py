@@ -1,4 +1,7 @@
-"""SynchronousStep: gradients at the newest weights, their exchange, a check that the step is good, and the update."""
+"""SynchronousStep: gradients at the newest weights, their exchange, a check that the step is good, and the update.
+
+A step is judged twice: by its loss and gradients, and by its update (`update_guard.py`).
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,8 +19,10 @@ from jaxscale.typing import Array, Batch, Bool
 
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]
 """A function from a state and a global batch to (sums of the loss, gradients, the model's other state)."""
-UpdateFn = Callable[[ExchangeResult, TrainState, Bool[Array, ""]], TrainState]
-"""A function from the exchanged gradients, the state, and whether the step is good, to the state with new weights."""
+UpdateFn = Callable[[ExchangeResult, TrainState, Bool[Array, ""]], tuple[TrainState, Bool[Array, ""]]]
+"""A function from the exchanged gradients, the state, and whether the step is good so far.
+
+It returns the state with new weights, and whether the step is good and its update was applied."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,22 +34,27 @@ class SynchronousStep:
         exchange: function that exchanges gradients between replicas.
         update_fn: function that updates weights and optimizer state, in the memory where they lie.
         guard: the conditions that make a step bad; a bad step is not applied.
+        rate_fn: the learning rate of an update, given the number of updates made, by which a step is judged whose
+            update `update_fn` does not judge; `None` if `update_fn` does.
     """
 
     gradient_fn: GradientFn
     exchange: Exchange
     update_fn: UpdateFn
     guard: Guard
+    rate_fn: Callable[[Array], Array] | None = None
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Return the next state, and the metrics: `loss`, `grad_norm`, `weight`, and the metrics of the exchange."""
         loss_sums, gradients, new_model_state = self.gradient_fn(state, batch)
         result = self.exchange(gradients, state)
         mean_loss = loss_sums.total / positive(loss_sums.weight)
-        is_good, watch = state.watch.judge(mean_loss, result.norm, self.guard)
+        rate = None if self.rate_fn is None else jnp.asarray(self.rate_fn(state.watch.good), jnp.float32)
+        is_good_so_far = state.watch.judge(mean_loss, result.norm, self.guard, rate)
         # a bad step leaves parameters, optimizer, extras and batch statistics unchanged
         with step_loss(mean_loss):
-            updated_state = self.update_fn(result, state, is_good)
+            updated_state, is_good = self.update_fn(result, state, is_good_so_far)
+        watch = state.watch.after(result.norm, is_good)
         old_extra = {name: state.extra[name] for name in result.extra}
         model_state, extra = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old), (new_model_state, result.extra), (state.rest, old_extra)

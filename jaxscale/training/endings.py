@@ -1,4 +1,4 @@
-"""Endings of a run before its last step: by a signal, by divergence, or because a step is stuck.
+"""Endings of a run, except a good one: by a signal, by divergence, because a step is stuck, or with many skipped steps.
 
 The main thread may be in C++ and not return. Another thread then ends the process, with the same message and code.
 """
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jaxscale import heartbeat
 from jaxscale.checkpoint.store import Checkpoints
-from jaxscale.errors import INTERRUPTED, PREEMPTED, STUCK, Diverged, Preempted, Stuck, UserError
+from jaxscale.errors import INTERRUPTED, PREEMPTED, STUCK, Diverged, MostlySkipped, Preempted, Stuck, UserError
 from jaxscale.records import directory as run_files
 from jaxscale.training.journal import Journal
 from jaxscale.training.signals import Stop, StoppedEarly, is_interactive
@@ -22,6 +22,8 @@ from jaxscale.training.stuck import StuckWatch, collectives_by_channel, count_co
 
 LAST_SECONDS = 0.5
 """Seconds for the last line of the log when a signal ends the process before the first step."""
+MOST_SKIPPED = 0.1
+"""Largest share of the steps of a run that may be skipped in a run that ends with code 0."""
 STUCK_SAVE_SECONDS = 60.0
 """Seconds for the checkpoint that is being written, and for the report, when a step is stuck."""
 
@@ -194,7 +196,7 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
         journal: the run's journal.
         checkpoints: the run's checkpoints; a save may still be running.
         step: number of the last skipped step.
-        metrics: metrics of the last skipped step, with "loss", "grad_norm" and "skipped_in_row".
+        metrics: metrics of the last skipped step.
 
     Raises:
         Diverged: always; the message names the last good checkpoint.
@@ -211,6 +213,27 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
     journal.log_event(step, "diverged", loss=loss, grad_norm=grad_norm, checkpoint=checkpoint_step)
     journal.write_report()
     raise Diverged(
-        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}), "
-        f"and {checkpoint_text}. Lower the learning rate, or raise guard.spike if such gradients are normal"
+        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}, "
+        f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text}. Lower the learning rate, or raise "
+        "guard.spike if such gradients are normal, or guard.update if such updates are"
     )
+
+
+def check_skipped(folder: Any, step: int, skip_count: int) -> None:
+    """Raise an error at the end of a run if too large a share of its steps was skipped.
+
+    Args:
+        folder: the run's folder.
+        step: number of steps of the run, skipped ones included.
+        skip_count: number of the skipped steps.
+
+    Raises:
+        MostlySkipped: more than a tenth of the steps was skipped.
+    """
+    if skip_count > MOST_SKIPPED * step:
+        raise MostlySkipped(
+            f"{skip_count:,} of {step:,} steps ({skip_count / step:.0%}) were skipped, so {folder} holds the weights of "
+            f"{step - skip_count:,} updates. The event skipped in metrics.jsonl has the loss and the gradient norm of "
+            "each. Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, "
+            "or guard.update if such updates are, and train again in another directory with --out"
+        )

@@ -30,7 +30,6 @@ from jaxscale.records.processes import (
 )
 from jaxscale.records.source import Source
 from jaxscale.records.storage import check_location, run_path
-from jaxscale.records.sums import write_sums
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
@@ -100,6 +99,7 @@ def train(
         Preempted: a signal stopped the run, and the run has a checkpoint to continue from.
         KeyboardInterrupt: a signal stopped a new run before its first step, so the run has no checkpoint.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
+        MostlySkipped: the run has ended, but more than a tenth of its steps were skipped.
     """
     plan = plan_of(experiment, plan)
     if steps is not None:
@@ -244,7 +244,6 @@ class _Training:
             write_tokenizer(self.folder, self.data.tokenizer)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
-            write_sums(self.folder)
 
     def _finished_step(self) -> int | None:
         """Return the step of the newest undamaged checkpoint if no step is left to do after it, else `None`.
@@ -260,6 +259,7 @@ class _Training:
             return None  # `_restore_state` sets the damaged checkpoints aside, and reports them
         for message in messages:
             self.journal.say(message)
+        self.skip_count = int(restored.arrays["watch/skipped"])
         return restored.description.step
 
     def _show_finished(self, step: int) -> Run:
@@ -272,6 +272,7 @@ class _Training:
         self.journal.say(
             f"the run is complete: set steps above {step} to continue it, or choose another directory with --out"
         )
+        endings.check_skipped(self.folder, step, self.skip_count)
         return run
 
     def _prepare(self) -> None:
@@ -383,6 +384,7 @@ class _Training:
         heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()
+        endings.check_skipped(self.folder, self.updates, self.skip_count)
         live_state = {"train_step": self.step, "state": state, "data": self.data}
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
 

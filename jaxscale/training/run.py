@@ -50,13 +50,25 @@ class Run:
         self._generator: Any = None
 
     @classmethod
-    def open(cls, directory: Any) -> "Run":
+    def open(cls, directory: Any, *, trust: bool = False) -> "Run":
         """Open a run, finished or in progress, by its directory.
+
+        The measurements are read from files. The model is built by the run's experiment file, which is executed only if
+        it was trained with here, or is trusted.
+
+        Args:
+            directory: the run directory.
+            trust: whether the experiment file may be executed, now and later.
 
         Raises:
             UserError: the directory holds no run.
         """
-        return cls(run_files.existing_run(directory))
+        folder = run_files.existing_run(directory)
+        if trust:
+            from jaxscale.records.source import trust_run
+
+            trust_run(folder)
+        return cls(folder)
 
     # -- measurements --------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ device. The file is written with the trace, while the program is available.
 """
 
 import collections
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
 from jaxscale.training.device_times import device_events, newest_trace, traced_event
 from jaxscale.training.profile import FOLDER
+from jaxscale.values import from_json, read_json
+from jaxscale.values.read_files import whole_number
 
 ACTIONS, PLAN = "actions.json", "plan.json"
 _SCOPE = re.compile(r'op_name="[^"]*\bpipeline_([FBIW])\b')
@@ -81,6 +84,35 @@ def trace_files(step: Any) -> dict[str, str]:
     return {ACTIONS: json.dumps(actions_json) + "\n"}
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedActions:
+    """The content of actions.json.
+
+    Args:
+        operations: names of operations by kind of action, such as "F".
+        ranks: rank of each device, by the device's number as text.
+        processes: number of processes of the run.
+    """
+
+    operations: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    ranks: dict[str, int] = dataclasses.field(default_factory=dict)
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        for device_text in self.ranks:
+            if whole_number(device_text) is None:
+                raise UserError(f"ranks: got the device {device_text!r:.40}, expected the number of a device")
+
+
+def read_actions(path: Path) -> TracedActions:
+    """Read the file that lists the operations of each kind of action.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    return from_json(TracedActions, read_json(path), str(path))
+
+
 def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     """Read the measured pipeline of a run from its trace.
 
@@ -95,18 +127,18 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     """
     plan = traced_plan(folder)
     trace_dir = Path(folder) / FOLDER
-    actions_json = json.loads((trace_dir / ACTIONS).read_text())
-    if actions_json["processes"] > 1:
-        count_text = f"{actions_json['processes']} processes"
+    traced = read_actions(trace_dir / ACTIONS)
+    if traced.processes > 1:
+        count_text = f"{traced.processes} processes"
         raise UserError(f"{trace_dir}: the run had {count_text}, and their clocks differ: trace a run of one process")
-    names_by_kind = actions_json["operations"]
+    names_by_kind = traced.operations
     if not names_by_kind:
         raise UserError(f"{trace_dir}: the program has no branch for each kind of action, so its devices never idle")
     operation_names = {name for kind_names in names_by_kind.values() for name in kind_names}
     with newest_trace(trace_dir) as profiles:
         timelines = _read_timelines((plane for profile in profiles for plane in profile.planes), operation_names)
     timelines_by_rank: dict[int, list[MeasuredSpans]] = {}
-    for device_text, rank in actions_json["ranks"].items():
+    for device_text, rank in traced.ranks.items():
         if int(device_text) in timelines:
             timelines_by_rank.setdefault(rank, []).append(timelines[int(device_text)])
     assert plan.pipeline is not None

@@ -113,7 +113,7 @@ def wrong_type(path: str, value: Any, hint: Any, suggestion: str = "") -> UserEr
         value_text = f"the class {value.__qualname__}"
     else:
         try:
-            full_text = repr(value)
+            full_text = " ".join(repr(value).split())  # an array's has several lines
         except ValueError:  # Python writes no number of more than 4,300 digits
             full_text = "a number of more than 4,300 digits"
         except RecursionError:
@@ -132,7 +132,7 @@ def literal_suggestion(value: Any, hint: Any) -> str:
         if get_origin(alternative) is Literal
         for literal in get_args(alternative)
     ]
-    return near_miss(str(value), literals) if literals else ""
+    return near_miss(value, literals) if literals and isinstance(value, str) else ""
 
 
 def error_at_path(error: UserError, path: str, field_names: Sequence[str]) -> UserError:

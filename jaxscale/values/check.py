@@ -24,7 +24,7 @@ def check(value: Any, hint: Any, path: str) -> None:
                 value, (alternative, int) if alternative is float else alternative
             ):
                 continue
-            if get_origin(alternative) is Literal and value not in get_args(alternative):
+            if get_origin(alternative) is Literal and not _is_literal(value, alternative):
                 continue
             try:
                 return check(value, alternative, path)
@@ -36,7 +36,7 @@ def check(value: Any, hint: Any, path: str) -> None:
     if hint is Any or isinstance(hint, TypeVar):
         pass
     elif origin is Literal:
-        is_valid = any(value == literal and type(value) is type(literal) for literal in get_args(hint))
+        is_valid = _is_literal(value, hint)
     elif hint is int:
         is_valid = isinstance(value, int) and not isinstance(value, bool)
         if is_valid and value.bit_length() > MAX_INT_BITS:
@@ -67,6 +67,11 @@ def check(value: Any, hint: Any, path: str) -> None:
     if not is_valid:
         raise wrong_type(path, value, hint, literal_suggestion(value, hint))
     return None
+
+
+def _is_literal(value: Any, hint: Any) -> bool:
+    """Return whether a value is one of a `Literal`; values of other types, such as arrays, are not compared."""
+    return any(type(value) is type(literal) and value == literal for literal in get_args(hint))
 
 
 def _is_float(number: int | float) -> bool:

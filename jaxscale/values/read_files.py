@@ -162,6 +162,19 @@ def check_own_file(path: Any) -> None:
         raise UserError(f"{path} is a link to {target}, which is not its own; remove the link")
 
 
+def is_folder(path: Any) -> bool:
+    """Return whether a path leads to a folder; false also for a name that no folder can have.
+
+    Example:
+        >>> is_folder("/"), is_folder("n" * 300), is_folder("a\\0b")
+        (True, False, False)
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def is_name_too_long(error: OSError) -> bool:
     """Return whether an error of the operating system is about a name of more than 255 bytes."""
     return error.errno == errno.ENAMETOOLONG

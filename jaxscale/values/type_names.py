@@ -1,11 +1,13 @@
 """Public names for classes in JSON, under "type". The names stay valid if a class moves to another module.
 
 A field is open if its declared type does not determine the class of the field's value. Every class of jaxscale that an
-open field of an experiment accepts is listed here. JSON gives other classes as MODULE:CLASS.
+open field of an experiment accepts is listed here. JSON gives other classes as MODULE:CLASS. Their modules are never
+imported for a file's sake, because an import executes code: the running program must have imported them.
 """
 
 import dataclasses
 import importlib
+import sys
 
 from jaxscale.errors import UserError, near_miss
 
@@ -69,16 +71,16 @@ def type_of(name: str, path: str) -> type:
     public_name = type_name(name)
     if public_name in _MODULE_BY_NAME:
         return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
-    module, colon, qualname = public_name.partition(":")
-    try:
-        candidate = importlib.import_module(module) if colon else None  # the module, then an object inside it
-        for attribute in qualname.split("."):
-            candidate = getattr(candidate, attribute)
-    except (ImportError, AttributeError, ValueError):
-        candidate = None
+    module, _, qualname = public_name.partition(":")
+    candidate: object = sys.modules.get(module)  # the module, then an object inside it
+    for attribute in qualname.split("."):
+        candidate = getattr(candidate, "__dict__", {}).get(attribute)  # a lazy module may import on `getattr`
     if not (isinstance(candidate, type) and dataclasses.is_dataclass(candidate)):
-        raise UserError(
-            f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here, or one of "
-            f"{', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
+        expected_text = (
+            "expected MODULE:CLASS of a dataclass whose module this program has imported (a file cannot make it import "
+            "one, since that executes code): import it first, in Python"
+            if qualname
+            else f"expected one of {', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )
+        raise UserError(f"{path}.type: got {name!r}, {expected_text}")
     return candidate

@@ -17,8 +17,8 @@ def number(value: float | None, digits: int = 4) -> str:
     """
     if value is None:
         return ""
-    if not math.isfinite(value):
-        return _with_minus(repr(float(value)))
+    if text := _text_beyond_floats(value):
+        return text
     if value == 0:
         return "0"
     magnitude = math.floor(math.log10(abs(value)))
@@ -37,6 +37,8 @@ def count(value: float) -> str:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
         ('12', '98,765', '1.54 M', '8.03 B')
     """
+    if text := _text_beyond_floats(value):
+        return text
     scaled_value, prefix = _scaled(value, _COUNTS)
     if prefix:
         return f"{_three_digits(scaled_value)} {prefix}"
@@ -50,6 +52,8 @@ def size(value: float) -> str:
         >>> size(512), size(1_572_864), size(80 * 2**30)
         ('512 B', '1.50 MiB', '80.0 GiB')
     """
+    if text := _text_beyond_floats(value):
+        return f"{text} B"
     scaled_value, unit = _scaled(value, _BYTES)
     return f"{_three_digits(scaled_value)} {unit}" if unit else f"{value:.0f} B"
 
@@ -72,6 +76,8 @@ def rate(value: float, unit: str) -> str:
         >>> rate(3.21e12, "FLOP/s")
         '3.21 TFLOP/s'
     """
+    if text := _text_beyond_floats(value):
+        return f"{text} {unit}"
     scaled_value, prefix = _scaled(value, _DECIMAL)
     return f"{_three_digits(scaled_value)} {prefix}{unit}"
 
@@ -94,10 +100,10 @@ def duration(seconds: float) -> str:
         >>> duration(0.0042), duration(3.25), duration(75), duration(8000), duration(200_000)
         ('4.20 ms', '3.25 s', '1 min 15 s', '2 h 13 min', '2 d 7 h')
     """
-    if not math.isfinite(seconds):
+    if _text_beyond_floats(seconds):
         return "unknown"
     if seconds < 60:
-        return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
+        return f"{_three_digits(seconds * 1e3)} ms" if abs(seconds) < 0.1 else f"{_three_digits(seconds)} s"
     # seconds in a unit and in the next smaller unit, and the names of both units
     scales = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
     for unit_seconds, smaller_seconds, unit, smaller_unit in scales:
@@ -116,13 +122,23 @@ def field(name: str, value: object) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if name.endswith("seconds") and math.isfinite(value):
-        return duration(value) if value >= 0.5 else f"{_three_digits(value * 1e3)} ms"
-    if name.endswith("bytes") and math.isfinite(value):
+    if text := _text_beyond_floats(value):
+        return text
+    if name.endswith("seconds"):
+        return duration(value) if abs(value) >= 0.5 else f"{_three_digits(value * 1e3)} ms"
+    if name.endswith("bytes"):
         return size(value)
-    if name.endswith("flop") and math.isfinite(value):
+    if name.endswith("flop"):
         return rate(value, "FLOP")
     return count(value) if isinstance(value, int) else number(value)
+
+
+def _text_beyond_floats(value: float) -> str:
+    """Return "inf", "-inf" or "nan" for a number that is not finite, or beyond the range of floats; "" for others."""
+    try:
+        return "" if math.isfinite(value) else _with_minus(repr(float(value)))
+    except OverflowError:
+        return _with_minus("inf" if value > 0 else "-inf")
 
 
 def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:

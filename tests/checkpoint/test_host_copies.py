@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fault_injection.mutate import HOST_COPY
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint.host_copies import HostCopies, _region, forget_copies
@@ -92,7 +93,9 @@ def test_the_arrays_may_be_donated_and_the_two_newest_copies_are_kept(tmp_path):
     assert not copies.folder.exists()
 
 
-@pytest.mark.parametrize("damage", ["torn", "half", "missing array", "more arrays", "other dtype", "other shape"])
+@pytest.mark.parametrize(
+    "damage", ["torn", "half", "missing array", "more arrays", "other dtype", "other shape", "beyond the file"]
+)
 def test_a_copy_that_is_not_whole_gives_way_to_the_one_before(damage, tmp_path):
     tree = _tree("fsdp:4", ("fsdp",))
     copies = _copies(tmp_path, tree)
@@ -111,6 +114,10 @@ def test_a_copy_that_is_not_whole_gives_way_to_the_one_before(damage, tmp_path):
     newest = max(_files(copies))
     if damage == "torn":
         newest.write_bytes(newest.read_bytes()[:-5])
+    if damage == "beyond the file":
+        values = HOST_COPY.parse(newest.read_bytes())
+        values["header"]["parts"][0][4] = 10**6
+        newest.write_bytes(HOST_COPY.build(values))
     if damage == "half":
         newest.rename(newest.with_suffix(".half"))
     restored = copies.restore_arrays(_shapes(tree), 5, 100)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint import store as module
 from jaxscale.checkpoint.store import Checkpoints, DamagedError, Description
+from jaxscale.checkpoint.verified import digest
 from jaxscale.errors import UserError
 from jaxscale.sharding.mesh import MeshSpec
 
@@ -154,6 +155,15 @@ def corrupt_missing(folder):
 def corrupt_description(folder):
     file = folder / "_CHECKPOINT_METADATA"
     file.write_text(file.read_text().replace('"tokens": 20', '"tokens": 21'))
+
+
+def corrupt_description_of_other_types(folder):
+    """A program that is not ours wrote it: the digest is right, the content is not."""
+    file = folder / "_CHECKPOINT_METADATA"
+    metadata = json.loads(file.read_text())
+    content = metadata["custom_metadata"]["jaxscale"] | {"tokens": "many", "arrays": {"a": [[2], "object", 1, 1]}}
+    metadata["custom_metadata"] = {"jaxscale": content, "sha256": digest(content)}
+    file.write_text(json.dumps(metadata))
 
 
 def corrupt_description_cut(folder):

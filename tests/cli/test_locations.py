@@ -24,6 +24,8 @@ LOCATIONS = [
     ("file.txt/runs/a", "file.txt is a file, expected a folder"),
     ("a/" + "n" * 300, "a name in the path has 300 bytes, expected at most 255"),
     ("é" * 128, "a name in the path has 256 bytes"),
+    ("a\0b", "got the path 'a\\x00b', expected the path of a folder"),
+    ("\ud800", "got the path '\\ud800', which has a character that no file name can have"),
 ]
 COMMANDS = ["train", "generate", "evaluate", "report", "export"]
 
@@ -41,3 +43,41 @@ def test_a_path_at_which_no_run_can_be_is_one_sentence(tmp_path, monkeypatch, ca
     assert message in output.err
     assert output.err.count("\n") == 1
     assert not output.out
+
+
+ODD_NAMES = ["n" * 300, "a\0b", "\ud800"]
+"""Names that no file can have: the operating system raises other errors for them than for a missing file."""
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status", "NAME"],
+        ["stop", "NAME"],
+        ["watch", "--out", "NAME", "--", "true"],
+        ["watch", "--", "NAME"],
+        ["retry", "--out", "NAME", "--", "true"],
+        ["export", "run", "NAME"],
+        ["convert-state", "NAME"],
+        ["train", "NAME"],
+        ["train", "e.py", "--plan-file", "NAME"],
+        ["launch", "e.py", "--dry-run", "--cluster", "NAME"],
+        ["explain", "e.py", "--out", "NAME.html"],
+        ["draw", "pipeline", "1f1b:2x2", "--out", "NAME.svg"],
+        ["draw", "pipeline", "1f1b:2x2", "--out", "NAME/a.svg"],
+        ["draw", "pipeline", "--measured", "NAME"],
+        ["docs", "NAME"],
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path, monkeypatch, capsys, words, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.py").write_text(EXPERIMENT)
+    (tmp_path / "text.txt").write_text("a text of some words " * 100)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "experiment.json").write_text("{}")
+    assert main([word.replace("NAME", name) for word in words]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("jaxscale: ")
+    assert errors.count("\n") == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.cli import main, user_code
-from jaxscale.errors import Diverged, Preempted
+from jaxscale.errors import Diverged, MostlySkipped, Preempted
 from jaxscale.recipe.plan import Plan
 
 
@@ -201,6 +201,7 @@ def test_out_and_defaults(toy: Path, trained: list):
     ("error", "code"),
     [
         (Diverged("the loss is gone"), 4),
+        (MostlySkipped("300 of 2,000 steps were skipped"), 6),
         (Preempted("saved at step 3"), 75),
         (KeyboardInterrupt(), 130),
         (KeyboardInterrupt("stopped by SIGTERM before the first step"), 130),

@@ -14,6 +14,7 @@ import pytest
 
 from jaxscale.compiler.compile import ProgramRecipe, RecipeFailed, compile_report
 from jaxscale.compiler.report import CompileReport
+from jaxscale.compiler.report_cache import read_report
 from jaxscale.errors import UserError
 from tests.compiler import programs
 
@@ -55,6 +56,9 @@ def test_a_step_on_virtual_devices(cache):
     assert dataclasses.replace(again, cached=False) == report
     assert [path.stem for path in cache.iterdir()] == [report.key]
     assert CompileReport.from_json(json.loads(json.dumps(report.json()))) == report
+    for text in ("{", "3", "[" * 100_000):
+        (cache / f"{report.key}.json").write_text(text)
+        assert read_report(cache, report.key) is None
     assert report.device_bytes is not None
     assert report.fits(report.device_bytes)
     assert not report.fits(report.device_bytes - 1)

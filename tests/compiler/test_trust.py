@@ -67,6 +67,6 @@ def test_a_file_that_is_not_there(monkeypatch):
 def test_a_verdict_that_cannot_be_read_is_none(tmp_path):
     file = trust.verdict_file(tmp_path, "0.0.50")
     assert trust.read_verdict(file) is None
-    for text in ("", "{}", "[1]", '{"device_bytes": "many"}'):
+    for text in ("", "{}", "[1]", '{"device_bytes": "many"}', "[" * 100_000):
         file.write_text(text)
         assert trust.read_verdict(file) is None

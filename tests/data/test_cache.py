@@ -63,7 +63,7 @@ def test_it_is_encoded_once_and_again_when_anything_changes(corpus, cache, count
     assert len(entries(cache)) == 4
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "garbage"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "garbage", "other types", "too deep"])
 def test_a_damaged_entry_is_made_again(corpus, cache, counted, damage):
     whole = open_corpus([str(corpus)], Bytes(), RECIPE)
     ids = whole.train.ids.copy()
@@ -73,8 +73,13 @@ def test_a_damaged_entry_is_made_again(corpus, cache, counted, damage):
         os.truncate(folder / "train.ids", 10)
     elif damage == "missing":
         (folder / "held_out.starts").unlink()
-    else:
+    elif damage == "garbage":
         (folder / "facts.json").write_text('{"dtype"')
+    elif damage == "other types":
+        facts = json.loads((folder / "facts.json").read_text())
+        (folder / "facts.json").write_text(json.dumps({**facts, "characters": "many", "dtype": "object"}))
+    else:
+        (folder / "facts.json").write_text("[" * 100_000)
     again = open_corpus([str(corpus)], Bytes(), RECIPE)
     assert len(counted) == 2
     assert again.facts == whole.facts

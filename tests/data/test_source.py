@@ -96,3 +96,19 @@ def test_a_missing_client_says_what_to_install(monkeypatch):
     monkeypatch.setattr("fsspec.filesystem", missing)
     with pytest.raises(UserError, match=r"needs another package \(Install s3fs.*jaxscale\[remote\]"):
         source.find_files(("s3://bucket/a.txt",))
+
+
+@pytest.mark.parametrize("path", ["file:///etc/passwd", "http://host/a.txt", "abc://a/*.txt", "://"])
+def test_an_unknown_scheme_is_refused(path):
+    with pytest.raises(UserError, match=r"got the scheme .*, expected a local path, gs:// or s3://"):
+        source.find_files((path,))
+
+
+@pytest.mark.usefixtures("fresh_clients")
+def test_a_bucket_that_cannot_be_reached_is_one_sentence(monkeypatch):
+    def unreachable(name, **options):
+        raise RuntimeError("no credentials\nmore lines")
+
+    monkeypatch.setattr("fsspec.filesystem", unreachable)
+    with pytest.raises(UserError, match=r"s3://bucket/a.txt cannot be reached: no credentials; check"):
+        source.find_files(("s3://bucket/a.txt",))

@@ -250,6 +250,7 @@ def test_a_line_of_jsonl_with_one_text_is_learned_whole(questions):
         ('{"txt": "a"}', ("text",), r"bad\.jsonl:2: text is None, expected text; the line has the names 'txt'"),
         ("[1]", ("text",), r"bad\.jsonl:2: text is None, expected text; the line has a list, expected an object"),
         ('{"text": "a\\u0000b"}', ("text",), r"bad\.jsonl:2: text contains a NUL character, .*: remove it"),
+        ('{"text": "a\\ud83d"}', ("text",), r"bad\.jsonl:2: text contains half a surrogate pair"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path, line, fields, message):

@@ -134,6 +134,26 @@ def test_short_texts_are_joined_at_a_special_token_without_changing_their_ids():
     assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
 
 
+def test_texts_with_unknown_characters_keep_their_ids_where_the_marker_is_the_token_for_these():
+    from tokenizers import AddedToken, Tokenizer, models
+
+    model = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    model.add_special_tokens([AddedToken("<unk>", special=True)])
+    ours, texts = Subwords(model.to_str()), ["a", "b"] * 30 + ["z", "a", "zz"]
+    assert joined(list(ours.encode_all(texts)), texts) == [[1], [2]] * 30 + [[0], [1], [0]]
+
+
+def test_a_tokenizer_that_cannot_encode_a_text_is_an_error_with_its_reason():
+    from tokenizers import Tokenizer, models
+
+    ours = Subwords(Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")).to_str())
+    assert ours.encode("a").tolist() == [0]
+    with pytest.raises(UserError, match="cannot encode the text"):
+        ours.encode("z")
+    with pytest.raises(UserError, match="cannot encode the text"):
+        list(ours.encode_all(["a", "z"]))
+
+
 def test_a_tokenizer_that_marks_the_beginning_alone_gets_each_text_by_itself():
     """Metaspace in its scheme "first" puts its mark before a text, and none behind a special token."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -144,3 +164,9 @@ def test_a_tokenizer_that_marks_the_beginning_alone_gets_each_text_by_itself():
     model.add_special_tokens([AddedToken("<eos>", special=True)])
     ours, texts = Subwords(model.to_str()), ["ab", "a b", "b"] * 30
     assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
+
+
+@pytest.mark.parametrize("kind", [Bytes(), Characters("abc")])
+def test_half_a_surrogate_pair_is_refused(kind):
+    with pytest.raises(UserError, match=r"half a surrogate pair|unknown to this alphabet"):
+        kind.encode("a\ud83d")

@@ -1,15 +1,19 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale import blocks
 from jaxscale.data.tokenizer import Bytes, Characters
 from jaxscale.errors import UserError
-from jaxscale.generation import memory, programs
+from jaxscale.generation import memory, programs, unrolled
 from jaxscale.generation.decode import Decoding
 from jaxscale.generation.generator import Generator
 from jaxscale.generation.sampling import Sampling
 from jaxscale.generation.text_stream import TextStream, check_stop_texts
+from jaxscale.layers.layer_group import restack
 from jaxscale.models.decoder import Decoder
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
@@ -62,6 +66,34 @@ def test_a_prompt_fed_in_chunks_gives_the_same_tokens(generator, monkeypatch):
     monkeypatch.setattr(programs, "CHUNK", 16)
     chunked = decode(generator, prompts, Sampling(6, temperature=0.0))
     assert [ids.tolist() for ids in chunked] == [ids.tolist() for ids in whole]
+
+
+@pytest.mark.parametrize("groups", [(3,), (2, 1)], ids=str)
+def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, monkeypatch):
+    model = Decoder(**FIELDS)
+    with blocks.grouping(groups):
+        module = model.build(nnx.Rngs(0))
+    prompts = prompts_of((5, 17))
+    drawn_ids = decode(Generator(module, model), prompts, GREEDY)
+    monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
+    scanning = Generator(module, model)
+    assert scanning.split_paths == ()
+    expected = decode(scanning, prompts, GREEDY)
+    assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_step_copies_no_weights_out_of_stacked_layers(generator, is_split):
+    session = generator.start([np.arange(5)], 1, 4, (GREEDY, 256))
+    session.prefill([(0, 0)], np.zeros(1, np.int32))
+    paths = generator.split_paths if is_split else ()
+    functions = programs.programs(generator.graphdef, generator.model, generator.context, None, session.kind, paths)
+    rows, params = session.rows, generator.step_params
+    if not is_split:
+        rows, params = dataclasses.replace(rows, cache=restack(rows.cache)), generator.params
+    lowered = functions.advance.lower(params, rows, session.row_keys, session.settings, np.int32(3))
+    stacked_weights = f"f32[{FIELDS['layers']},{FIELDS['embed']},{FIELDS['mlp']}]"
+    assert (stacked_weights in lowered.compile().as_text()) is not is_split
 
 
 def test_lengths_are_rounded_up_by_at_most_64_or_an_eighth():
@@ -135,6 +167,31 @@ def test_a_mesh_gives_the_tokens_of_one_device(generator, axes):
     prompts = prompts_of((3, 17, 5, 9, 1, 2, 30, 8))
     drawn_ids, expected = decode(on_mesh, prompts, GREEDY), decode(generator, prompts, GREEDY)
     assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
+
+
+def test_layers_of_sharded_weights_stay_sharded(generator):
+    mesh = MeshSpec(fsdp=8).build(jax.devices())
+
+    def placed(leaf):
+        spec = [None] * (leaf.ndim - 1) + ["fsdp" if leaf.shape[-1] % 8 == 0 else None]
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    module = nnx.merge(generator.graphdef, jax.tree.map(placed, generator.params))
+    on_mesh = Generator(module, generator.model, layout=(mesh, AxisRules()))
+    layers = on_mesh.step_params["blocks"]["layers"]
+    assert len(layers) == FIELDS["layers"]
+    assert {leaf.sharding.spec[-1] for leaf in jax.tree.leaves(layers[1]) if leaf.shape[-1] % 8 == 0} == {"fsdp"}
+    prompts = prompts_of((3, 17, 5))
+    drawn_ids, expected = decode(on_mesh, prompts, GREEDY), decode(generator, prompts, GREEDY)
+    assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
+
+
+def test_layers_of_one_device_share_the_memory_of_the_stack(generator):
+    stacked = generator.params["blocks"]["layers"]["mlp"]["up"]["weight"]
+    start = stacked.addressable_data(0).unsafe_buffer_pointer()
+    for index, layer in enumerate(generator.step_params["blocks"]["layers"]):
+        pointer = layer["mlp"]["up"]["weight"].addressable_data(0).unsafe_buffer_pointer()
+        assert pointer - start == index * stacked.nbytes // FIELDS["layers"]
 
 
 def test_more_samples_than_memory_are_refused(generator, monkeypatch):

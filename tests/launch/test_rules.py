@@ -10,7 +10,7 @@ def _attempts(*ends: tuple[int, int]) -> list[Attempt]:
     return [Attempt(number, "a", code, step) for number, (code, step) in enumerate(ends, start=1)]
 
 
-@pytest.mark.parametrize("code", [0, 2, 4, 5])
+@pytest.mark.parametrize("code", [0, 2, 4, 5, 6])
 def test_codes_that_another_attempt_would_repeat_are_final(code):
     assert decide(_attempts((137, 3), (code, 9))).code == code
 

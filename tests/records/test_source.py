@@ -15,7 +15,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.moved_modules import MOVED
 from jaxscale.records.outline import outline
-from jaxscale.records.source import Source, load_experiment, load_file, versions
+from jaxscale.records.source import Source, load_experiment, load_file, trust_run, versions
 
 FILE = '''
 """Reads its text beside itself, and a neighbour."""
@@ -76,7 +76,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_of(experiment: Experiment, source: Source, folder: str = "runs/n") -> Path:
-    """A run directory as the loop leaves it."""
+    """A run directory as the loop leaves it, with the record that its file is trusted."""
     run = Path(folder)
     run.mkdir(parents=True)
     source.write(run)
@@ -174,6 +174,9 @@ def test_a_repository_moved_with_its_run(file: Path, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     shutil.move(tmp_path / "repository", tmp_path / "elsewhere")
     (tmp_path / "elsewhere/experiments/text.txt").write_text("moved text")
+    with pytest.raises(UserError, match="was not trained here by you"):  # other modules lie beside the file now
+        load_experiment("elsewhere/runs/n")
+    trust_run("elsewhere/runs/n")
     assert load_experiment("elsewhere/runs/n").model.text == "moved text"
 
 

@@ -260,6 +260,15 @@ def test_a_broken_file_is_named_and_the_rest_is_shown(tmp_path, broken, content)
     assert name in summary(run, width=100)
 
 
+def test_fields_of_layout_that_no_run_writes_are_named_and_left_out(tmp_path):
+    run = make_run(tmp_path / "run", steps=40, mesh={"data": 2})
+    layout = json.loads((run / "layout.json").read_text())
+    (run / "layout.json").write_text(json.dumps({**layout, "devices": "two", "parameters": [{"shape": ["a"]}]}))
+    words = page(run).words
+    assert "Could not be read: layout.json: devices, parameters: got other values than a run writes" in words
+    assert "2 devices along data" in words
+
+
 def test_an_empty_folder_and_a_single_step(tmp_path):
     assert "Nothing measured yet" in page(tmp_path).words
     assert "nothing measured yet" in summary(tmp_path)

@@ -22,6 +22,7 @@ ROUNDING = 1e-6
 )
 def test_a_run_of_earlier_code_goes_on(name, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAXSCALE_TRUST", str(tmp_path))  # earlier code made no record of what it trained
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
     shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path)

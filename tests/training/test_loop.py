@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxscale.checkpoint.store import Checkpoints
-from jaxscale.errors import Diverged, Preempted, UserError
+from jaxscale.errors import Diverged, MostlySkipped, Preempted, UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Checkpointing, Evaluation, Guard, Samples
@@ -229,7 +229,9 @@ def test_checkpoints_saved_while_steps_are_skipped_are_not_good(toy, tmp_path, m
 
 def test_fewer_bad_steps_in_a_row_than_the_patience_stop_nothing(toy, tmp_path, monkeypatch):
     spoil(monkeypatch, [1, 2, 3, 6, 7, 8])
-    assert train(toy(guard=Guard(patience=4)), out=tmp_path / "run", quiet=True).step == 12
+    with pytest.raises(MostlySkipped, match=r"^6 of 12 steps \(50%\) were skipped"):
+        train(toy(guard=Guard(patience=4)), out=tmp_path / "run", quiet=True)
+    assert steps_saved(tmp_path / "run")[-1] == 12
     assert [row["step"] for row in events(tmp_path / "run", "skipped")] == [2, 3, 4, 7, 8, 9]
 
 

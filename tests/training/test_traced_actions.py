@@ -65,6 +65,9 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         ({"pipeline": "1f1b:2x2"}, None, "train again with --profile FIRST:STOP"),
         ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "had 2 processes, and their clocks differ"),
         ({"pipeline": "1f1b:2x2"}, {"processes": 1, "operations": {}}, "no branch for each kind of action"),
+        ({"pipeline": "1f1b:2x2"}, {"operations": {"F": "dot"}}, "actions.json: operations.F: got 'dot'"),
+        ({"pipeline": "1f1b:2x2"}, {"ranks": {"\N{SUPERSCRIPT TWO}": 1}}, "expected the number of a device"),
+        ({"pipeline": "1f1b:2x2"}, [], "actions.json: "),
     ],
 )
 def test_runs_that_cannot_be_drawn(tmp_path, plan, told, message):

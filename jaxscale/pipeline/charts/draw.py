@@ -16,6 +16,7 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring_slots
+from jaxscale.values.read_files import is_folder
 from jaxscale.values.units import duration, size
 
 ENDINGS = (".svg", ".html", ".csv")
@@ -193,7 +194,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
         UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules or an asynchronous one, or the
             folder does not exist.
     """
-    if not Path(path).parent.is_dir():
+    if not is_folder(Path(path).parent):
         raise UserError(
             f"{path} cannot be written: there is no folder {Path(path).parent}; make the folder, or give another name"
         )

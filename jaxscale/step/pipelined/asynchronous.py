@@ -37,7 +37,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
-from jaxscale.offload.updates import update_on_device
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
@@ -57,6 +56,7 @@ from jaxscale.step.pipelined.forms import Arrays, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import batch_weight_fn, shared_copies
 from jaxscale.step.planned_model import PlannedModel, positive
+from jaxscale.step.update_guard import UpdateGuard, guarded
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
@@ -117,7 +117,7 @@ class AsyncPipeline:
         self.synchronous = Pipelined(planned, stages, schedule)
         self.stream = stream(self.method, self.rank_count, self.microbatch_count, self.plan.stash)
         self.remedies = self._remedies()
-        self.advance = update_on_device(optimizer)
+        self.advance = guarded(optimizer, UpdateGuard(planned.experiment.guard.update))
         self.batch_shapes = batch_shapes(planned.experiment)
         self.model_with_copies = planned.pure_model.with_copies(shared_copies(self.synchronous, self.batch_shapes))
         self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)
@@ -221,16 +221,17 @@ class AsyncPipeline:
             shared_gradients = {name: averages[name] for name in shared_gradients}
         means = self.synchronous.join(stage_gradients, shared_gradients)
         norm = optax.tree.norm(means)
-        is_good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
+        is_good = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
+        state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
+        optimizer_state = self._state_treedef.unflatten(state_leaves)
+        joined_params = self.synchronous.join(*jax.tree.map(lambda leaf: leaf[0], params))
+        new_params, new_optimizer_state, is_good = self.advance(means, optimizer_state, joined_params, norm, is_good)
+        watch = carry["watch"].after(norm, is_good)
         new_codes, sent_bytes = codes, carry["sent"]
         if exchange is not None:
             new_states = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new_states, codes["states"])
             new_codes = {"states": new_states, "updates": codes["updates"] + 1}
             sent_bytes = sent_bytes + exchange.wire_bytes_at(codes["updates"])
-        state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
-        optimizer_state = self._state_treedef.unflatten(state_leaves)
-        joined_params = self.synchronous.join(*jax.tree.map(lambda leaf: leaf[0], params))
-        new_params, new_optimizer_state = self.advance(means, optimizer_state, joined_params, norm, is_good)
         owned, free = self._divide_state(jax.tree.leaves(new_optimizer_state))
         squares = carry["squares"] + jnp.square(norm)
         new_carry = {"owned": owned, "free": free, "watch": watch, "codes": new_codes}
@@ -318,8 +319,11 @@ class AsyncPipeline:
             self.model_with_copies.in_rows(self.planned.pure_model.in_layers(gradients)), self.layout.master_shardings
         )
         mean_loss, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients_with_copies)
-        is_good, watch = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
-        params, optimizer_state = self.advance(gradients_with_copies, state.optimizer, state.params, norm, is_good)
+        is_good = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
+        params, optimizer_state, is_good = self.advance(
+            gradients_with_copies, state.optimizer, state.params, norm, is_good
+        )
+        watch = state.watch.after(norm, is_good)
         next_state = dataclasses.replace(
             state, step=state.step + 1, params=params, optimizer=optimizer_state, watch=watch
         )

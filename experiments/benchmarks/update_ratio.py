@@ -1,0 +1,128 @@
+"""How large updates are beside the parameters, in the bundled recipes: the root mean square of one over the other's.
+
+    python experiments/benchmarks/update_ratio.py [--steps 120] [--only NAME ...]
+
+`guard.update` (100 by default) is the bound on this ratio. The language models have two layers instead of four; the
+rest of each recipe is unchanged. The ratio is taken from the weights before and after each step, not from the guard.
+Most recipes warm up over 50 or 100 updates, so that the first 120 steps contain the largest rate. The ways of
+`large_batch_digits.py` are run to their end.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FOLDER = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(FOLDER))
+sys.path.insert(0, str(FOLDER.parent))  # the package need not be installed
+
+NAMES = {
+    "shakespeare": "shakespeare",
+    "digits_vit": "digits_vit",
+    "digits_resnet": "digits_resnet",
+    "resnet_rotor": "resnet_rotor",
+    "bring_your_own_model": "bring_your_own_model",
+    "four_bit_compute": "four_bit_compute",
+    "int8 state": "low_bit_states:int8",
+    "split int8": "low_bit_states:split-int8",
+    "lion": "low_bit_states:lion-float32",
+    "muon": "low_bit_states:muon-float32",
+    "sgd": "compressed_gradients:sgd-exact",
+}
+"""File of each recipe, and its variant."""
+ONE_BIT = "one_bit_adam"
+
+
+def experiment_of(name: str) -> Any:
+    """The recipe of a name, on one device and without a bound on the update."""
+    import importlib
+
+    import jaxscale as jx
+    from jaxscale.values import override
+
+    file, _, variant = NAMES.get(name, "diloco_shakespeare" if name == ONE_BIT else name).partition(":")
+    module = importlib.import_module(file)
+    if name == ONE_BIT:  # the recipe of Shakespeare under the one-bit rule, which is frozen within the steps
+        recipe = importlib.import_module("shakespeare").experiment()
+        rule = dataclasses.replace(module.ONE_BIT, freeze=60)
+        recipe = dataclasses.replace(recipe, optimizer=rule, plan=jx.Plan(mesh="replica:2", reduce="one_bit"))
+    else:
+        recipe = module.VARIANTS[variant]() if variant else module.experiment()
+        recipe = override(recipe, {"plan.mesh": "1"})
+    if isinstance(recipe.model, jx.models.Decoder):
+        recipe = override(recipe, {"model.layers": "2", "plan.unroll": "1"})
+    return override(recipe, {"guard.update": "0"})
+
+
+def ratio(before: Any, after: Any) -> jax.Array:
+    """The root mean square of the change of all weights, over that of the weights before."""
+    changes = sum(jnp.sum(jnp.square(b - a)) for a, b in zip(before, after, strict=True))
+    return jnp.sqrt(changes / sum(jnp.sum(jnp.square(a)) for a in before))
+
+
+def ratios(name: str, steps: int) -> Iterator[float]:
+    """The ratio of each step of a recipe."""
+    import jaxscale as jx
+
+    recipe = experiment_of(name)
+    step = jx.build(recipe, devices=jax.devices()[: 2 if name == ONE_BIT else 1])
+    batches, state = recipe.data.open(recipe.batch, recipe.seed).train(None), step.init()
+    weights, measure = jax.jit(lambda state: jax.tree.map(jnp.copy, jax.tree.leaves(state.params))), jax.jit(ratio)
+    for _ in range(steps):
+        before = weights(state)
+        state, metrics = step(state, step.place(next(batches)))
+        assert int(metrics["skipped"]) == 0, f"{name}: a step was skipped"
+        yield float(measure(before, jax.tree.leaves(state.params)))
+
+
+def large_batch_ratios(way: Any) -> Iterator[float]:
+    """The ratio of each step of a way of `large_batch_digits.py`, whose loop is its own."""
+    import large_batch_digits as large
+    import optax
+
+    x, y, *_ = large.images()
+    steps = large.EPOCHS * (len(x) // way.batch)
+    params = large.start(0)
+    rule = dataclasses.replace(way.optimizer, warmup=round(way.warmed * steps)).build(steps, large.leaves_of(params))
+    state, rows = rule.init(params), np.random.default_rng(0)
+
+    @jax.jit
+    def advance(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return optax.softmax_cross_entropy_with_integer_labels(large.logits(params, x), y).mean()
+
+        updates, state = rule.update(jax.grad(loss)(params), state, params)
+        new = optax.apply_updates(params, updates)
+        return new, state, ratio(jax.tree.leaves(params), jax.tree.leaves(new))
+
+    for _ in range(steps):
+        chosen = rows.integers(0, len(x), way.batch)
+        params, state, size = advance(params, state, x[chosen], y[chosen])
+        yield float(size)
+
+
+def main() -> None:
+    """Print the largest ratio of each recipe, and its step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--only", nargs="*")
+    arguments = parser.parse_args()
+    import large_batch_digits as large
+
+    series: dict[str, Any] = {name: (lambda name=name: ratios(name, arguments.steps)) for name in (*NAMES, ONE_BIT)}
+    series |= {way.name: (lambda way=way: large_batch_ratios(way)) for way in large.WAYS}
+    print(f"{'recipe':32} {'largest':>9} {'in step':>8} {'median':>9}")
+    for name in arguments.only or series:
+        found = list(series[name]())
+        print(f"{name:32} {max(found):9.4f} {int(np.argmax(found)) + 1:8} {np.median(found):9.5f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

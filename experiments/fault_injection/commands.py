@@ -1,0 +1,486 @@
+"""Wild command lines: each ends with a documented exit code, and none with a traceback.
+
+Subcommands, words and flags come from the table of the command line. A draw has up to three flags, up to two wrong
+values, and sometimes a typing error. Each runs in the process of the test, in a new folder with an
+experiment file, a finished run, a cluster's file, a plan, and files that are something else than their names suggest.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import random
+import shutil
+import tempfile
+import time
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from fault_injection.draws import run_draws
+from fault_injection.values import import_all, rows_of
+from fault_injection.wild_values import FLOATS, NUMBERS, STRINGS, TEXT_FORMS, mutated, write_data
+
+from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
+from jaxscale.values.annotations import alternatives
+
+REFUSAL_SECONDS, WORK_SECONDS = 10.0, 90.0
+"""Longest time of a line that is refused, and of one that trains, plans or evaluates."""
+CACHE = Path(tempfile.gettempdir()) / f"jaxscale-lines-{os.getpid()}"
+"""Folder of compiled programs and tokens, which all lines share."""
+CODES = {0: "done", 2: "refused", 3: "does not fit", 4: "diverged", 5: "gave up", 130: "interrupted"}
+"""Documented exit codes; 1 is documented for `doctor` and for errors in the user's own code."""
+
+EXPERIMENT = '''
+"""A tiny experiment."""
+import dataclasses
+from pathlib import Path
+
+from jaxscale import Experiment, Plan
+from jaxscale.data import Text
+from jaxscale.models import Decoder
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Samples
+
+
+def experiment():
+    """Two layers."""
+    return Experiment(
+        name="tiny",
+        model=Decoder(vocab=256, context=8, layers=2, embed=8, heads=2),
+        data=Text(Path(__file__).parent / "text.txt", context=8),
+        steps=2,
+        batch=8,
+        plan=Plan(mesh="data:2"),
+        evaluation=Evaluation(every=0, batches=1),
+        samples=Samples(prompts=()),
+        checkpoint=Checkpointing(every=2, minutes=None),
+    )
+
+
+def piped():
+    """Two stages."""
+    return dataclasses.replace(experiment(), plan=Plan(pipeline="1f1b:2x2"))
+
+
+VARIANTS = {"piped": piped}
+'''
+FILES: dict[str, str] = {
+    "exp.py": EXPERIMENT,
+    "syntax.py": "def experiment(:\n",
+    "raises.py": "def experiment():\n    return 1 / 0\n",
+    "none.py": "x = 1\n",
+    "number.py": "def experiment():\n    return 3\n",
+    "plan.json": '{"version": 2, "mesh": "data:2", "zero": 0}',
+    "odd.json": '{"version": 2, "mesh": {"data": "²"}, "memory": 3}',
+    "list.json": "[[[]]]",
+    "cluster.py": "from jaxscale.launch import Cluster, Slurm\ncluster = Cluster('gpu h100 x 16', Slurm())\n",
+    "local.py": "from jaxscale.launch import Cluster, Local\ncluster = Cluster('cpu x 2', Local(2))\n",
+    "schedule.csv": "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n",
+    "odd.csv": "0F0,²F1,0B99999999999\n",
+}
+"""Files of the folder in which each line runs."""
+_PATHS = (
+    *FILES,
+    *(
+        "missing.py",
+        "folder",
+        "folder/exp.py",
+        "text.txt",
+        "binary.txt",
+        "empty.txt",
+        "images.npz",
+        "/dev/zero",
+        "/dev/null",
+    ),
+    *(
+        "run",
+        "run/experiment.json",
+        "run/checkpoints",
+        "empty_run",
+        "holds_json",
+        "folder.py",
+        "loop",
+        ".",
+        "",
+        " ",
+        "a\0b",
+        "²",
+    ),
+    *(
+        "x" * 300,
+        "\ud800",
+        "\udcff",
+        "~",
+        "~nobody/a",
+        "gs://a/b",
+        "s3://a/b",
+        "http://a/b",
+        "abc://a",
+        "gs://",
+        "run/",
+        "run/text.txt/a",
+    ),
+    *("/proc/self/a", "/proc/self/mem", "\x1b[31m", "a\nb", "-", "--"),
+)
+_OUTS = (
+    "out",
+    "run",
+    "out/a/b",
+    "out.html",
+    "out.svg",
+    "text.txt",
+    "text.txt/a",
+    "/proc/a",
+    "/dev/null",
+    "/dev/null/a",
+    "folder",
+    "empty_run",
+    "",
+    " ",
+    "a\0b",
+    "x" * 300,
+    "x" * 5000,
+    "\ud800",
+    "gs://a/b",
+    "s3://a",
+    "http://a/b",
+    "abc://a",
+    "²",
+    "a\nb",
+    "out.png",
+    "loop",
+    "loop/a",
+    "exp.py",
+    "missing/out.html",
+    "~/out",
+    "run/out",
+    "folder.html",
+)
+_PLATFORMS = (*TEXT_FORMS[next(cls for cls in TEXT_FORMS if cls.__name__ == "Platform")], "local", "cpu", "tpu")
+_SCHEDULES = (
+    *TEXT_FORMS[next(cls for cls in TEXT_FORMS if cls.__name__ == "PipelinePlan")],
+    "file:schedule.csv",
+    "file:odd.csv",
+    "file:/dev/zero",
+    "file:folder",
+    "1f1b:512x512",
+    "zb-v:4x8",
+    "1f1b:1x1",
+    "gpipe:64x64",
+)
+RIGHT: dict[str, Sequence[str]] = {
+    "file": ("exp.py",),
+    "run_dir": ("run",),
+    "variant": ("piped",),
+    "out": ("out", "out.html", "out.svg"),
+    "folder": ("out",),
+    "plan_file": ("plan.json",),
+    "platform": _PLATFORMS,
+    "limit": ("1GiB", "14GiB", "20MB"),
+    "host_limit": ("1GiB", "14GiB"),
+    "profile": ("1:2",),
+    "cluster": ("cluster.py", "local.py", "local:2"),
+    "timeouts": ("stepping=120", "stepping=120,data=60"),
+    "elastic": ("replica",),
+    "picture": ("pipeline",),
+    "schedule": _SCHEDULES,
+    "compare": ("1f1b:2x4,gpipe:2x4", "1f1b:2x4,1f1b:2x4,1f1b:4x8", "file:schedule.csv,1f1b:2x2"),
+    "cost": ("f=1,i=1.2,w=0.8", "f=1,b=2", "link=0.5", "u=3"),
+    "experiment": ("exp.py",),
+    "devices": ("gpu h100,gpu a100", "cpu,cpu", "gpu h100 x 4,gpu a100"),
+    "measured": ("run",),
+    "prompt": ("line", "a"),
+    "stop": ("a", "\n"),
+    "page": ("index", "start/first_run", "pipe"),
+    "command": ("true", "false"),
+    "name": ("b", "a b"),
+    "seed": ("1", "2147483647"),
+    "steps": ("1", "2", "3"),
+    "batch": ("8", "4", "16"),
+    "ranks": ("1", "2"),
+    "log": ("0",),
+    "tokens": ("1", "5"),
+    "samples": ("1", "2"),
+    "top_k": ("1", "300"),
+    "updates": ("1", "3"),
+    "temperature": ("0", "0.5", "10"),
+    "top_p": ("0.5", "1"),
+    "min_p": ("0", "0.1"),
+    "log_every": ("1", "2"),
+}
+"""Values of words and flags by name that are right in themselves."""
+WRONG: dict[str, Sequence[str]] = {
+    "file": _PATHS,
+    "run_dir": _PATHS,
+    "variant": ("pipd", "", "²"),
+    "out": _OUTS,
+    "folder": _OUTS,
+    "plan_file": _PATHS,
+    "limit": ("100B", "0", "-1", "1e400GiB", "GiB", "²GiB", "1GiBGiB", "nan", "inf"),
+    "host_limit": ("100B", "0", "-1", "x"),
+    "profile": ("2:1", "0:0", ":", "1", "a:b", "1:²", "1:99999999999999999999"),
+    "cluster": (*_PATHS, "local:0", "local:²", "local:999999"),
+    "timeouts": ("stepping=0", "steping=1", "stepping=", "=", "stepping=nan,data=60", "data=1e999"),
+    "elastic": ("data", ""),
+    "picture": ("pipelin", "", "memory"),
+    "compare": (",", "1f1b:2x4,v=2", "file:/dev/zero"),
+    "cost": ("f=0", "f=-1", "f=nan", "x=1", "f", "f=1e308,b=1e308", "f=1e-320", "link=1e9"),
+    "experiment": _PATHS,
+    "devices": ("gpu h100", ",", "tpu v5e"),
+    "measured": _PATHS,
+    "prompt": ("", "\0", "\ud800", "ä" * 300, "x" * 3000),
+    "page": ("zzzz", "", "../README", "²", "\0"),
+    "command": ("missing_command", "", "folder", "\0", "x" * 300),
+    "name": ("", "..", "a/b", "x" * 300, "\0", "²", "\ud800"),
+}
+"""Values of words and flags by name that are wrong; each may also get a wild number or text."""
+
+
+def draw_line(number: int, seed: int) -> tuple[str, list[str]]:
+    """Return the subcommand and the words of the line of a number."""
+    chance = random.Random(f"{seed}/{number}")
+    command = chance.choice(
+        [name for name in COMMANDS if name not in ("watch", "retry", "doctor")] * 3 + list(COMMANDS)
+    )
+    cls = COMMANDS[command]
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    words = [field for field in fields if "word" in field.metadata]
+    words = [field for field in words if field.default is dataclasses.MISSING or chance.random() < 0.4]
+    flags = [field for field in fields if not {"word", "rest"} & set(field.metadata)]
+    flags = chance.sample(flags, min(len(flags), chance.choice((0, 1, 1, 2, 3))))
+    flags += [field for field in fields if field.name in _REQUIRED.get(command, ()) and field not in flags]
+    settings: list[Any] = [*words, *flags]
+    if issubclass(cls, TAKES_FIELDS):
+        settings += ["field"] * chance.choice((0, 1, 1, 2))
+    wrong_count = min(len(settings), chance.choice((0, 1, 1, 1, 1, 2) if command in _SLOW else (0, 0, 1, 1, 2)))
+    wrong_places = set(chance.sample(range(len(settings)), wrong_count))
+    positional, options = [], []
+    for place, setting in enumerate(settings):
+        is_wrong = place in wrong_places
+        if setting == "field":
+            options += _experiment_field(chance, is_wrong)
+        elif setting in words:
+            positional.append(_value(setting.name, hints[setting.name], chance, is_wrong))
+        else:
+            options += _flag(setting.name, hints[setting.name], chance, is_wrong)
+    line = [command, *positional, *options] if chance.random() < 0.8 else [command, *options, *positional]
+    slip = chance.random()
+    if slip < 0.05:
+        place = chance.randrange(len(line))
+        if line[place] != "--dry-run":
+            line[place] = mutated(line[place], chance)
+    elif slip < 0.07 and len(line) > 1 and command != "launch":
+        del line[chance.randrange(1, len(line))]
+    elif slip < 0.1:
+        line.append(
+            chance.choice(("--help", "-h", "--", "--zzz", "-x", "extra", "--=", "--.", "--model", "--plan", "-1"))
+        )
+    if command in ("watch", "retry"):  # a retry waits between attempts that fail
+        commands = ("true",) if command == "retry" else (*RIGHT["command"], *WRONG["command"])
+        line += ["--", chance.choice(commands)]
+    return command, line
+
+
+_SLOW = ("train", "fit", "explain", "generate", "evaluate", "export", "convert-state")
+"""Subcommands that take seconds if nothing is wrong."""
+_REQUIRED = {"launch": ("dry_run", "cluster"), "retry": ("out",), "watch": ("out",)}
+"""Flags that a line of a subcommand always has; a launch only prints its document."""
+
+
+def _flag(name: str, hint: Any, chance: random.Random, is_wrong: bool) -> list[str]:
+    """Return the words that set a flag."""
+    word = f"--{name.replace('_', '-')}"
+    if hint is bool:
+        return [f"{word}=1"] if is_wrong and name != "dry_run" else [word]
+    value = _value(name, hint, chance, is_wrong)
+    return [f"{word}={value}"] if chance.random() < 0.6 else [word, value]
+
+
+def _value(name: str, hint: Any, chance: random.Random, is_wrong: bool) -> str:
+    """Return a right or wrong value of a word or flag."""
+    kind = chance.choice([kind for kind in alternatives(hint) if kind is not type(None)])
+    if get_origin(kind) is Literal:
+        right: Sequence[str] = tuple(map(str, get_args(kind)))
+    else:
+        right = RIGHT[name]
+    if not is_wrong:
+        return chance.choice(right)
+    wrong = WRONG.get(name, ())
+    if wrong and chance.random() < 0.6:
+        return chance.choice(wrong)
+    return chance.choice(
+        (mutated(chance.choice(right), chance), chance.choice(_wild_texts()), _text_of(chance.choice(NUMBERS)))
+    )
+
+
+@functools.cache
+def _wild_texts() -> tuple[str, ...]:
+    """Return the wild texts of at most 5,000 characters, as a command line may hold them."""
+    return tuple(text for text in map(eval, STRINGS) if len(text) <= 5000)
+
+
+def _text_of(number: str) -> str:
+    """Return the text of a number's source."""
+    return "9" * 400 if "**" in number and len(number) > 6 else number.replace(" ", "")
+
+
+def _experiment_field(chance: random.Random, is_wrong: bool) -> list[str]:
+    """Return the words that set a field of the experiment."""
+    fields = (
+        *(
+            f"model.{name}"
+            for name in ("vocab", "context", "layers", "embed", "heads", "mlp", "norm", "windows", "dropout")
+        ),
+        *(
+            f"optimizer.{name}"
+            for name in ("name", "learning_rate", "warmup", "clip", "rank", "freeze", "train", "ema")
+        ),
+        *(
+            f"plan.{name}"
+            for name in ("mesh", "zero", "microbatches", "pipeline", "precision", "matmul", "reduce", "diloco")
+        ),
+        *(
+            f"plan.{name}"
+            for name in ("memory", "offload.weights", "offload.optimizer_state", "state.moments", "kernels")
+        ),
+        *(
+            "plan.unroll",
+            "plan.compiler",
+            "plan.rules.batch",
+            "plan.state.master",
+            "data.context",
+            "data.path",
+            "data.tokenizer",
+        ),
+        *(
+            "steps",
+            "guard.spike",
+            "evaluation.every",
+            "samples.prompts",
+            "checkpoint.every",
+            "checkpoint.keep",
+            "data.layout",
+        ),
+    )
+    forms = {cls.__name__: texts for cls, texts in TEXT_FORMS.items()}
+    by_field = {
+        "plan.mesh": forms["MeshSpec"],
+        "plan.pipeline": forms["PipelinePlan"],
+        "plan.memory": forms["MemoryPlan"],
+    }
+    by_field |= {"plan.reduce": forms["NamedCodec"], "plan.diloco": forms["Diloco"], "plan.kernels": forms["Kernels"]}
+    by_field |= {
+        "plan.compiler": forms["CompilerOptions"],
+        "optimizer.name": ("muon", "soap", "lion", "sgd", "adafactor"),
+    }
+    by_field |= {
+        "plan.precision": ("bfloat16",),
+        "plan.matmul": ("fp8", "int8"),
+        "plan.state.moments": ("int8", "int4"),
+    }
+    by_field |= {"plan.offload.optimizer_state": ("streamed", "host"), "plan.offload.weights": ("host",)}
+    by_field |= {
+        "data.path": ("text.txt", "missing.txt", "/dev/zero", "*.txt"),
+        "data.tokenizer": ("char", "list.json"),
+    }
+    field = chance.choice(fields)
+    value = chance.choice(by_field.get(field, ("1", "2", "4", "8", "0.5", "none", "true")))
+    if is_wrong:
+        wild_number = _text_of(chance.choice((*NUMBERS, *FLOATS)))
+        value = chance.choice(
+            (mutated(value, chance), mutated(value, chance), chance.choice(_wild_texts()), wild_number)
+        )
+        field = field if chance.random() < 0.93 else mutated(field, chance)
+    return [f"--{field}={value}"] if chance.random() < 0.6 else [f"--{field}", value]
+
+
+def write_template(folder: Path) -> None:
+    """Write the folder in which each line runs."""
+    write_data(folder)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for name in ("folder", "empty_run", "holds_json", "folder.py", "folder.html", "home"):
+        (folder / name).mkdir()
+    (folder / "holds_json" / "experiment.json").write_text('{"name": "²", "model": {"type": 3}}')
+    (folder / "loop").symlink_to("loop")
+
+
+def train_template(folder: Path) -> tuple[str, str]:
+    """Train the finished run of the template, in a child."""
+    code, output = run_line(["train", "exp.py", "--out", "run"], folder)
+    return ("done" if code == 0 else "fault"), output[-2000:]
+
+
+def run_line(words: list[str], folder: Path) -> tuple[int, str]:
+    """Run a command line in a folder, and return its exit code and what it wrote to stderr."""
+    from jaxscale.cli.main import main
+
+    os.chdir(folder)
+    os.environ |= {"HOME": str(folder / "home"), "JAXSCALE_CACHE": str(CACHE)}
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = main(words)
+    return code, errors.getvalue()
+
+
+@contextlib.contextmanager
+def copied(template: Path) -> Iterator[Path]:
+    """Provide a copy of the template, whose folder is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="line-", ignore_cleanup_errors=True) as name:
+        folder = Path(name) / "work"
+        shutil.copytree(template, folder, symlinks=True)
+        try:
+            yield folder
+        finally:
+            os.chdir("/")
+
+
+def run_one(number: int, seed: int, template: Path) -> tuple[str, str]:
+    """Run the line of a number, and return its outcome."""
+    command, words = draw_line(number, seed)
+    start_time = time.monotonic()
+    with copied(template) as folder:
+        code, errors = run_line(words, folder)
+    seconds = time.monotonic() - start_time
+    if "Traceback" in errors:
+        return "fault", f"a traceback on stderr: {errors[-600:]}"
+    if code == 1 and (command == "doctor" or "Calls in your code" in errors):
+        return "reported", command
+    if code not in CODES and not (command in ("watch", "retry") and 0 <= code < 256):
+        return "fault", f"exit code {code}: {errors[-600:]}"
+    if code == 2 and not errors.strip():
+        return "fault", "exit code 2 without a message"
+    if code == 2 and seconds > REFUSAL_SECONDS:
+        return "fault", f"refused after {seconds:.0f} s: {errors[-300:]}"
+    return CODES.get(code, f"code {code}"), command
+
+
+def run_commands(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Run `count` command lines, and return a row for each subcommand and each fault.
+
+    Args:
+        count: number of lines.
+        seed: seed of the draws.
+        only: numbers of lines; empty for all.
+    """
+    import_all()
+    numbers = list(map(int, only)) or list(range(count))
+    with tempfile.TemporaryDirectory(prefix="lines-") as name:
+        template = Path(name) / "template"
+        template.mkdir()
+        write_template(template)
+        (trained,) = run_draws(lambda _: train_template(template), [0], 300.0, 1)
+        assert trained.outcome == "done", trained.detail
+        try:
+            outcomes = list(run_draws(lambda number: run_one(number, seed, template), numbers, WORK_SECONDS, 50))
+        finally:
+            shutil.rmtree(CACHE, ignore_errors=True)
+
+        def described(number: int) -> tuple[str, str]:
+            command, words = draw_line(number, seed)
+            return command, "jaxscale " + " ".join(map(ascii, words))
+
+        return rows_of(outcomes, "commands", seed, described)

@@ -1,0 +1,533 @@
+"""Source of experiments with a few wild values: mostly valid fields, drawn from their declared types.
+
+A draw is the text of one Python expression, such as `Experiment(name='a', model=Decoder(vocab=10**18), ...)`, so that
+it can be read, evaluated and varied as a syntax tree.
+"""
+
+import ast
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxscale.data.images import Images
+from jaxscale.data.rows import Arrays, Rows
+from jaxscale.data.stream import Stream
+from jaxscale.data.text import Mixture, Text
+from jaxscale.generation.sampling import Sampling
+from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.models.decoder import Decoder, Llama3Scaling
+from jaxscale.models.foreign import CrossEntropy, ForeignModel, FromLinen
+from jaxscale.models.huggingface import Pretrained
+from jaxscale.models.lora import LoRA
+from jaxscale.models.resnet import ResNet
+from jaxscale.models.vit import ViT
+from jaxscale.optim.optimizer import OPTIONS, Optimizer
+from jaxscale.optim.rules import RULES
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.platforms.compiler_options import CompilerOptions
+from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
+from jaxscale.recipe.kernels import Kernels
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
+from jaxscale.replicas.codecs import CODECS
+from jaxscale.replicas.low_communication import Diloco
+from jaxscale.replicas.named import NamedCodec
+from jaxscale.sharding.mesh import AXES, MeshSpec
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.values.annotations import alternatives, field_types
+
+RECORDS: tuple[type, ...] = (
+    *(Arrays, AxisRules, Checkpointing, Cluster, CompilerOptions, CrossEntropy, Decoder, Diloco, Evaluation),
+    *(Experiment, ForeignModel, FromLinen, Guard, Images, JobSet, Kernels, Llama3Scaling, Local, LoRA, MemoryPlan),
+    *(MeshSpec, Mixture, OffloadPlan, Optimizer, PipelinePlan, Plan, Pretrained, QueuedResource, ResNet, Rows, Samples),
+    *(Sampling, Slurm, Ssh, StatePlan, Stream, Text, ViT, *CODECS.values()),
+)
+"""Classes whose calls a draw contains; their fields become wild."""
+CLASS_BY_NAME = {cls.__name__: cls for cls in RECORDS}
+
+
+class Net(nnx.Module):
+    """A tiny network of Flax NNX, for images of 8 x 8 pixels."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.head = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return the logits of ten classes."""
+        return self.head(images.reshape(len(images), -1))
+
+
+class Odd:
+    """An object that is nothing in particular."""
+
+
+def nested(depth: int) -> Any:
+    """Return tuples in one another."""
+    value: Any = ()
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+def cycle() -> list[Any]:
+    """Return a list that contains itself."""
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
+def namespace(folder: Path) -> dict[str, Any]:
+    """Return the names that a draw's source uses.
+
+    Args:
+        folder: folder of the data.
+    """
+    tools = {"np": np, "Path": Path, "Platform": Platform, "NamedCodec": NamedCodec, "nested": nested, "cycle": cycle}
+    tools |= {"Net": Net, "Odd": Odd, "FOLDER": folder, "jax": jax, "nan": float("nan"), "inf": float("inf")}
+    tools |= {"adam": lambda rate: optax.adam(rate)}
+    return tools | CLASS_BY_NAME
+
+
+def write_data(folder: Path) -> None:
+    """Write the files that a draw's source names."""
+    (folder / "text.txt").write_text("\n\n".join(f"line {i * i % 97} of the text." for i in range(300)))
+    (folder / "lines.jsonl").write_text(
+        "".join(f'{{"text": "line {i} of many", "answer": "{i}"}}\n' for i in range(99))
+    )
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("ab")
+    (folder / "binary.txt").write_bytes(bytes(range(256)))
+    (folder / "odd.csv").write_text("0F0,²,1F99999999999\n")
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), dtype=np.uint8)
+    np.savez(folder / "images.npz", x=pixels, y=np.arange(64) % 10)
+    (folder / "llama").mkdir()
+    config: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "vocab_size": 257, "hidden_size": 8}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    config |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e4}
+    (folder / "llama" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+
+
+DECODER = "Decoder(vocab=257, context=8, layers=2, embed=8, heads=2)"
+TEXT = "Text(path=FOLDER / 'text.txt', context=8)"
+IMAGES = "Images(path=FOLDER / 'images.npz')"
+MODELS = (
+    *((model, TEXT) for model in (DECODER, DECODER, DECODER, f"LoRA(model={DECODER}, rank=2)")),
+    (DECODER, f"Mixture(parts=({TEXT}, {TEXT}), weights=(1.0, 2.0))"),
+    (DECODER, "Text(path=FOLDER / 'lines.jsonl', context=8, fields=('text', 'answer'), layout='packed')"),
+    (DECODER, "Arrays(arrays={'tokens': np.zeros((40, 8), int), 'targets': np.ones((40, 8), int)})"),
+    (DECODER, "Rows(rows=[{'tokens': [1] * 8, 'targets': [2] * 8}] * 40)"),
+    (DECODER, "Stream(batches=[{'tokens': np.zeros((8, 8), int), 'targets': np.ones((8, 8), int)}] * 3)"),
+    ("Pretrained(folder=FOLDER / 'llama')", TEXT),
+    ("ViT(classes=10, image=8, patch=4, channels=1, layers=2, embed=8, heads=2)", IMAGES),
+    ("ResNet(classes=10, channels=1, stages=(1, 1), width=8)", IMAGES),
+    ("ForeignModel(make=Net, score=CrossEntropy(inputs='images', labels='labels'))", IMAGES),
+)
+"""Tiny models and their data."""
+OPTIMIZERS = ("adamw", "adamw", "adamw", *(name for name in RULES if "one_bit" not in name))
+"""Names of the optimizers to begin with."""
+PLANS = (
+    *("Plan()", "Plan(mesh='data:2')", "Plan(mesh='fsdp:4', zero=3)", "Plan(mesh='fsdp:2,data:2', zero=1)"),
+    *("Plan(mesh='tensor:2,data:2')", "Plan(mesh='sequence:2')", "Plan(mesh='replica:2,data:2')"),
+    *("Plan(mesh='replica:2', reduce='int8')", "Plan(mesh='replica:2', diloco='every=2')", "Plan(pipeline='1f1b:2x2')"),
+    *(
+        "Plan(pipeline='2bw:2x2')",
+        "Plan(mesh='1')",
+        "Plan(precision='bfloat16')",
+        "Plan(mesh='data:2', microbatches=2)",
+    ),
+)
+"""Plans to begin with."""
+ALONE = (
+    "Sampling(tokens=5, temperature=0.5, top_k=3)",
+    "Cluster(platform='gpu h100 x 8', scheduler=Slurm(partition='a'), shared='/data')",
+    "Cluster(platform='tpu v6e:4x4', scheduler=JobSet(image='a/b:1'))",
+    "Cluster(platform='tpu v6e:4x4', scheduler=QueuedResource(project='a', zone='b', runtime='c'))",
+    "Cluster(platform='cpu x 2', scheduler=Ssh(hosts=('a', 'b')))",
+    "Cluster(platform='cpu x 2', scheduler=Local(processes=2))",
+    "Text(path='a.txt')",
+)
+"""Values outside an experiment."""
+
+_MEMORY = (
+    *("none", "dots", "full", "jax:dots_saveable", "sqrt", "periodic:2", "revolve:2", "chain:1MiB", "save:1MiB"),
+    *("save:12KiB:flop", "greedy:12KiB", "dtr_static:12KiB", "offload:pofo:12KiB", "fit", "file:FOLDER/memory.json"),
+)
+_PIPELINES = (
+    *("1f1b:2x2", "gpipe:2x4", "interleaved:1x4,v=2", "lockstep:2x4", "zb-h1:2x4", "zb-v:1x2", "chimera:2x2"),
+    *("dualpipe-v:1x2", "pipedream:2", "2bw:2x2", "pipemare:2", "auto:2", "1f1b:2x4,stages=1+1,stash=input"),
+    *("file:FOLDER/odd.csv", "pipemare:2,anneal=2,correction=0.2,synchronous_steps=1"),
+)
+TEXT_FORMS: dict[Any, tuple[str, ...]] = {
+    MeshSpec: (
+        "data:2",
+        "fsdp:4",
+        "data:2,fsdp:2",
+        "tensor:2",
+        "replica:2,data:2",
+        "data:8",
+        "sequence:2",
+        "1",
+        "pipe:2",
+    ),
+    PipelinePlan: _PIPELINES,
+    MemoryPlan: _MEMORY,
+    NamedCodec: (
+        *("int8", "int4", "powersgd:2", "topk:0.1", "onebit", "sign", "qsgd:4bit", "dgc:0.1", "gradzip:2", "fp8"),
+        *("powersgd:2,start=1", "int8,block=64", "topk:0.1,feedback=false"),
+    ),
+    Diloco: ("every=2", "every=2,lr=0.7,momentum=0.9,fragments=1", "every=4,fragments=2"),
+    Kernels: ("auto", "reference", "attention=chunked", "attention=plain,cross_entropy=chunked", "loss_chunk=4"),
+    CompilerOptions: ("default", "overlap", "vmem", "xla_cpu_enable_fast_math=false"),
+    Platform: (
+        "tpu v5e:4x4",
+        "tpu v5p:2x2x4",
+        "gpu h100 x 8",
+        "gpu a100 x 64",
+        "cpu x 2",
+        "2 x tpu v5p:2x2x4",
+        "local",
+    ),
+}
+"""Valid texts of each class with a text form."""
+_ORDINARY_FIELDS: dict[str, tuple[str, ...]] = {
+    "path": ("FOLDER / 'text.txt'", "FOLDER / 'lines.jsonl'", "(FOLDER / 'text.txt', FOLDER / 'short.txt')"),
+    "tokenizer": ("'byte'", "'char'"),
+    "stages": ("(1, 1)", "(2,)"),
+    "windows": ("(None,)", "(4, None)"),
+    "parts": (f"({TEXT}, {TEXT})",),
+    "weights": ("(1.0, 3.0)",),
+    "arrays": ("{'images': np.zeros((40, 8, 8, 1)), 'labels': np.zeros(40, int)}",),
+    "custom": ("adam", "None"),
+    "train": ("'attention'", "'lora|head'"),
+    "named": ("(('attention', 'plain'),)", "()"),
+    "fields": ("('text',)", "('text', 'answer')", "()"),
+    "hosts": ("('a', 'b')",),
+    "batch": ("8", "16", "4", "12"),
+    "steps": ("1", "4", "100"),
+    "make": ("Net",),
+    "name": ("'run'", "'a b'", "'ä'"),
+    "platform": ("'gpu h100 x 8'", "'tpu v6e:4x4'"),
+}
+"""Valid values by the name of a field, where the declared type does not suggest any."""
+
+NUMBERS = (
+    *("0", "-1", "1", "2", "3", "5", "7", "255", "256", "2**31 - 1", "2**31", "2**32", "2**63 - 1", "2**63", "2**64"),
+    *("10**18", "-2**63", "10**400", "-10**400", "10**5000", "2**20", "10**6", "65536", "16777216", "1000"),
+)
+FLOATS = (
+    *("0.0", "-0.0", "-1.0", "1.0", "0.5", "nan", "inf", "-inf", "1e308", "-1e308", "5e-324", "1e-300", "1e30", "1e-9"),
+    *("0.9999999999999999", "1.0000000000000002", "2.0**53 + 1", "1e16", "0.1"),
+)
+STRINGS = (
+    *(
+        "''",
+        "' '",
+        "'\\0'",
+        "'a\\0b'",
+        "'a' * 300",
+        "'ä' * 200",
+        "'²'",
+        "'³:²'",
+        "'none'",
+        "'None'",
+        "'true'",
+        "'nan'",
+        "'inf'",
+    ),
+    *(
+        "'1e400'",
+        "'-1'",
+        "'0'",
+        "'1_000'",
+        "' 2 '",
+        "'+2'",
+        "'2²'",
+        "'٣'",
+        "'..'",
+        "'/'",
+        "'a/b'",
+        "'~'",
+        "'~nobody/x'",
+        "'*'",
+        "'['",
+    ),
+    *(
+        "'\\ud800'",
+        "'\\x1b[31m'",
+        "'a\\nb'",
+        "'(' * 200",
+        "'[' * 5000",
+        "'{' * 100",
+        "'a' * 2000000",
+        "'(a+)+$'",
+        "'\\\\'",
+        "','",
+    ),
+    *(
+        "':'",
+        "'='",
+        "'gs://'",
+        "'gs://a/b'",
+        "'s3://a/b'",
+        "'http://a/b'",
+        "'file:///etc/passwd'",
+        "'/dev/zero'",
+        "'/'",
+        "'auto'",
+    ),
+    *(
+        "'9' * 5000",
+        "'\\u202e'",
+        "'%s%n'",
+        "'{0.__class__}'",
+        "'C:\\\\a'",
+        "'/proc/self/mem'",
+        "'/dev/stdin'",
+        "'1x1'",
+        "'a:1'",
+    ),
+)
+ODDITIES = (
+    *(
+        "None",
+        "True",
+        "False",
+        "object()",
+        "Odd()",
+        "Odd",
+        "int",
+        "lambda: 3",
+        "lambda *a, **k: None",
+        "print",
+        "b'a'",
+        "b''",
+    ),
+    *(
+        "()",
+        "[]",
+        "{}",
+        "set()",
+        "(1,)",
+        "(None,)",
+        "('a',)",
+        "[1, 2]",
+        "{'a': 1}",
+        "{1: 2}",
+        "{None: None}",
+        "(1, 'a', None)",
+    ),
+    *(
+        "nested(50)",
+        "nested(5000)",
+        "cycle()",
+        "range(3)",
+        "iter([])",
+        "3j",
+        "np.int64(3)",
+        "np.float32(0.5)",
+        "np.float64('nan')",
+    ),
+    *(
+        "np.zeros(3)",
+        "np.array(2)",
+        "np.array([])",
+        "np.bool_(True)",
+        "np.zeros((2, 2))",
+        "np.array(['a', None], dtype=object)",
+    ),
+    *(
+        "jax.ShapeDtypeStruct((2,), 'float32')",
+        "Path('a')",
+        "Path('')",
+        "Path('/dev/zero')",
+        "NotImplemented",
+        "...",
+        "Exception('a')",
+    ),
+    *(
+        "(1,) * 100000",
+        "('a',) * 70000",
+        "[()] * 3",
+        "{'a' * 300: 1}",
+        "frozenset({1})",
+        "slice(1)",
+        "type",
+        "Plan()",
+        "Plan",
+    ),
+    *(
+        "Decoder",
+        "Optimizer()",
+        "MeshSpec()",
+        "Experiment",
+        "np",
+        "np.str_('adamw')",
+        "bytearray(3)",
+        "memoryview(b'a')",
+    ),
+)
+
+
+def draw_experiment(chance: random.Random, wild_count: int) -> ast.expr:
+    """Return the source of an experiment as a tree, with ordinary changes and `wild_count` wild fields."""
+    model, data = chance.choice(MODELS)
+    optimizer = f"Optimizer(name={chance.choice(OPTIMIZERS)!r})"
+    parts = f"model={model}, data={data}, optimizer={optimizer}, plan={chance.choice(PLANS)}, steps=4, batch=8"
+    tree = parsed(
+        f"Experiment(name='a', {parts}, evaluation=Evaluation(), samples=Samples(), checkpoint=Checkpointing(), "
+        "guard=Guard())"
+    )
+    return changed(tree, chance, chance.choice((0, 0, 1, 1, 2, 3)), wild_count)
+
+
+def draw_alone(chance: random.Random, wild_count: int) -> ast.expr:
+    """Return the source of a value outside an experiment as a tree, with `wild_count` wild fields."""
+    if chance.random() < 0.5:
+        cls = chance.choice(list(TEXT_FORMS))
+        text = chance.choice(TEXT_FORMS[cls])
+        for _ in range(wild_count):
+            text = mutated(text, chance)
+        return parsed(f"{cls.__name__}.parse({text!r})")
+    if chance.random() < 0.3:
+        cls = chance.choice(list(CODECS.values()))
+        return changed(parsed(call_text(cls, chance)), chance, 1, wild_count)
+    return changed(parsed(chance.choice(ALONE)), chance, 1, wild_count)
+
+
+def changed(
+    tree: ast.expr, chance: random.Random, ordinary_count: int, wild_count: int, classes: Sequence[str] = ()
+) -> ast.expr:
+    """Set some fields of the calls in a tree to ordinary values and then some to wild ones, and return the tree.
+
+    Args:
+        tree: the source of a value.
+        chance: source of the draws.
+        ordinary_count: number of fields to set to ordinary values.
+        wild_count: number of fields to set to wild values.
+        classes: names of the classes whose fields are set; empty for all.
+    """
+    for number in range(ordinary_count + wild_count):
+        fields = [field for field in _fields(tree) if not classes or field[0].func.id in classes]
+        call, name, hint = chance.choice(fields)
+        if call.func.id == "Optimizer" and number < ordinary_count and name in OPTIONS:
+            continue  # most rules do not have the option
+        text = ordinary(name, hint, chance) if number < ordinary_count else wild(name, hint, chance)
+        if text is None:
+            continue
+        call.keywords = [keyword for keyword in call.keywords if keyword.arg != name]
+        call.keywords.append(ast.keyword(name, parsed(text)))
+    return tree
+
+
+def parsed(text: str) -> Any:
+    """Return the tree of an expression."""
+    return ast.parse(text, mode="eval").body
+
+
+def _fields(tree: ast.expr) -> Iterator[tuple[Any, str, Any]]:
+    """Yield call, name and declared type of each field of the calls in a tree; those of plans more often."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASS_BY_NAME:
+            cls = CLASS_BY_NAME[node.func.id]
+            for name, hint in field_types(cls).items():
+                yield from [(node, name, hint)] * (3 if cls is Plan else 1)
+
+
+def ordinary(name: str, hint: Any, chance: random.Random) -> str | None:
+    """Return the source of a value that a field usually takes; `None` if its type does not suggest any."""
+    if name == "model" or name == "data":
+        return None
+    hint = chance.choice(alternatives(hint))
+    if get_origin(hint) is Literal:
+        return repr(chance.choice(get_args(hint)))
+    if name in _ORDINARY_FIELDS and chance.random() < 0.9:
+        return chance.choice(_ORDINARY_FIELDS[name])
+    if hint in TEXT_FORMS:
+        return repr(chance.choice(TEXT_FORMS[hint]))
+    if hint is type(None):
+        return "None"
+    if hint is bool:
+        return chance.choice(("True", "False"))
+    if hint is int:
+        return chance.choice(("1", "2", "4", "8", "1", "3"))
+    if hint is float:
+        return chance.choice(("0.1", "0.5", "0.9", "1e-3", "2"))
+    if hint is str:
+        return chance.choice(("'a'", "'lora|head'", "'a b'"))
+    if hint in RECORDS:
+        return call_text(hint, chance)
+    if get_origin(hint) is tuple:
+        items = [ordinary(name, get_args(hint)[0], chance) for _ in range(chance.randint(0, 2))]
+        if get_args(hint)[0] is str:
+            items = [repr(chance.choice(AXES)) for _ in items]
+        return f"({''.join(f'{item}, ' for item in items)})"
+    return None
+
+
+def call_text(cls: Any, chance: random.Random) -> str:
+    """Return the source of a call of a class, with ordinary values for the fields that have no default."""
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    hints = field_types(cls)
+    return f"{cls.__name__}({', '.join(f'{name}={ordinary(name, hints[name], chance)}' for name in required)})"
+
+
+def wild(name: str, hint: Any, chance: random.Random) -> str:
+    """Return the source of a value that a field does not usually take."""
+    if chance.random() < 0.25:
+        return chance.choice(chance.choice((NUMBERS, FLOATS, STRINGS, ODDITIES, ODDITIES)))
+    hint = chance.choice(alternatives(hint))
+    if get_origin(hint) is Literal:
+        return repr(mutated(str(chance.choice(get_args(hint))), chance))
+    if hint in TEXT_FORMS and chance.random() < 0.8:
+        return repr(mutated(chance.choice(TEXT_FORMS[hint]), chance))
+    if hint is int:
+        return chance.choice(NUMBERS)
+    if hint is float:
+        return chance.choice((FLOATS, FLOATS, NUMBERS)[chance.randrange(3)])
+    if hint is str or (isinstance(hint, type) and issubclass(hint, Path)):
+        return chance.choice(STRINGS)
+    if hint in RECORDS:
+        return chance.choice((hint.__name__, call_text(hint, chance), "{}", "'a'"))
+    if get_origin(hint) in (tuple, list):
+        item_hints = [item for item in get_args(hint) if item is not ...] or [Any]
+        items = [wild(name, chance.choice(item_hints), chance) for _ in range(chance.choice((0, 1, 2, 3)))]
+        return f"({''.join(f'{item}, ' for item in items)})"
+    return chance.choice(ODDITIES)
+
+
+def mutated(text: str, chance: random.Random) -> str:
+    """Return a text with one change: a character more, less or other, a wild number, or a piece of it twice."""
+    characters = "0129x:,=+-. \0²٣_eE#/\\\"'[]{}()%ä\n" + "".join(AXES[:3])
+    kind, place = chance.randrange(9), chance.randrange(len(text) + 1)
+    if kind == 0:
+        return text[:place] + chance.choice(characters) + text[place:]
+    if kind == 1:
+        return text[:place] + text[place + 1 :]
+    if kind == 2:
+        return text[:place] + chance.choice(characters) + text[place + 1 :]
+    if kind in (3, 4) and any(character.isdigit() for character in text):
+        place = chance.choice([index for index, character in enumerate(text) if character.isdigit()])
+        number = chance.choice(
+            ("0", "-1", "99999999", "9" * 30, "9" * 5000, "²", "٣", "1e400", "nan", "0.5", "512", "65536", "1_0")
+        )
+        return text[:place] + number + text[place + 1 :]
+    if kind == 5:
+        return text.upper() if chance.random() < 0.5 else f" {text} "
+    if kind == 6:
+        return text + chance.choice((",", ":", "=", "x")) + text
+    if kind == 7:
+        return text[:place]
+    return text * chance.choice((2, 1000))

@@ -1,0 +1,94 @@
+"""Weights by layer, for the steps of generation on a CPU.
+
+A `Stack` scans over its layers, and XLA copies the weights of a layer out of the stacked array before it multiplies by
+them. In training the products take much longer than the copies. A step of generation does little but read the weights,
+and takes more than twice as long with the copies. So its program takes the weights of each layer as arrays of their
+own. They share the memory of the stacked array, and cost compile time in proportion to the number of layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxscale.layers.layer_group import restack
+from jaxscale.layers.stack import Stack
+
+MAX_LAYERS = 16
+"""Largest number of layers that are compiled one after another; each takes about 0.2 seconds."""
+Paths = tuple[tuple[Any, ...], ...]
+"""Paths of parts of nested dicts: names, and numbers of modules in lists."""
+
+
+def stack_paths(module: Any) -> Paths:
+    """Return the paths of the stacked layers in the pure state of a module: of each group of each `Stack`.
+
+    Returns `()`, for a scan, if the layers together are more than `MAX_LAYERS`, are not in the memory of CPUs, or are
+    sharded along the dim of layers.
+    """
+    stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Stack)]
+    leaves = [leaf for _, stack in stacks for leaf in jax.tree.leaves(nnx.state(stack))]
+    if sum(stack.count for _, stack in stacks) > MAX_LAYERS or not all(map(_has_layer_views, leaves)):
+        return ()
+    return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
+
+
+def split_layers(params: Any, paths: Paths) -> Any:
+    """Return parameters in which the layers at `paths` are tuples with a tree for each layer."""
+
+    def split(group: Any) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(group)
+        return tuple(structure.unflatten(layer_leaves) for layer_leaves in zip(*map(_layer_views, leaves), strict=True))
+
+    return _replaced(params, paths, split)
+
+
+def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
+    """Return the module of split parameters, which runs its layers one after another, to be traced."""
+    if not paths:
+        return nnx.merge(graphdef, params, copy=True)
+    module = nnx.merge(graphdef, _replaced(params, paths, restack), copy=True)
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, Stack):
+            part.scan = False  # XLA reduces a layer of the stacked layers to that layer
+    return module
+
+
+def _has_layer_views(leaf: Any) -> bool:
+    """Return whether each device is a CPU and holds all layers of a stacked array."""
+    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return False
+    is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
+    return is_on_cpu and leaf.is_fully_addressable and leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+
+
+def _layer_views(leaf: Any) -> list[Any]:
+    """Return the layers of a stacked array, as arrays that share its memory where the alignment allows it."""
+    if not leaf.committed:  # such an array may still go to any device
+        return [jax.device_put(layer) for layer in np.asarray(leaf)]
+    sharding = leaf.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+    shards = [(np.asarray(shard.data), shard.device) for shard in leaf.addressable_shards]
+    return [
+        jax.make_array_from_single_device_arrays(
+            leaf.shape[1:], sharding, [jax.device_put(layers[layer], device) for layers, device in shards]
+        )
+        for layer in range(leaf.shape[0])
+    ]
+
+
+def _replaced(tree: Any, paths: Paths, replace: Callable[[Any], Any]) -> Any:
+    """Return nested dicts in which the parts at `paths` are replaced by `replace(part)`."""
+    for path in paths:
+        tree = _replaced_part(tree, path, replace)
+    return tree
+
+
+def _replaced_part(tree: Any, path: tuple[Any, ...], replace: Callable[[Any], Any]) -> Any:
+    """Return nested dicts in which one part is replaced by `replace(part)`."""
+    if not path:
+        return replace(tree)
+    return {**tree, path[0]: _replaced_part(tree[path[0]], path[1:], replace)}

@@ -1,0 +1,99 @@
+"""Which experiment files of runs may be executed: those that this user trained with, and those that the user trusts.
+
+A run directory holds a copy of its experiment file, and opening the run executes the copy. A stranger's run could thus
+execute any code. So a copy is executed only if a record outside of the run directory has the SHA-256 of its text and
+the folder whose modules and files it would use. `train` writes the record, and so does `--trust`. `JAXSCALE_TRUST=PATH`
+trusts the runs in a folder without a record.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.records.storage import is_remote, write_whole
+
+VARIABLE = "JAXSCALE_TRUST"
+"""Environment variable with the path of a run, or of a folder of runs, that is trusted."""
+_recorded_keys: set[str] = set()
+"""Keys of the records of this process, which hold where no file can be written."""
+
+
+def record_trust(sha256: str, origin: Path) -> None:
+    """Record that an experiment file may be executed.
+
+    Args:
+        sha256: SHA-256 of the file's text.
+        origin: path under which the file runs.
+    """
+    key = _key(sha256, origin)
+    _recorded_keys.add(key)
+    folder = _folder()
+    with contextlib.suppress(OSError):  # without the record, a later command asks for --trust
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_private(folder / key):
+            record = {"sha256": sha256, "folder": os.path.realpath(origin.parent), "file": origin.name}
+            write_whole(folder / key, json.dumps(record) + "\n")
+
+
+def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
+    """Refuse to execute an experiment file that the user has neither trained with nor declared to be trusted.
+
+    Args:
+        sha256: SHA-256 of the file's text.
+        origin: path under which the file would run.
+        run_folder: directory of the run.
+        copy: path of the copied file.
+
+    Raises:
+        UserError: the file is not trusted.
+    """
+    key = _key(sha256, origin)
+    if key in _recorded_keys or is_below(run_folder, os.environ.get(VARIABLE, "")):
+        return
+    if _is_private(_folder()) and _is_private(_folder() / key):
+        return
+    raise UserError(
+        f"{run_folder} was not trained here by you. To open it, jaxscale would execute {copy}, with the modules in "
+        f"{origin.parent}; that code could do all that you can do. Read it first. If you trust it, use --trust, "
+        f"Run.open(directory, trust=True) in Python, or {VARIABLE}={run_folder}"
+    )
+
+
+def is_below(path: Any, folder: str) -> bool:
+    """Return whether a path is a folder, or in it; symbolic links of local paths are followed.
+
+    Example:
+        >>> is_below("runs/a", "runs"), is_below("runs/../a", "runs"), is_below("gs://b/run", "gs://b/r")
+        (True, False, False)
+    """
+    text = os.fspath(path)
+    if not folder.strip() or "\0" in folder or is_remote(text) != is_remote(folder):
+        return False
+    if is_remote(text):
+        names, folder_names = text.rstrip("/").split("/"), folder.rstrip("/").split("/")
+    else:
+        names, folder_names = list(Path(os.path.realpath(text)).parts), list(Path(os.path.realpath(folder)).parts)
+    return ".." not in names and names[: len(folder_names)] == folder_names
+
+
+def _folder() -> Path:
+    """Return the folder of the records, in the user's cache; `JAXSCALE_CACHE` may be shared and does not move it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "jaxscale" / "trusted"
+
+
+def _key(sha256: str, origin: Path) -> str:
+    """Return the name of a record: a hash of the text's hash and of the real path of the file's folder."""
+    return hashlib.sha256(f"{sha256}\0{os.path.realpath(origin.parent)}".encode()).hexdigest()
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether a path exists, and only this user can write to it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -1,0 +1,90 @@
+"""UpdateGuard: the verdict on an update before it is applied, from the norms of the update u and of the parameters p.
+
+    sum(u^2) <= bound^2 max(sum(p^2), floor^2 n),    n the number of trained numbers
+
+A step is first judged by its loss and its gradients (`Watch.judge`). Both may be finite and the update not, as with a
+learning rate of 1e30. Updates that are never whole on the device (those of a fused kernel, in slices, or on the host)
+are not judged here; `Watch.judge` then judges their learning rate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.typing import Array, Bool, Float, Params
+
+ZERO_RMS = 0.01
+"""Root mean square of parameters below which they count as this large, for parameters that start from zero."""
+GuardedAdvance: TypeAlias = Callable[
+    [Params, optax.OptState, Params, Array, Bool[Array, ""]], tuple[Params, optax.OptState, Bool[Array, ""]]
+]
+"""One step of an optimizer, `(gradients, state, params, norm, is_good) -> (params, state, is_good)`.
+
+The returned `is_good` is whether the step was applied. If it is false, parameters and state are returned unchanged.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateGuard:
+    """The condition on an update.
+
+    Args:
+        bound: largest root mean square of an update, divided by that of the parameters; with 0, an update must only
+            have a finite sum of squares.
+        axes: mesh axes of a manual region over whose devices the sums are added.
+
+    Example:
+        >>> guard, params = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}
+        >>> [bool(guard.allows({"w": jnp.full(4, update)}, params)) for update in (-40.0, 60.0, jnp.nan)]
+        [True, False, False]
+    """
+
+    bound: float
+    axes: tuple[str, ...] = ()
+
+    def allows(self, updates: Params, params: Params) -> Bool[Array, ""]:
+        """Return whether updates may be applied to parameters, on every device the same."""
+        sums = (
+            _square_sum(updates),
+            _square_sum(params),
+            jnp.float32(sum(leaf.size for leaf in jax.tree.leaves(params))),
+        )
+        if self.axes:
+            sums = jax.lax.psum(sums, self.axes)
+        update_squares, param_squares, count = sums
+        is_allowed = jnp.isfinite(update_squares)
+        if self.bound > 0:
+            largest = jnp.square(jnp.float32(self.bound)) * jnp.maximum(param_squares, ZERO_RMS**2 * count)
+            is_allowed &= update_squares <= largest
+        return is_allowed
+
+
+def guarded(optimizer: optax.GradientTransformation, guard: UpdateGuard) -> GuardedAdvance:
+    """Return the step that applies an optax transformation to whole trees on the device, if the update is allowed.
+
+    Args:
+        optimizer: optax transformation that includes clipping.
+        guard: the condition on the update.
+    """
+
+    def advance(
+        gradients: Params, state: optax.OptState, params: Params, norm: Array, is_good: Bool[Array, ""]
+    ) -> tuple[Params, optax.OptState, Bool[Array, ""]]:
+        updates, new_state = optimizer.update(gradients, state, params)
+        is_good &= guard.allows(updates, params)
+        new_params, new_state = optax.tree.where(
+            is_good, (optax.apply_updates(params, updates), new_state), (params, state)
+        )
+        return new_params, new_state, is_good
+
+    return advance
+
+
+def _square_sum(tree: Params) -> Float[Array, ""]:
+    """Return the sum of the squares of all numbers of a tree, in float32."""
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in leaves]))

@@ -1,0 +1,150 @@
+"""A step whose update is not finite, or far larger than the parameters, is skipped under every plan."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment, Guard
+from jaxscale.recipe.plan import Plan
+from jaxscale.step.build import build
+from jaxscale.step.train_step import TrainStep
+from jaxscale.step.update_guard import ZERO_RMS, UpdateGuard
+from jaxscale.values import override
+from tests.plans import grouped
+
+ROWS, CONTEXT, VOCAB = 8, 8, 12
+GUARD = Guard()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Random tokens."""
+
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return dict.fromkeys(("tokens", "targets"), ((batch, CONTEXT), "int32"))
+
+
+MODEL = Decoder(vocab=VOCAB, context=CONTEXT, layers=2, embed=16, heads=2)
+WIDE = dataclasses.replace(MODEL, embed=128)  # 8-bit states need matrices of some size
+EXPERIMENT = Experiment("guard", MODEL, Rows(), batch=ROWS, steps=6)
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (ROWS, CONTEXT + 1), dtype=np.int32)
+BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+
+
+def step_of(text: str, guard: Guard = GUARD, **optimizer: Any) -> TrainStep:
+    rule = Optimizer(**{"schedule": "constant", **optimizer})
+    model = WIDE if "int8" in text else MODEL
+    experiment = dataclasses.replace(EXPERIMENT, model=model, optimizer=rule, guard=guard)
+    return build(experiment, override(Plan(), grouped(dict(part.split("=", 1) for part in text.split("; ")))))
+
+
+def arrays(step: TrainStep, state: Any) -> dict[str, np.ndarray]:
+    """All arrays of a state but the counts and what a pipeline has in flight."""
+    canonical = step.to_canonical(state)
+    return {n: np.array(a) for n, a in canonical.items() if not n.startswith(("watch", "step", "in_flight"))}
+
+
+def ratio(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> float:
+    """RMS of the change of all parameters over their own RMS."""
+    names = [name for name in before if name.startswith("params/")]
+    changes = sum(np.square(np.float64(after[name]) - before[name]).sum() for name in names)
+    return float(np.sqrt(changes / sum(np.square(np.float64(before[name])).sum() for name in names)))
+
+
+def test_the_condition_on_an_update() -> None:
+    def allows(update: float, param: float, bound: float) -> bool:
+        return bool(UpdateGuard(bound).allows({"a": jnp.full(3, update), "b": jnp.zeros(1)}, {"a": jnp.full(4, param)}))
+
+    assert allows(5.7, 1.0, 5.0)  # sqrt(3/4) 5.7 = 4.94
+    assert not allows(5.8, 1.0, 5.0)
+    assert allows(1e6, 1.0, 0.0)
+    assert not any(allows(bad, 1.0, bound) for bad in (np.nan, np.inf, -np.inf, 1e28) for bound in (0.0, 5.0, 1e30))
+    assert not allows(0.1, np.nan, 5.0)
+    assert allows(5.7 * ZERO_RMS, 0.0, 5.0), "parameters that start from zero"
+    assert not allows(5.8 * ZERO_RMS, 0.0, 5.0)
+
+
+def test_devices_of_a_manual_region_agree() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
+    updates, params = jnp.array([0.0, 8.0]), jnp.ones(2)  # 8 / sqrt(2) = 5.7 over both
+    for bound, expected in ((5.0, [False, False]), (6.0, [True, True])):
+        verdicts = jax.shard_map(
+            lambda update, param, bound=bound: UpdateGuard(bound, ("replica",)).allows({"a": update}, {"a": param})[
+                None
+            ],
+            mesh=mesh,
+            in_specs=PartitionSpec("replica"),
+            out_specs=PartitionSpec("replica"),
+        )(updates, params)
+        assert verdicts.tolist() == expected
+
+
+WHOLE = [
+    ("mesh=1", {"ema": 0.9}),
+    ("mesh=fsdp:4; zero=3", {"name": "muon"}),
+    ("mesh=fsdp:2,tensor:2; zero=1; precision=bfloat16; state.moments=int8; state.master=split", {}),
+    ("mesh=replica:2,fsdp:2; reduce=int8; zero=2", {"name": "lamb"}),
+    ("mesh=replica:2; diloco=every=2", {}),
+    ("mesh=1; pipeline=1f1b:2x2", {}),
+    ("mesh=1; pipeline=2bw:2x2", {"name": "sgd"}),
+    ("mesh=1; pipeline=2bw:2x2,synchronous_steps=2", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "optimizer"), WHOLE)
+def test_an_update_beyond_numbers_leaves_everything_as_it_was(text: str, optimizer: dict[str, Any]) -> None:
+    step = step_of(text, learning_rate=1e30, **optimizer)
+    state = step.init()
+    before = arrays(step, state)
+    for _ in range(2 + 2 * ("2bw" in text)):
+        state, metrics = step(state, step.place(BATCH))
+        assert np.isfinite(float(metrics["grad_norm"]))
+    for name, array in arrays(step, state).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    assert int(metrics["skipped"]) == int(metrics["skipped_in_row"]) >= 2
+    assert int(state.watch.good) == 0
+
+
+@pytest.mark.parametrize("text", ["mesh=1", "mesh=fsdp:2,tensor:2; zero=3"])
+def test_the_bound_is_on_the_rms_of_the_update_over_that_of_the_parameters(text: str) -> None:
+    step = step_of(text, Guard(update=0.0), learning_rate=0.05)
+    state = step.init()
+    before = arrays(step, state)
+    state, _ = step(state, step.place(BATCH))
+    measured = ratio(before, arrays(step, state))
+    for factor, skipped in ((1.001, 0), (0.999, 1)):
+        step = step_of(text, Guard(update=factor * measured), learning_rate=0.05)
+        _, metrics = step(step.init(), step.place(BATCH))
+        assert int(metrics["skipped"]) == skipped
+
+
+@pytest.mark.parametrize("text", ["offload.optimizer_state=streamed", "offload.optimizer_state=host"])
+def test_where_no_update_is_whole_the_learning_rate_is_judged(text: str) -> None:
+    step = step_of(f"mesh=1; {text}", learning_rate=1e30)
+    state = step.init()
+    before = arrays(step, state)
+    state, metrics = step(state, step.place(BATCH))
+    assert int(metrics["skipped"]) == 1
+    for name, array in arrays(step, state).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+
+
+def test_the_guard_changes_no_bit_of_a_good_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses() -> list[str]:
+        step = step_of("mesh=fsdp:2; zero=1", learning_rate=0.01)
+        state, found = step.init(), []
+        for _ in range(6):
+            state, metrics = step(state, step.place(BATCH))
+            found += [float(metrics["loss"]).hex(), float(metrics["grad_norm"]).hex()]
+        return found
+
+    guarded = losses()
+    monkeypatch.setattr(UpdateGuard, "allows", lambda self, updates, params: jnp.array(True))
+    assert losses() == guarded
