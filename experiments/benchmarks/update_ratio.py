@@ -52,7 +52,7 @@ def experiment_of(name: str) -> Any:
     if name == ONE_BIT:  # the recipe of Shakespeare under the one-bit rule, which is frozen within the steps
         recipe = importlib.import_module("shakespeare").experiment()
         rule = dataclasses.replace(module.ONE_BIT, freeze=60)
-        recipe = dataclasses.replace(recipe, optimizer=rule, plan=jx.Plan(mesh="replica:2", reduce="one_bit"))
+        recipe = dataclasses.replace(recipe, optimizer=rule, plan=jx.Plan(mesh="replica:2"))
     else:
         recipe = module.VARIANTS[variant]() if variant else module.experiment()
         recipe = override(recipe, {"plan.mesh": "1"})

@@ -43,6 +43,14 @@ def check_kinds(checkpoint: Any) -> None:
             check_regular(os.path.join(folder, name), max_bytes)
 
 
+def remove(path: Any) -> None:
+    """Remove a folder, or the file or link in its place, if there is one."""
+    if is_remote(path) or (path.is_dir() and not os.path.islink(path)):
+        path.rmtree(missing_ok=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _raise(error: OSError) -> None:
     """Raise an error that `os.walk` would pass over."""
     raise error

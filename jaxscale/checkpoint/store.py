@@ -11,10 +11,10 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxscale.checkpoint.file_kinds import remove
 from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
 from jaxscale.checkpoint.late_messages import drop_late_messages
 from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
@@ -383,7 +383,7 @@ class Checkpoints:
             steps_to_keep.add(self.best() or 0)
         for step in steps:
             if step not in steps_to_keep:
-                _remove(self._folder(step))
+                remove(self._folder(step))
                 self._descriptions.pop(step, None)
 
     def _remove_partial(self) -> None:
@@ -400,10 +400,28 @@ class Checkpoints:
         if damaged_steps and is_first():
             for step in damaged_steps:
                 new_path = self.folder / f"{self._folder(step).name}.damaged"
-                _remove(new_path)
+                remove(new_path)
                 self._folder(step).rename(new_path)
         if damaged_steps:
             wait_for_all("damaged checkpoints are aside")
+
+    def put_newer_aside(self, step: int) -> list[str]:
+        """Rename the checkpoints of later steps to STEP.aside, so that they are not read; return their new names.
+
+        A name in use gets a number: STEP.aside-2. Names are returned on the first process only.
+        """
+        new_names: list[str] = []
+        if is_first():
+            with self._explain_disk_errors():
+                for newer_step in reversed([saved_step for saved_step in self.steps() if saved_step > step]):
+                    path, number = self._folder(newer_step), 1
+                    while (new_path := self.folder / f"{path.name}.aside{f'-{number}' * (number > 1)}").exists():
+                        number += 1
+                    path.rename(new_path)
+                    new_names.insert(0, new_path.name)
+        wait_for_all("newer checkpoints are aside")
+        self._descriptions = {s: description for s, description in self._descriptions.items() if s <= step}
+        return new_names
 
     def _folder(self, step: int) -> Any:
         """Return the path of a step's checkpoint, whether or not it exists."""
@@ -430,14 +448,6 @@ class Checkpoints:
                 f"cannot write checkpoints to {self.folder}: {first_line(error)}. {earlier_text}. "
                 "Free space, or make the folder writable, and start the run again"
             ) from error
-
-
-def _remove(path: Any) -> None:
-    """Remove a folder, or the file or link in its place, if there is one."""
-    if is_remote(path) or (path.is_dir() and not os.path.islink(path)):
-        path.rmtree(missing_ok=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _is_not_about_save(record: logging.LogRecord) -> bool:

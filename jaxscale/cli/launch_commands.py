@@ -58,7 +58,7 @@ class Launch(Train):
         default_name = "-".join(filter(None, (experiment.name, self.variant)))
         run_dir = cluster.run_dir(default_name) if self.out is None else self.out
         if not self.dry_run:
-            prepare_directory(run_dir, experiment, self.resume)
+            prepare_directory(run_dir, experiment, self.resume, is_returning=self.from_step is not None)
             source.trust()
         command = self.command_line(fields, run_dir)
         return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run, elastic=elastic)

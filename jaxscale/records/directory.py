@@ -2,6 +2,7 @@
 
 experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
+returns.json                  the returns to an earlier checkpoint, with the settings that changed
 memory.json                   what the plan's memory rule chose for each block, as read by `--plan.memory file:PATH`
 metrics.jsonl tensorboard/    the measurements
 checkpoints/                  the saved train states
@@ -15,7 +16,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,10 @@ PROCESSES = "processes"
 
 MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 """Fields of an experiment that may change when a run is continued."""
+MAY_CHANGE_ON_RETURN = (
+    "guard", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup", "optimizer.schedule",
+)  # fmt: skip
+"""Fields that may change, too, when a run returns to a checkpoint; no array of the train state depends on them."""
 
 
 def default_directory(experiment: "Experiment") -> Path:
@@ -161,16 +166,23 @@ def existing_run(directory: Any) -> Any:
     return path
 
 
-def check_same_experiment(directory: Any, experiment: "Experiment") -> dict[str, Any] | None:
+def check_same_experiment(
+    directory: Any, experiment: "Experiment", *, is_returning: bool = False
+) -> dict[str, Any] | None:
     """Check that a directory holds no run of another experiment, and return the content of experiment.json.
 
     Paths of files, and new fields with their default values, do not count as differences.
+
+    Args:
+        directory: the run directory.
+        experiment: the experiment.
+        is_returning: whether the run returns to a checkpoint, so that the fields in `MAY_CHANGE_ON_RETURN` may differ.
 
     Returns:
         The content of experiment.json; `None` if the directory holds no run.
 
     Raises:
-        UserError: the run's experiment differs in a field that is not in `MAY_CHANGE`, or experiment.json is damaged.
+        UserError: the run's experiment differs in a field that may not change, or experiment.json is damaged.
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
@@ -180,15 +192,27 @@ def check_same_experiment(directory: Any, experiment: "Experiment") -> dict[str,
     except UserError as error:
         raise UserError(f"{error}; restore that file from a copy, or choose another directory with --out") from error
     all_changes = values.changes(experiment, stored_json)
-    changes = [change for change in all_changes if change.path.split(".")[0] not in MAY_CHANGE]
+    changeable = (*MAY_CHANGE, *MAY_CHANGE_ON_RETURN) if is_returning else MAY_CHANGE
+    changes = [change for change in all_changes if not is_within(change.path, changeable)]
     if changes:
         more_text = f"; and {len(changes) - 8} more" if len(changes) > 8 else ""
         raise UserError(
             f"{run_path(directory)} holds a run of another experiment: {'; '.join(map(str, changes[:8]))}{more_text}. "
             "A run that is continued may change only "
-            f"{', '.join(MAY_CHANGE)}. Choose another directory with --out"
+            f"{', '.join(MAY_CHANGE)}, and one that returns to a checkpoint with --from STEP also "
+            f"{', '.join(MAY_CHANGE_ON_RETURN)}. Choose another directory with --out"
         )
     return stored_json
+
+
+def is_within(path: str, paths: Iterable[str]) -> bool:
+    """Return whether a dotted path is one of `paths`, or lies below one.
+
+    Example:
+        >>> is_within("guard.spike", ("guard", "optimizer.warmup")), is_within("optimizer", ("optimizer.warmup",))
+        (True, False)
+    """
+    return any(f"{path}.".startswith(f"{other}.") for other in paths)
 
 
 def set_aside(directory: Any) -> Any:

@@ -5,7 +5,7 @@ digits, so the values that are read are equal in every bit. JSON has no NaN and 
 `nonfinite` holds the value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores the value.
 
 A continued run writes the lines of some steps again. If a step has several lines of one kind, the last line is valid.
-A `resume` event at step n makes all earlier lines for steps after n invalid, except events.
+A `resume` event at step n makes all earlier lines for steps after n invalid, except events other than `skipped`.
 
 The same scalars go to TensorBoard's event files, in the record format of tensorboardX. Hundreds of rows are encoded at
 once, one event per row, because tensorboardX's writer sends each scalar separately through a queue between processes.
@@ -242,7 +242,7 @@ def _read(directory: Any) -> tuple[list[dict[str, Any]], list[int], int]:
 
 
 def last_logged_step(directory: Any) -> int:
-    """Return the largest step of a train row, valid or not; 0 if there is none."""
+    """Return the largest step of a train row since the run last returned to a checkpoint, valid or not, or else 0."""
     path = run_path(directory) / FILE
     if not path.exists():
         return 0
@@ -255,18 +255,23 @@ def last_logged_step(directory: Any) -> int:
                 raise _too_long(path)
             match = re.match(rb'\{"step": (\d{1,10}), "kind": "train"', piece)
             step = max(step, int(match[1])) if match else step
+            step = 0 if b'"returned": true' in piece else step
     return step
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid."""
+    """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid.
+
+    Events of skipped steps are treated as a kind of their own.
+    """
     index_by_key: dict[tuple[str, int], int] = {}  # keys are (kind, step)
     row_by_index: dict[int, dict[str, Any]] = {}
     for index, row in enumerate(rows):
         row_by_index[index] = row
-        if row["kind"] != "event":
-            row_by_index.pop(index_by_key.get((row["kind"], row["step"]), -1), None)
-            index_by_key[row["kind"], row["step"]] = index
+        kind = "skipped" if row.get("name") == "skipped" else row["kind"]
+        if kind != "event":
+            row_by_index.pop(index_by_key.get((kind, row["step"]), -1), None)
+            index_by_key[kind, row["step"]] = index
         elif row.get("name") == "resume":
             stale_keys = [(kind, step) for kind, step in index_by_key if step > row["step"]]
             for key in stale_keys:

@@ -30,6 +30,7 @@ from jaxscale.records.outline import MAX_SOURCE_BYTES, no_variant_error, outline
 from jaxscale.records.storage import run_path, write_whole
 from jaxscale.records.sums import check_sums, write_sums
 from jaxscale.records.trusted_sources import check_trust, record_trust
+from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import read_bytes
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Source:
         file_name, stored_sha256 = source_json.pop("file", None), source_json.pop("sha256", None)
         text = None
         if file_name is not None:
-            if not isinstance(file_name, str) or file_name != Path(file_name).name or file_name in ("", ".."):
+            if not _is_plain_name(file_name):
                 raise UserError(
                     f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected the name of a file in source/"
                 )
@@ -142,6 +143,12 @@ class Source:
                 f"{str(stored_sha256)[:12]}): restore the file, or train again from the changed file"
             )
         return source
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Return whether a JSON value can be the name of a file in a folder."""
+    is_name = isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+    return is_name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
 def written_sha256(run_dir: Any) -> str | None:
