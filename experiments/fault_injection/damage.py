@@ -1,10 +1,11 @@
 """Damage to every file of a run directory, one file at a time, and what commands make of the run afterwards.
 
 A case copies a finished run, or one whose last checkpoint is gone, and damages a file or a folder of the run or of the
-cache of tokens. Then a command reads the run (`generate`, `evaluate`, `report`, `export` or `status` in turn), and
-`train` continues it. Sound is what an undamaged run gives, with a message if an older checkpoint was taken, or one
-error with exit code 2. After the last step the arrays, as Orbax alone reads them, must be the undisturbed run's. Never
-sound are a traceback, a hang, 2 GB of memory, a change of another file, or other content without a message.
+cache of tokens. Then, in three of five cases, a command reads the run (`generate`, `evaluate`, `report`, `export` or
+`status`), and `train` continues it. Sound is what an undamaged run gives, with a message if an older checkpoint was
+taken, or one error with exit code 2. After the last step the arrays, as Orbax alone reads them, must be the undisturbed
+run's. Never sound are a traceback, a hang, 2 GB of memory, a change of another file, or other content without a
+message.
 
 The commands run in one process, which builds and compiles each step once and is started again after a hang or a crash.
 """
@@ -284,7 +285,7 @@ def make_base(variant: str, home: Path, work: Worker) -> Base:
         for path in (copied / "checkpoints").iterdir():
             if int(path.name) > step:
                 shutil.rmtree(path)
-        for command in COMMANDS:
+        for command in ("generate", "evaluate", "export"):
             reading = work([str(cache), *words_of(command, copied, variant)], 300)
             assert reading.code == 0, reading.text
             texts[command, step] = result_of(command, copied, reading.text)
@@ -307,7 +308,7 @@ class Case:
         variant: variant of the run.
         kind: name of the kind of damage.
         target: path of the damaged file or folder, relative to the case's folder.
-        command: command that reads the run.
+        command: command that reads the run first; "" for none.
         is_complete: whether the run has its last checkpoint.
     """
 
@@ -320,7 +321,7 @@ class Case:
 
     def __str__(self) -> str:
         end = "" if self.is_complete else ", last checkpoint gone"
-        return f"case {self.number}: {self.kind} {self.target} of {self.variant}{end}, {self.command}"
+        return f"case {self.number}: {self.kind} {self.target} of {self.variant}{end}, {self.command or 'train alone'}"
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -390,7 +391,7 @@ def try_case(case: Case, base: Base, home: Path, chance: random.Random, work: Wo
     kind(home / case.target, chance, run)
     newest = STEPS if case.is_complete else STEPS - 2
     faults, codes, output = [], [], ""
-    for command in (case.command, "train"):
+    for command in ([case.command] if case.command else []) + ["train"]:
         before = snapshot(home)
         ended = work([str(cache), *words_of(command, run, case.variant)], LIMIT_SECONDS)
         wrong = judge(ended)
@@ -426,7 +427,7 @@ def draw_case(number: int, seed: int, bases: dict[str, Base]) -> tuple[Case, ran
     """Return a case by its number, and its source of random numbers."""
     chance = random.Random(f"{seed}/{number}")
     variant = VARIANTS[number % 4 % len(VARIANTS)]  # plain twice as often
-    is_complete = chance.random() < 0.7
+    is_complete = chance.random() < 0.8
     run = bases[variant].run
     names = [f"run/{path.relative_to(run)}" for path in sorted(run.rglob("*"))]
     if not is_complete:
@@ -439,12 +440,12 @@ def draw_case(number: int, seed: int, bases: dict[str, Base]) -> tuple[Case, ran
         [name for name in names if "/checkpoints" in name and newest not in name],
         [name for name in caches if "compile" not in name],
     ]
-    group = groups[chance.choices(range(4), (40, 40, 10, 10))[0]]
+    group = groups[chance.choices(range(4), (32, 45, 8, 15))[0]]
     kind = KINDS[number % len(KINDS)]
     if kind is renamed and chance.random() < 0.7:
         group = [f"run/{newest}"]
     target = chance.choice(group)
-    command = COMMANDS[number // len(KINDS) % len(COMMANDS)]
+    command = COMMANDS[number // len(KINDS) % len(COMMANDS)] if chance.random() < 0.6 else ""
     return Case(number, variant, kind.__name__, target, command, is_complete), chance
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.records.storage import check_location, is_remote, run_path, write_whole
-from jaxscale.values.read_files import check_own_file
+from jaxscale.values.read_files import check_own_file, whole_number
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -186,6 +186,12 @@ def check_same_experiment(
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
+        checkpoints = run_path(directory) / CHECKPOINTS
+        if checkpoints.is_dir() and any(whole_number(step.name) for step in checkpoints.iterdir()):
+            raise UserError(
+                f"{run_path(directory)} has checkpoints, but no {EXPERIMENT}: restore "
+                "that file from a copy, or choose another directory with --out"
+            )
         return None
     try:
         stored_json = values.read_json(path)

@@ -237,9 +237,8 @@ def load_experiment(run_dir: Any) -> "Experiment":
     check_sums(folder, "plan.json")
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
     source = Source.read(folder) if (folder / FOLDER / SOURCE_JSON).exists() else None
-    check_sums(folder, f"{FOLDER}/{SOURCE_JSON}")
     if source is None or source.text is None:
-        check_sums(folder, "experiment.json")
+        check_sums(folder, "experiment.json", f"{FOLDER}/{SOURCE_JSON}")
         experiment_json = values.read_json(folder / "experiment.json")
         if values.has_code(experiment_json):
             raise UserError(
@@ -251,6 +250,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
     assert source.path is not None
     origin = _origin(source, folder)
     check_trust(str(source.sha256), origin, folder, folder / FOLDER / str(source.file))
+    check_sums(folder, f"{FOLDER}/{SOURCE_JSON}")
     source_plan = None
     if source.plan is not None:
         source_plan = values.from_json(Plan, source.plan, str(folder / FOLDER / SOURCE_JSON))

@@ -103,6 +103,13 @@ def test_what_cannot_be_appended_to_is_refused_and_nothing_else_is_touched(toy, 
     assert log is None or (whole / "metrics.jsonl").read_bytes() == log
 
 
+def test_checkpoints_without_their_experiment_are_not_continued(toy, whole):
+    (whole / "experiment.json").unlink()
+    with pytest.raises(UserError, match=r"has checkpoints, but no experiment\.json"):
+        train(toy(), out=whole, quiet=True)
+    assert Checkpoints(whole / "checkpoints", write=False).steps() == [5, 10, 12]
+
+
 def test_a_report_is_made_of_what_can_be_read(whole):
     pipe(whole / "metrics.jsonl")
     (whole / "samples.txt").symlink_to("/dev/zero")
