@@ -21,6 +21,8 @@ from typing import Any
 
 PARTS: dict[str, tuple[str, str, int, int]] = {
     "kills": ("kills", "run_kills", 200, 2),
+    "files": ("damage", "run_damage", 600, 6),
+    "disk": ("disk", "run_disk", 40, 3),
     "long": ("long_run", "run_long", 20_000, 2_000),
     "fuzz": ("fuzz", "run_fuzz", 100_000, 500),
     "values": ("values", "run_values", 10_000, 100),

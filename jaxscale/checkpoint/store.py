@@ -14,7 +14,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxscale.checkpoint.file_kinds import remove
 from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
+from jaxscale.checkpoint.late_messages import drop_late_messages
 from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
 from jaxscale.checkpoint.verified import (
     FORMAT,
@@ -230,6 +232,7 @@ class Checkpoints:
         array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
         logging.getLogger("absl").addFilter(_is_not_about_save)  # adding it again changes nothing
+        drop_late_messages()
         with self._explain_disk_errors():
             metadata = {"jaxscale": content, "sha256": digest(content)}
             checkpoint_path = self._folder(description.step)
@@ -380,7 +383,7 @@ class Checkpoints:
             steps_to_keep.add(self.best() or 0)
         for step in steps:
             if step not in steps_to_keep:
-                self._folder(step).rmtree(missing_ok=True)
+                remove(self._folder(step))
                 self._descriptions.pop(step, None)
 
     def _remove_partial(self) -> None:
@@ -397,8 +400,7 @@ class Checkpoints:
         if damaged_steps and is_first():
             for step in damaged_steps:
                 new_path = self.folder / f"{self._folder(step).name}.damaged"
-                if new_path.exists():
-                    new_path.rmtree()
+                remove(new_path)
                 self._folder(step).rename(new_path)
         if damaged_steps:
             wait_for_all("damaged checkpoints are aside")

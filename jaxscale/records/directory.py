@@ -12,6 +12,7 @@ lock                          names the process that writes to the run, which lo
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.records.storage import check_location, is_remote, run_path, write_whole
+from jaxscale.values.read_files import check_own_file, whole_number
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -64,7 +66,8 @@ def lock_run(directory: Any) -> Iterator[None]:
         if is_remote(path):
             yield
             return
-        lock_file = (path / LOCK).open("a+")
+        check_own_file(path / LOCK)
+        lock_file = (path / LOCK).open("ab+", buffering=0)
     with lock_file:
         try:
             import fcntl
@@ -74,14 +77,13 @@ def lock_run(directory: Any) -> Iterator[None]:
             pass  # Windows has no such locks
         except OSError:
             lock_file.seek(0)
+            owner = lock_file.read(1000).decode(errors="replace").strip() or "another process"
             raise UserError(
-                f"{path} is in use by {lock_file.read().strip() or 'another process'}: wait until that run ends, "
-                "or choose another directory with --out"
+                f"{path} is in use by {owner}: wait until that run ends, or choose another directory with --out"
             ) from None
-        lock_file.seek(0)
-        lock_file.truncate()
-        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock_file.flush()
+        with explain_write_errors(path / LOCK):
+            lock_file.truncate(0)
+            lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
 
 
@@ -111,9 +113,44 @@ def explain_write_errors(directory: Any) -> Iterator[None]:
     except OSError as error:
         path = error.filename or directory
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}. Earlier checkpoints are intact. Free some space, "
+            f"cannot write {path}: {error.strerror or error}. Earlier checkpoints are intact. {_remedy(error)}, "
             "or choose another directory with --out, and start again"
         ) from error
+
+
+@contextlib.contextmanager
+def explain_file_errors(directory: Any) -> Iterator[None]:
+    """Turn an OSError about a file of a run directory inside the context into a UserError.
+
+    Such an error, as about a file that may not be read or a link to itself, is never a fault of the program.
+
+    Args:
+        directory: the run directory.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder, name = os.fspath(directory), error.filename
+        if not isinstance(name, str) or not os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep):
+            raise
+        raise UserError(
+            f"cannot use {name}: {error.strerror or error}. {_remedy(error)}, or restore it from a copy"
+        ) from error
+
+
+def _remedy(error: OSError) -> str:
+    """Return what to do about an error of a file."""
+    return "Free some space" if is_disk_full(error) else "Check that you may read and write there, or move it away"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error reports a full disk, a quota that is used up, or a file that may not grow.
+
+    Example:
+        >>> is_disk_full(OSError(errno.ENOSPC, "")), is_disk_full(OSError(errno.EACCES, ""))
+        (True, False)
+    """
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def existing_run(directory: Any) -> Any:
@@ -149,6 +186,12 @@ def check_same_experiment(
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
+        checkpoints = run_path(directory) / CHECKPOINTS
+        if checkpoints.is_dir() and any(whole_number(step.name) for step in checkpoints.iterdir()):
+            raise UserError(
+                f"{run_path(directory)} has checkpoints, but no {EXPERIMENT}: restore "
+                "that file from a copy, or choose another directory with --out"
+            )
         return None
     try:
         stored_json = values.read_json(path)

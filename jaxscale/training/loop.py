@@ -126,7 +126,7 @@ def train(
     journal = Journal(folder, display, callbacks)
     stop = Stop(lambda name: endings.end_process_early(journal, stop.saved_step, name))
     try:
-        with stop, endings.explained_stop(journal, stop):
+        with stop, endings.explained_stop(journal, stop), run_files.explain_file_errors(folder):
             stop.saved_step = endings.newest_step(folder) if resume == "auto" else 0
             resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
             training = _Training(
@@ -308,6 +308,8 @@ class _Training:
             assert self.earlier is not None
             restored, return_fields = self.rewind.restore(self.checkpoints, leaves, self.earlier.settings)
         if restored is None:
+            if self._last_earlier_step:
+                self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
             return self.step.init()
         description = restored.description
         self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
