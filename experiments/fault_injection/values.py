@@ -177,8 +177,10 @@ def check_all(value: Any, is_deep: bool) -> str:
     if not is_deep:
         return "resolved"
     from jaxscale.step.build import build
+    from jaxscale.training.check_data import check_data, open_data
 
-    opened = value.data.open(value.batch, value.seed)
+    opened = open_data(value, 0, 1)
+    check_data(value, opened)
     if value.batch <= MAX_READ_ROWS:
         next(iter(opened.train()))
     build(value)
@@ -234,11 +236,12 @@ def train_one_step(number: int, seed: int, folder: Path) -> tuple[str, str]:
     """Train the experiment of a number for one step, and return the outcome."""
     from jaxscale.errors import UserError
     from jaxscale.step.build import build
+    from jaxscale.training.check_data import open_data
 
     _, source = draw_step(number, seed)
     try:
         experiment = evaluate(source, folder)
-        batch = next(iter(experiment.data.open(experiment.batch, experiment.seed).train()))
+        batch = next(iter(open_data(experiment, 0, 1).train()))
         step = build(experiment)
         state, placed = step.init(), step.place(batch)
         state, metrics = step(state, placed)

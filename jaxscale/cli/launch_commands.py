@@ -10,6 +10,7 @@ from jaxscale.cli.flags import flag, rest, word
 from jaxscale.errors import UserError
 from jaxscale.records.storage import check_location
 from jaxscale.values import spell
+from jaxscale.values.limits import MAX_LOCAL_PROCESSES
 from jaxscale.values.read_files import is_folder
 
 
@@ -93,8 +94,8 @@ class WatchHost:
 
     def run(self) -> int:
         """Watch the processes of this host, and return the exit code."""
-        if self.ranks < 1:
-            raise UserError(f"--ranks: got {self.ranks}, expected a whole number >= 1")
+        if not 1 <= self.ranks <= MAX_LOCAL_PROCESSES:
+            raise UserError(f"--ranks: got {self.ranks}, expected 1 to {MAX_LOCAL_PROCESSES}")
         from jaxscale.launch.host import watch_host
         from jaxscale.launch.watch import heartbeats_folder, parse_timeouts
 

@@ -16,6 +16,7 @@ from jaxscale.data.rows import Arrays
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
 from jaxscale.values import check_types
+from jaxscale.values.functions import check_parameters
 
 _STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 """Pairs of methods that return and set the state of an iterator: those of Grain, and those of torchdata."""
@@ -140,8 +141,12 @@ class OpenedStream:
         source = getattr(self.stream, name)
         if isinstance(source, Iterable):
             return source, False
-        is_local = {"process", "processes"} <= inspect.signature(source).parameters.keys()
-        iterable = source(process=self.process, processes=self.processes) if is_local else source()
+        is_local = {"process", "processes"} <= _parameter_names(source)
+        if is_local:
+            iterable = source(process=self.process, processes=self.processes)
+        else:
+            check_parameters(source, name, 0, "lambda: my_batches")
+            iterable = source()
         if not isinstance(iterable, Iterable):
             raise UserError(f"{name}: the function returned a {type(iterable).__name__}, expected an iterable")
         return iterable, is_local
@@ -151,6 +156,14 @@ class OpenedStream:
         row_count = self.batch // self.processes
         first_row = self.process * row_count
         return {name: array[first_row : first_row + row_count] for name, array in batch.items()}
+
+
+def _parameter_names(function: Callable[..., Any]) -> set[str]:
+    """Return the names of a function's parameters; none for functions in C that do not specify them."""
+    try:
+        return set(inspect.signature(function).parameters)
+    except ValueError:
+        return set()
 
 
 class StreamBatches(Iterator[NumpyBatch]):

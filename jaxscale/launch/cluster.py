@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxscale.errors import UserError, near_miss
 from jaxscale.platforms.platform import Platform
 from jaxscale.values import check_types
+from jaxscale.values.limits import MAX_LOCAL_PROCESSES
 from jaxscale.values.read_files import is_regular
 
 CONFIGS = "tpu_configs"
@@ -29,8 +30,10 @@ class Local:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 1 <= self.processes <= 1024:
-            raise UserError(f"local: got {self.processes} processes, expected 1 to 1024, such as local:4")
+        if not 1 <= self.processes <= MAX_LOCAL_PROCESSES:
+            raise UserError(
+                f"local: got {self.processes} processes, expected 1 to {MAX_LOCAL_PROCESSES}, such as local:4"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxscale.launch.verdict import judge
 from jaxscale.launch.watch import LOST_SECONDS, SHOWN_LINES, STOP, Watched, last_lines, read_ending
 from jaxscale.records.attempts import read_attempts
 from jaxscale.records.directory import is_locked
+from jaxscale.values.read_files import is_regular
 from jaxscale.values.units import duration
 
 
@@ -83,7 +84,7 @@ def show_log(folder: Path, rank: int) -> None:
         UserError: there is no such log.
     """
     path = log_file(folder, rank)
-    if not path.exists():
+    if not is_regular(path):
         ranks = sorted(int(file.stem.removeprefix("rank-")) for file in folder.glob("rank-*.log"))
         expected_text = f"expected one of {', '.join(map(str, ranks))}" if ranks else "only launched runs have logs"
         raise UserError(f"--log {rank}: {path} does not exist; {expected_text}")

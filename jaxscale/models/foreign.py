@@ -34,6 +34,7 @@ from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
+from jaxscale.values.functions import check_parameters
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "train": True,
@@ -173,6 +174,8 @@ class ForeignModel:
                 "a tuple of paths of submodules"
             )
         check_types(self)
+        check_parameters(self.make, "make", 1, "lambda rngs: MyModule(rngs)")
+        check_parameters(self.score, "score", 2, "classification()")
         for logical_axis in self.axes.values():
             AxisRules().axes(logical_axis)  # raises if there is no such axis
 

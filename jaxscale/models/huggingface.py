@@ -192,11 +192,14 @@ def save(
         raise unknown("dtype", dtype, WRITABLE_DTYPES)
     family, config, config_model = describe(model)
     folder = Path(folder)
-    if folder.exists() and (
-        not folder.is_dir() or (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
-    ):
-        raise UserError(f"{folder}: already contains a model, or is not a folder; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"{folder} is not a folder; give a new folder") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be created: {error.strerror}; give another folder") from None
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder}: already contains a model; give a new folder")
     tensors = their_tensors(family, config_model, params, WRITABLE_DTYPES[dtype])
     safetensors_folder.write(folder, tensors, shard_bytes=shard_bytes)
     if tokenizer is not None:

@@ -4,7 +4,6 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 """
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from jaxscale.errors import UserError
 from jaxscale.optim.rules import RULES, RuleSettings, freeze_step
 from jaxscale.values import check_types
+from jaxscale.values.functions import check_parameters
 
 Name = Literal[
     "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb",
@@ -134,7 +134,8 @@ class Optimizer:
                 "rate, such as lambda rate: optax.adam(rate)"
             )
         check_types(self)
-        self._check_custom()
+        if self.custom is not None:
+            check_parameters(self.custom, "optimizer.custom", 1, "lambda rate: optax.adam(rate)")
         self._check_train()
         self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
         self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")
@@ -158,22 +159,6 @@ class Optimizer:
                     f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
-
-    def _check_custom(self) -> None:
-        """Raise UserError if `custom` cannot be called with a learning rate."""
-        if self.custom is None:
-            return
-        try:
-            signature = inspect.signature(self.custom)
-        except ValueError:  # some functions that are written in C have none
-            return
-        try:
-            signature.bind(None)
-        except TypeError as error:
-            raise UserError(
-                f"optimizer.custom: got a function with the parameters {signature}, expected one that takes a "
-                f"learning rate, such as lambda rate: optax.adam(rate) ({error})"
-            ) from None
 
     def _check_train(self) -> None:
         """Raise UserError if `train` is no regular expression, or empty."""

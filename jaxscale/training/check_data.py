@@ -7,6 +7,22 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment, Samples
 
 
+def open_data(experiment: Experiment, process_index: int, process_count: int) -> Any:
+    """Return one process's shard of an experiment's data, opened.
+
+    Args:
+        experiment: the experiment.
+        process_index: index of the process.
+        process_count: number of processes that share the batch.
+
+    Raises:
+        UserError: the experiment has no data, or the data cannot be opened.
+    """
+    if experiment.data is None:
+        raise UserError("data: got None, expected what to train on, such as data.Text('a.txt') or a dict of arrays")
+    return experiment.data.open(experiment.batch, experiment.seed, process=process_index, processes=process_count)
+
+
 def check_data(experiment: Experiment, data: Any) -> None:
     """Raise an error for data that the model cannot be trained on.
 

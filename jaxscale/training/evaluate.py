@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxscale.data.loader import NumpyBatch
 from jaxscale.errors import UserError
+from jaxscale.training.check_data import open_data
 
 if TYPE_CHECKING:
     from jaxscale.models.metrics import Metric
@@ -127,7 +128,7 @@ def evaluate(
     trained_run = restore_parameters(run, best=best, split=True)
     experiment = trained_run.experiment
     process_index, process_count = trained_run.step.data_shard()
-    data = experiment.data.open(experiment.batch, experiment.seed, process=process_index, processes=process_count)
+    data = open_data(experiment, process_index, process_count)
     is_cpu = trained_run.step.mesh.devices.flat[0].platform == "cpu"
     settings: dict[str, Any] = {"one_at_a_time": is_cpu, "metrics": metrics}
     means = held_out_means(trained_run.step, data, trained_run.state, batches, **settings)

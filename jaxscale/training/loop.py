@@ -32,7 +32,7 @@ from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
-from jaxscale.training.check_data import check_data
+from jaxscale.training.check_data import check_data, open_data
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
@@ -293,11 +293,8 @@ class _Training:
 
     def _open_data(self, process_index: int, process_count: int) -> None:
         """Open one process's shard of the data, and check that the model can be trained on it."""
-        experiment = self.experiment
-        self.data = experiment.data.open(
-            experiment.batch, experiment.seed, process=process_index, processes=process_count
-        )
-        check_data(experiment, self.data)
+        self.data = open_data(self.experiment, process_index, process_count)
+        check_data(self.experiment, self.data)
 
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""

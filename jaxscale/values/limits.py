@@ -28,6 +28,8 @@ MAX_JSON_DEPTH = 64
 """Most levels of nested lists and objects in a JSON file; Python's stack holds about 1,000 calls."""
 MAX_JSON_BYTES = 2**28
 """Largest JSON or CSV file: the largest tokenizer.json takes 35 MB. The safetensors header has the format's limit."""
+MAX_LOCAL_PROCESSES = 1024
+"""Most processes that a command starts on one machine."""
 MAX_LOG_BYTES = 2**30
 """Largest metrics.jsonl or samples.txt that a report reads: some four million steps; a run may write more."""
 MAX_LINE_BYTES = 2**24

@@ -3,6 +3,9 @@
 import pytest
 
 from jaxscale.cli.main import main
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.huggingface import save
 
 EXPERIMENT = """
 from jaxscale import Experiment
@@ -43,6 +46,18 @@ def test_a_path_at_which_no_run_can_be_is_one_sentence(tmp_path, monkeypatch, ca
     assert message in output.err
     assert output.err.count("\n") == 1
     assert not output.out
+
+
+def test_a_model_is_not_exported_to_what_is_no_folder(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    for name, message in [
+        ("loop", "is not a folder"),
+        ("file", "is not a folder"),
+        ("file/a", "cannot be created: Not a"),
+    ]:
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            save(tmp_path / name, Decoder(vocab=256, context=16, layers=1, embed=16, heads=2), {})
 
 
 ODD_NAMES = ["n" * 300, "a\0b", "\ud800"]

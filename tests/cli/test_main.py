@@ -91,6 +91,8 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("evaluate runs/none", "does not exist"),
         ("export runs/none out", "does not exist"),
         ("report runs/none", "does not exist"),
+        ("status . --log " + "9" * 300, "only launched runs have logs"),
+        ("watch --ranks 99999999 -- true", "--ranks: got 99999999, expected 1 to 1024"),
     ],
 )
 def test_mistakes(toy: Path, capsys, words, message):

@@ -131,6 +131,10 @@ def test_held_out_batches_have_weights_and_one_shape():
         ([(np.ones(4), np.ones(4))], "batch 0: got a tuple, expected a dict of arrays"),
         ([{"text": ["a"] * 4}], r"batch 0: text is <U1\[4\], expected an array of numbers"),
         ([{"x": np.full(4, 2**40)}], "of 32 bits"),
+        (
+            lambda count: batches(count),
+            r"batches: got a function with the parameters \(count\), .* no arguments",
+        ),
         (lambda: None, "batches: the function returned a NoneType, expected an iterable"),
     ],
 )
@@ -190,3 +194,9 @@ def test_a_run_on_batches_of_ones_own_continues_exactly_and_is_evaluated(tmp_pat
     assert continued.held_out_loss == whole.held_out_loss
     predicted = whole.module(np.full((3, 2), 7.0, np.float32))[:, 0]
     assert whole.held_out_loss == pytest.approx(float(((predicted - np.arange(3)) ** 2).mean()), rel=1e-5)
+
+
+def test_a_function_in_c_that_does_not_specify_its_parameters_is_called():
+    """`inspect.signature` raises ValueError for `dict`; an iteration over an empty dict ends at once."""
+    with pytest.raises(UserError, match="batches"):
+        next(Stream(dict).open(4, 0).train())

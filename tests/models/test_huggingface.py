@@ -180,7 +180,7 @@ def test_a_model_is_not_written_over(tmp_path):
     with pytest.raises(UserError, match="already contains a model"):
         save(tmp_path, model, params)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="or is not a folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         save(tmp_path / "file", model, params)
     with pytest.raises(UserError, match="unknown dtype 'float31'"):
         save(tmp_path / "new", model, params, "float31")

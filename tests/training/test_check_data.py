@@ -37,3 +37,8 @@ def test_a_prompt_longer_than_the_model_is_refused_before_the_run(tmp_path):
     letters = experiment(tmp_path, samples=jx.Samples(prompts=("abracadab",)))
     with pytest.raises(UserError, match=r"'abracadab' has 9 tokens, but model.context is 8 positions"):
         check_data(letters, letters.data.open(2, 0))
+
+
+def test_an_experiment_without_data_is_refused_before_a_step_is_built(tmp_path):
+    with pytest.raises(UserError, match="data: got None, expected what to train on"):
+        jx.train(jx.Experiment("none", Decoder(vocab=8), None), out=tmp_path / "run", quiet=True)

@@ -33,3 +33,18 @@ def test_an_array_in_the_place_of_a_word_is_refused(array):
 def test_a_value_of_a_wrong_type_is_refused(make, value):
     with pytest.raises(UserError, match=": got "):
         make(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ForeignModel(make=lambda: None, score=print),
+            r"make: got .* parameters \(\), .* 1 argument,",
+        ),
+        (lambda: ForeignModel(make=print, score=len), r"score: .* 2 arguments, such as classification\(\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()

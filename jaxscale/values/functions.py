@@ -1,0 +1,38 @@
+"""The check that a user's function can be called as jaxscale calls it, before anything is traced."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.errors import UserError
+
+
+def check_parameters(function: Callable[..., Any], name: str, argument_count: int, example: str) -> None:
+    """Raise UserError if a function cannot be called with a number of positional arguments.
+
+    Functions in C that do not specify their parameters pass.
+
+    Args:
+        function: the function.
+        name: name of the field that holds the function, for messages.
+        argument_count: number of positional arguments.
+        example: source of a function that can be called so.
+
+    Example:
+        >>> check_parameters(lambda: 1, "make", 1, "lambda rngs: nnx.Linear(2, 3, rngs=rngs)")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: make: got a function with the parameters (), expected one that takes 1 argument, \
+such as lambda rngs: nnx.Linear(2, 3, rngs=rngs)
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*[None] * argument_count)
+    except TypeError:
+        plural = "" if argument_count == 1 else "s"
+        raise UserError(
+            f"{name}: got a function with the parameters {signature}, expected one that takes "
+            f"{argument_count or 'no'} argument{plural}, such as {example}"
+        ) from None
