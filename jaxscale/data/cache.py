@@ -321,7 +321,7 @@ def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> 
         return np.zeros(0, dtype)
     # a plain array over the mapping, because indexing numpy's memmap class takes several times as long
     array = np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
-    if zlib.crc32(array.view(np.uint8)) != crc32:
+    if zlib.crc32(array.view(np.uint8).data) != crc32:
         raise ValueError(f"{path} has another checksum than when it was written")
     return array
 
