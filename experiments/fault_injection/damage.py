@@ -38,11 +38,11 @@ LIMIT_SECONDS = 60.0
 LIMIT_BYTES = 2_000_000_000
 HUGE_BYTES = 8 << 30
 REWRITTEN = re.compile(
-    r"(experiment|plan|layout|memory|tokenizer)\.json|source/.*|report\.html|lock|processes(/rank-.*)?|memory_copies|"
-    r"sums\.json|(metrics\.jsonl|samples\.txt|tensorboard(/.*)?)"
+    r"(experiment|plan|layout|memory|tokenizer|sums)\.json|source/.*|report\.html|lock|processes/rank-.*|memory_copies"
 )
-"""Files of a run that `train` may write again; a damaged checkpoint moves, and a log grows."""
+"""Files of a run that `train` writes again."""
 GROWING = ("metrics.jsonl", "samples.txt")
+"""Files of a run to which `train` appends, after it has removed a torn last line."""
 
 
 def delete(path: Path, chance: random.Random, run: Path) -> None:
@@ -349,9 +349,7 @@ def harmed(before: dict[str, str], after: dict[str, str], target: str, base: Bas
             old, new = (base.run / inside).read_bytes(), (run / inside).read_bytes()
             if new.startswith(old.rpartition(b"\n")[0]):
                 continue
-        elif (
-            inside not in GROWING and REWRITTEN.fullmatch(inside) and (name in after or inside.startswith("processes"))
-        ):
+        elif REWRITTEN.fullmatch(inside) and name in after:
             continue
         checkpoint = re.match(r"run/checkpoints/([^/]+)", name)
         if checkpoint and target.startswith(checkpoint[0]):

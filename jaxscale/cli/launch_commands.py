@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxscale.cli.experiment_commands import Train, load_experiment
 from jaxscale.cli.flags import flag, rest, word
 from jaxscale.errors import UserError
-from jaxscale.records.storage import check_location
+from jaxscale.records.storage import BUCKET_SCHEMES, check_location, is_remote
 from jaxscale.values import spell
 from jaxscale.values.limits import MAX_LOCAL_PROCESSES
 from jaxscale.values.read_files import is_folder
@@ -187,7 +187,7 @@ class StopRun:
 
 def _check_local_run(run_dir: str) -> None:
     """Raise UserError if there is no such local directory."""
-    if "://" in run_dir:
+    if is_remote(run_dir) and run_dir.partition("://")[0] in BUCKET_SCHEMES:
         raise UserError(f"{run_dir} is in a bucket, where runs write no heartbeats: see the logs of the scheduler")
     check_location(run_dir)
     if not is_folder(run_dir):
