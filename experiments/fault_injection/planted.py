@@ -50,10 +50,10 @@ def _plant_unguarded_key() -> None:
     read_index = safetensors_folder._read_index
 
     def read(index: Any) -> dict[str, str]:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             values = json.loads(index.read_bytes())
             if isinstance(values, dict):
-                return values["weight_map"] and read_index(index)
+                _ = values["weight_map"]
         return read_index(index)
 
     safetensors_folder._read_index = read
