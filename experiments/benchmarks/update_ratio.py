@@ -125,7 +125,8 @@ def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
         step = jx.build(recipe, devices=jax.devices()[:1])
         batches = recipe.data.open(recipe.batch, recipe.seed).train(None)
         facts = step.compile(next(batches))
-        moved_bytes = step._executable.cost_analysis()["bytes accessed"]
+        executable: Any = step._executable
+        moved_bytes = executable.cost_analysis()["bytes accessed"]
     finally:
         UpdateGuard.allows = allows
     return step, batches, {"flop": facts.flop, "bytes": moved_bytes, "temporary bytes": facts.temp_bytes}

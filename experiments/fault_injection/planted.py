@@ -38,9 +38,9 @@ def _plant_no_bound() -> None:
 
 def _plant_unicode_digits() -> None:
     """Take every digit of Unicode for a digit: `int` raises an error for superscripts."""
-    from jaxscale.report import sentences
+    from jaxscale.training import traced_actions
 
-    sentences.whole_number = lambda text: int(text) if text.isdigit() else None
+    traced_actions.whole_number = lambda text: int(text) if text.isdigit() else None
 
 
 def _plant_unguarded_key() -> None:
@@ -50,10 +50,10 @@ def _plant_unguarded_key() -> None:
     read_index = safetensors_folder._read_index
 
     def read(index: Any) -> dict[str, str]:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             values = json.loads(index.read_bytes())
             if isinstance(values, dict):
-                return values["weight_map"] and read_index(index)
+                _ = values["weight_map"]
         return read_index(index)
 
     safetensors_folder._read_index = read
@@ -76,7 +76,7 @@ def _plant_recursion() -> None:
 PLANTED = {
     "negative shape": PlantedFault("safetensors", "ValueError at safetensors_folder.py", _plant_negative_shapes),
     "no bound": PlantedFault("config.json", "out-of-memory|timeout", _plant_no_bound),
-    "unicode digit": PlantedFault("report", "ValueError at sentences.py", _plant_unicode_digits),
+    "unicode digit": PlantedFault("actions.json", "ValueError at traced_actions.py", _plant_unicode_digits),
     "unguarded key": PlantedFault("safetensors index", "KeyError at safetensors_folder.py", _plant_unguarded_key),
     "deep recursion": PlantedFault("plan.json", "RecursionError at as_json.py", _plant_recursion),
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.verified import Description, Restored, invalid_fields
+from jaxscale.checkpoint.verified import Description, Restored, dtype_of, invalid_fields
 from jaxscale.errors import UserError
 from jaxscale.records.directory import explain_write_errors, write_json
 from jaxscale.records.processes import call_on_all, is_first, process_index, send_from_first
@@ -436,11 +436,8 @@ def _is_in_file(part: _Part, array_bytes: int) -> bool:
         return False
     if not all(0 <= start <= end <= dim for (start, end), dim in zip(region, shape, strict=True)):
         return False
-    try:
-        itemsize = np.dtype(dtype_name).itemsize
-    except (TypeError, ValueError):
-        return False
-    return position >= 0 and position + _count(region) * itemsize <= array_bytes
+    dtype = dtype_of(dtype_name)
+    return dtype is not None and 0 <= position <= array_bytes - _count(region) * dtype.itemsize
 
 
 def _region(index: Any, shape: tuple[int, ...]) -> Region:

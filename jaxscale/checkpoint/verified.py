@@ -10,10 +10,14 @@ import gc
 import hashlib
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 from jaxscale.checkpoint.file_kinds import check_kinds
 from jaxscale.checkpoint.late_messages import drop_late_messages
@@ -23,6 +27,7 @@ from jaxscale.records.processes import call_on_all
 from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import whole_number
 
+_DTYPE_NAME = re.compile(r"[a-z]{3,16}[a-z0-9_]{0,16}")
 MAX_DIMS = 64
 """Most dims of an array, as in numpy."""
 FORMAT = 1
@@ -234,20 +239,26 @@ def _are_array_facts(facts: Any) -> bool:
     if not (isinstance(facts, list) and len(facts) == 4 and isinstance(facts[0], list) and len(facts[0]) <= MAX_DIMS):
         return False
     numbers = [*facts[0], *facts[2:]]
-    return _is_dtype_name(facts[1]) and all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
+    is_key = isinstance(facts[1], str) and facts[1].startswith("key<")  # of a random generator
+    return (is_key or dtype_of(facts[1]) is not None) and all(
+        type(number) is int and 0 <= number <= MAX_INT64 for number in numbers
+    )
 
 
-def _is_dtype_name(name: Any) -> bool:
-    """Return whether a JSON value is the name of a dtype of numbers, or of keys of a random generator."""
-    import jax.numpy as jnp
+def dtype_of(name: Any) -> np.dtype | None:
+    """Return the dtype of numbers that has a name in a file; `None` if there is none.
 
-    if not isinstance(name, str) or name.startswith("key<"):
-        return isinstance(name, str)
+    Example:
+        >>> dtype_of("bfloat16"), dtype_of("object"), dtype_of("1,")
+        (dtype(bfloat16), None, None)
+    """
+    if not isinstance(name, str) or not _DTYPE_NAME.fullmatch(name):  # numpy evaluates other texts
+        return None
     try:
-        dtype = jnp.dtype(name)
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
     except (TypeError, ValueError):
-        return False
-    return dtype.name == name and dtype.kind not in "OSUMm"
+        return None
+    return dtype if dtype.name == name and dtype.itemsize and dtype.kind not in "OSUMm" else None
 
 
 def is_step_name(name: str) -> bool:

@@ -64,6 +64,8 @@ FOUND: list[tuple[str, int, tuple[str | int, ...], Any]] = [
     ("checkpoint", 0, ("jaxscale", "format"), "1"),
     ("checkpoint", 0, ("jaxscale",), {"format": 1, "step": 4}),
     ("checkpoint", 0, ("jaxscale", "arrays"), 3),
+    ("checkpoint", 0, ("jaxscale", "arrays", "params/a", 1), "1,+"),
+    ("host copy", 0, ("header", "parts", 0, 3), "1,+"),
     ("checkpoint", 0, ("jaxscale", "arrays", "params/a"), 3),
     ("checkpoint", 0, ("jaxscale", "arrays"), {f"a/{name}": [[2], "uint8", 1, 1] for name in ("codes.soft8", "scale")}),
     ("host copy", 0, ("header", "parts"), 3),
