@@ -15,6 +15,7 @@ from jaxscale.optim.update_guard import ZERO_RMS, UpdateGuard
 from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
+from jaxscale.step.host import has_whole_update
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 from tests.plans import grouped
@@ -148,3 +149,9 @@ def test_the_guard_changes_no_bit_of_a_good_run(monkeypatch: pytest.MonkeyPatch)
     guarded = losses()
     monkeypatch.setattr(UpdateGuard, "allows", lambda self, updates, params: jnp.array(True))
     assert losses() == guarded
+
+
+def test_a_fused_kernel_has_no_whole_update() -> None:
+    step = step_of("mesh=1")
+    assert has_whole_update(step.plan, step.update)
+    assert not has_whole_update(step.plan, dataclasses.replace(step.update, fused=lambda *trees: trees[2:0:-1]))
