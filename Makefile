@@ -25,7 +25,7 @@ help:
 	@echo "make docs    build docs/ into docs/build, strictly: a broken link is an error"
 	@echo "make setup   only set up $(VENV)"
 	@echo "make setup-aot  $(VENV)-aot beside it, with the compilers of TPUs and GPUs that are not here (about 1 GB)"
-	@echo "make fuzz    fuzz every reader of files in $(VENV)-fuzz, for 70 minutes (ARGS=--tiny for 5; Linux alone)"
+	@echo "make fuzz    fuzz every reader of files, up to 10 minutes each (ARGS=--tiny for a look); sets up $(VENV)-fuzz, Linux alone"
 	@echo "make lock    rewrite requirements/*.txt              (needs uv)"
 	@echo "make clean   remove $(VENV), $(VENV)-aot, $(VENV)-docs and $(VENV)-fuzz"
 

@@ -3,10 +3,11 @@
     python experiments/faults.py                                all parts, with their full counts
     python experiments/faults.py --part kills --count 20        a piece: 20 kills
     python experiments/faults.py --part kills --only DiLoCo --seed 3
+    python experiments/faults.py --part fuzz --only plan.json   a reader of files under Atheris (jaxscale[fuzz])
 
 Each part runs in a process of its own. The seed changes every day and is printed; a case that fails prints the command
 that repeats it, and the exit code is then 1. The last line is a JSON object. A kill takes 10 to 15 seconds on a busy
-machine of two cores, twins included.
+machine of two cores, twins included; a reader is fuzzed for up to 10 minutes.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from typing import Any
 
 PARTS: dict[str, tuple[str, str, int, int]] = {
     "kills": ("kills", "run_kills", 200, 2),
+    "files": ("damage", "run_damage", 600, 6),
+    "disk": ("disk", "run_disk", 40, 3),
     "long": ("long_run", "run_long", 20_000, 2_000),
     "fuzz": ("fuzz", "run_fuzz", 100_000, 500),
     "values": ("values", "run_values", 10_000, 100),

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxscale.values.limits import MAX_INT64
+from jaxscale.values.limits import MAX_INT64, MAX_RECORD_BYTES
+from jaxscale.values.read_files import read_bytes
 
 FOLDER_VARIABLE = "JAXSCALE_HEARTBEATS"
 """The environment variable that names the folder of the heartbeat files; a watchdog sets it."""
@@ -227,8 +228,8 @@ def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
     """Return the heartbeats in a folder by rank; torn files, misnamed ones and those that vanish are left out."""
     heartbeats: dict[int, Heartbeat] = {}
     for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            heartbeat = Heartbeat.parse(path.read_text())
+        with contextlib.suppress(OSError, ValueError):  # UserError and UnicodeDecodeError are ValueErrors
+            heartbeat = Heartbeat.parse(read_bytes(path, MAX_RECORD_BYTES).decode())
             if heartbeat is not None and path.name == heartbeat_file(folder, heartbeat.rank).name:
                 heartbeats[heartbeat.rank] = heartbeat
     return heartbeats

@@ -37,7 +37,7 @@ SECONDS = 600
 MEMORY_MB = 2048
 INPUT_SECONDS = 10
 MAX_INPUT_BYTES = 65_536
-PLANTED_RUNS = 20_000
+PLANTED_RUNS = 50_000
 """Runs in which a planted fault must be found."""
 RESULT, INPUT = "result.json", "input"
 
@@ -176,6 +176,7 @@ def _fuzz(name: str, out: Path, work: Path, count: int, seed: int, planted: str)
         "rss_limit_mb": MEMORY_MB,
         "timeout": INPUT_SECONDS,
         "max_len": MAX_INPUT_BYTES,
+        "mutate_depth": 1,
         "len_control": 0,
         "seed": seed % 2**31 or 1,
         "artifact_prefix": f"{out}{os.sep}",

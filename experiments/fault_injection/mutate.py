@@ -150,7 +150,7 @@ def mutated(data: bytes, form: Form, words: Sequence[str], rng: random.Random) -
         return with_changed_bytes(data, rng)
     try:
         root = [form.parse(data)]  # in a list, so that the whole value can be replaced, too
-        for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
+        for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
             _change(root, words, rng)
         return form.build(root[0])
     except (

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from fault_injection import mutate
 from fault_injection.mutate import Form, dumps
@@ -139,6 +140,26 @@ def _prepare_config(folder: Path) -> Prepared:
     older |= {"max_position_embeddings": 16, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
     path = folder / "config.json"
     return written(path, lambda: read_config(folder, dropout=0.0)), [dumps(config) for config in (*configs, older)]
+
+
+def _prepare_weights(folder: Path) -> Prepared:
+    import numpy as np
+
+    from jaxscale.models import huggingface_tensors
+    from jaxscale.models.decoder import Decoder
+    from jaxscale.models.huggingface import load, save
+    from jaxscale.models.safetensors_folder import SINGLE
+
+    model = Decoder(vocab=8, context=4, layers=2, embed=4, heads=2, mlp=4, scaled_init=False)
+    shapes = huggingface_tensors._param_shapes(model)
+    save(folder / "model", model, {path: np.zeros(shape, np.float32) for path, shape in shapes.items()})
+    path = folder / "model" / SINGLE
+
+    def read() -> None:
+        with mock.patch.object(huggingface_tensors, "_param_shapes", return_value=shapes):  # config.json stays as it is
+            load(path.parent)
+
+    return written(path, read), [path.read_bytes()]
 
 
 def _tokenizer_files() -> list[Any]:
@@ -346,6 +367,7 @@ TARGETS = (
     ),
     Target("safetensors index", mutate.JSON, _prepare_index, ("..", "model.safetensors")),
     Target("config.json", mutate.JSON, _prepare_config, ("type", "layer_types", "sliding_attention", "rope_type")),
+    Target("weights", mutate.SAFETENSORS, _prepare_weights, ("F16", "I32", "lm_head.weight", "model.norm.bias")),
     Target("tokenizer.json", mutate.JSON, _prepare_tokenizer),
     Target("tokenizer of a run", mutate.JSON, _prepare_run_tokenizer),
     Target("chats", mutate.LINES, _prepare_documents),

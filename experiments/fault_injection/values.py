@@ -119,7 +119,6 @@ def by_json(chance: random.Random, folder: Path) -> tuple[str, Callable[[], Any]
 def change_json(data: Any, picks: random.Random) -> None:
     """Change one place of JSON: another value, another key, or none."""
     holder = data
-    keys: list[Any] = []
     key: Any = None
     while True:
         keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))

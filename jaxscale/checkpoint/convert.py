@@ -13,6 +13,7 @@ from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import UserError
 from jaxscale.records import directory as run_files
 from jaxscale.records.storage import check_location, is_remote, run_path
+from jaxscale.records.sums import write_sums
 
 
 def convert_state(run: Any, moments: Any, out: Any = None) -> str:
@@ -60,6 +61,7 @@ def convert_state(run: Any, moments: Any, out: Any = None) -> str:
             shutil.copytree(run_folder / "source", new_folder / "source")
         if (run_folder / TOKENIZER).exists():
             shutil.copy(run_folder / TOKENIZER, new_folder / TOKENIZER)
+        write_sums(new_folder)
     Checkpoints(new_folder / run_files.CHECKPOINTS).save_arrays(restored.arrays, restored.description, wait=True)
     conversion_lines = restored.converted or (f"the optimizer state was already {moments}",)
     return "\n".join([*conversion_lines, f"step {restored.description.step} is in {new_folder}"])

@@ -5,13 +5,17 @@ the run's model and precision.
 """
 
 import dataclasses
+import sys
 from typing import Any
 
 from jaxscale.checkpoint.store import Checkpoints, Description, Restored
+from jaxscale.checkpoint.verified import DamagedError
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records import directory as run_files
 from jaxscale.records.storage import run_path, write_whole
+from jaxscale.records.sums import check_sums
+from jaxscale.values.read_files import read_bytes
 
 TOKENIZER = "tokenizer.json"
 """Name of the file that stores the tokenizer of a run's data, so that the model can be used without the data."""
@@ -45,10 +49,11 @@ def read_tokenizer(directory: Any) -> Any:
     path = run_path(directory) / TOKENIZER
     if not path.exists():
         return None
+    check_sums(directory, TOKENIZER)
     from jaxscale.data.tokenizer import from_json
 
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(read_bytes(path).decode("utf-8"))
     except (LookupError, TypeError, ValueError) as error:  # UserError is a ValueError
         raise UserError(
             f"{path} is not the tokenizer of a run ({error}): restore the file from a copy, or continue the run for a "
@@ -62,6 +67,21 @@ def write_tokenizer(directory: Any, tokenizer: Any) -> None:
         write_whole(run_path(directory) / TOKENIZER, tokenizer.to_json())
 
 
+def _report(message: str) -> None:
+    """Report to the user that a damaged checkpoint is passed over, apart from what a command prints."""
+    print(f"jaxscale: {message}", file=sys.stderr, flush=True)
+
+
+def _best_step(checkpoints: Checkpoints) -> int | None:
+    """Return the step of the best checkpoint, and report those whose descriptions, and so their losses, are damaged."""
+    for step in checkpoints.steps():
+        try:
+            checkpoints.describe(step)
+        except DamagedError as error:
+            _report(f"checkpoint of step {step} is damaged and skipped: {error}")
+    return checkpoints.best()
+
+
 def restore_newest(directory: Any, step: Any) -> Restored:
     """Restore a run's newest undamaged checkpoint, with the optimizer state.
 
@@ -72,9 +92,8 @@ def restore_newest(directory: Any, step: Any) -> Restored:
     Raises:
         UserError: the run has no checkpoint, or every checkpoint is damaged.
     """
-    restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore_arrays(
-        step.canonical_abstract()
-    )
+    checkpoints = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False)
+    restored = checkpoints.restore_arrays(step.canonical_abstract(), say=_report)
     if restored is None:
         raise UserError(f"{directory} has no checkpoint yet: continue the run until its first save")
     return restored
@@ -107,7 +126,7 @@ def restore_parameters(
 
         experiment = load_experiment(folder)
     checkpoints = Checkpoints(folder / run_files.CHECKPOINTS, write=False)
-    checkpoint_step = checkpoints.best() if best else None
+    checkpoint_step = _best_step(checkpoints) if best else None
     if not checkpoints.steps() or (best and checkpoint_step is None):
         loss_text = "with a held-out loss " if best and checkpoints.steps() else ""
         raise UserError(f"{folder} has no checkpoint {loss_text}yet: continue the run until its first save")
@@ -117,7 +136,7 @@ def restore_parameters(
     abstract_trained = {
         name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest", "ema")
     }
-    restored = checkpoints.restore_arrays(abstract_trained, step=checkpoint_step)
+    restored = checkpoints.restore_arrays(abstract_trained, step=checkpoint_step, say=_report)
     assert restored is not None
     abstract_unread = {name: leaf for name, leaf in abstract_leaves.items() if name not in abstract_trained}
     zero_arrays = jax.jit(

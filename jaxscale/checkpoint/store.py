@@ -14,7 +14,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxscale.checkpoint.file_kinds import remove
 from jaxscale.checkpoint.host_copies import HostCopies, forget_copies
+from jaxscale.checkpoint.late_messages import drop_late_messages
 from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
 from jaxscale.checkpoint.verified import (
     FORMAT,
@@ -230,6 +232,7 @@ class Checkpoints:
         array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
         logging.getLogger("absl").addFilter(_is_not_about_save)  # adding it again changes nothing
+        drop_late_messages()
         with self._explain_disk_errors():
             metadata = {"jaxscale": content, "sha256": digest(content)}
             checkpoint_path = self._folder(description.step)
@@ -380,7 +383,7 @@ class Checkpoints:
             steps_to_keep.add(self.best() or 0)
         for step in steps:
             if step not in steps_to_keep:
-                self._folder(step).rmtree(missing_ok=True)
+                remove(self._folder(step))
                 self._descriptions.pop(step, None)
 
     def _remove_partial(self) -> None:
@@ -397,11 +400,28 @@ class Checkpoints:
         if damaged_steps and is_first():
             for step in damaged_steps:
                 new_path = self.folder / f"{self._folder(step).name}.damaged"
-                if new_path.exists():
-                    new_path.rmtree()
+                remove(new_path)
                 self._folder(step).rename(new_path)
         if damaged_steps:
             wait_for_all("damaged checkpoints are aside")
+
+    def put_newer_aside(self, step: int) -> list[str]:
+        """Rename the checkpoints of later steps to STEP.aside, so that they are not read; return their new names.
+
+        A name in use gets a number: STEP.aside-2. Names are returned on the first process only.
+        """
+        new_names: list[str] = []
+        if is_first():
+            with self._explain_disk_errors():
+                for newer_step in reversed([saved_step for saved_step in self.steps() if saved_step > step]):
+                    path, number = self._folder(newer_step), 1
+                    while (new_path := self.folder / f"{path.name}.aside{f'-{number}' * (number > 1)}").exists():
+                        number += 1
+                    path.rename(new_path)
+                    new_names.insert(0, new_path.name)
+        wait_for_all("newer checkpoints are aside")
+        self._descriptions = {s: description for s, description in self._descriptions.items() if s <= step}
+        return new_names
 
     def _folder(self, step: int) -> Any:
         """Return the path of a step's checkpoint, whether or not it exists."""

@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxscale.checkpoint.file_kinds import check_kinds
+from jaxscale.checkpoint.late_messages import drop_late_messages
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
 from jaxscale.errors import UserError
 from jaxscale.records.processes import call_on_all
@@ -108,8 +110,8 @@ def restore_silently(path: Any, abstract_leaves: Mapping[str, Any]) -> tuple[Res
         except DamagedError as error:
             reason = str(error)
         gc.collect()  # end abandoned reads now, while their messages are dropped
-        logging.getLogger("asyncio").addFilter(_is_not_abandoned)  # reads in other threads end later
-        return None, reason
+    drop_late_messages()  # reads in other threads end later
+    return None, reason
 
 
 def _restore(path: Any, abstract_leaves: Mapping[str, Any]) -> Restored:
@@ -179,8 +181,12 @@ def read_content(path: Any) -> dict[str, Any]:
     """
     from orbax.checkpoint import v1 as ocp
 
-    if not (path / COMMITTED).exists():
-        raise DamagedError(f"{path} has no {COMMITTED}: the checkpoint is incomplete")
+    try:
+        if not (path / COMMITTED).exists():
+            raise DamagedError(f"{path} has no {COMMITTED}: the checkpoint is incomplete")
+        check_kinds(path)
+    except (OSError, UserError) as error:
+        raise DamagedError(f"it cannot be read: {error}") from error
     try:
         with _silence_orbax(), _single_process_context(), local_copy(path, with_arrays=False) as readable_path:
             metadata: Any = ocp.metadata(readable_path).custom_metadata
@@ -245,13 +251,14 @@ def _is_dtype_name(name: Any) -> bool:
 
 
 def is_step_name(name: str) -> bool:
-    """Return whether the name of a folder is that of a checkpoint: the digits 0 to 9 alone, at most 18 of them.
+    """Return whether the name of a folder is that of a checkpoint: 8 digits, or more for a larger number.
 
     Example:
-        >>> is_step_name("00000500"), is_step_name("00000500.damaged"), is_step_name("\\N{SUPERSCRIPT TWO}")
-        (True, False, False)
+        >>> [is_step_name(name) for name in ("00000500", "500", "00000500.damaged", "\\N{SUPERSCRIPT TWO}")]
+        [True, False, False, False]
     """
-    return whole_number(name) is not None
+    step = whole_number(name)
+    return step is not None and name == f"{step:08d}"
 
 
 def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
@@ -352,8 +359,3 @@ def _single_process_context() -> Any:
     context.multiprocessing.active_processes = {process_index}
     context.multiprocessing.barrier_sync_key_prefix = f"process_{process_index}"
     return context
-
-
-def _is_not_abandoned(record: Any) -> bool:
-    """Return whether to log a record; records about failed reads whose errors were never retrieved are dropped."""
-    return "never retrieved" not in record.getMessage()

@@ -19,8 +19,8 @@ from jaxscale.values.read_files import whole_number
 HELP = ("-h", "--help")
 LONG_FLAG = {"-o": "--out"}
 """The long flag for each flag of one letter."""
-FIELD_OF_GROUP = {"optimizer": "optimizer.name"}
-"""The field that a flag with the name of a group of fields sets: `--optimizer muon` sets `optimizer.name`."""
+FIELD_OF_FLAG = {"optimizer": "optimizer.name", "from": "from_step"}
+"""The field that a flag of another name sets: `--optimizer muon` sets `optimizer.name`; `from` is a keyword."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def read(argv: Sequence[str]) -> Arguments:
         else:
             flag, separator, text = word[2:].partition("=")
             field_path = flag.replace("-", "_")
-            field_path = FIELD_OF_GROUP.get(field_path, field_path) if has_experiment_fields else field_path
+            field_path = FIELD_OF_FLAG.get(field_path, field_path) if has_experiment_fields else field_path
             is_field = has_experiment_fields and "." in field_path
             if field_path not in flag_types and not is_field:
                 hint = (

@@ -22,8 +22,8 @@ class Train:
     (jaxscale train FILE --help lists them, with their defaults).
 
     Exit codes: 0 done, 2 a mistake in the arguments, 4 the loss diverged,
-    6 done, but with more than a tenth of the steps skipped, 75 interrupted
-    and saved, 130 interrupted with nothing to save, 1 a crash.
+    6 done, but more than a tenth of the steps were skipped,
+    75 interrupted and saved, 130 interrupted with nothing to save, 1 a crash.
 
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.
@@ -32,6 +32,8 @@ class Train:
         plan_file: plan.json file to take the plan from.
         resume: with auto, the run in the directory is continued; steps, evaluation, samples, checkpoint and plan may
             differ from those of the run. With never, that directory is renamed, and a new run starts.
+        from_step: step of a checkpoint to return to, as in --from 1500; learning rate and guard may then change, and
+            newer checkpoints are renamed. The same command again continues the run.
         log_every: number of steps per line of the log.
         profile: steps to trace; 10:13 traces the steps 10, 11 and 12.
         steps: number of updates. The learning rate's schedule ends with the last update, so another number changes the
@@ -47,6 +49,7 @@ class Train:
     out: str | None = flag("DIR", "runs/NAME")
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
     resume: Literal["auto", "never"] = "auto"
+    from_step: str | None = flag("STEP", "the newest")
     log_every: int = 1
     profile: str | None = flag("FIRST:STOP", "no steps")
     steps: int | None = flag("INT", "the experiment's")
@@ -68,6 +71,7 @@ class Train:
             out=run_dir,
             limit=self.limit,
             resume=self.resume,
+            from_step=self.from_step,
             log_every=self.log_every,
             profile=self.profile,
             source=source,
@@ -79,6 +83,10 @@ class Train:
         _check_command(self)
         if self.log_every < 1:
             raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
+        if self.from_step is not None and self.resume == "never":
+            raise UserError(
+                f"--from {self.from_step} with --resume never, which starts a new run: leave one of them out"
+            )
         if self.profile is not None:
             from jaxscale.training.profile import ProfileRange
 

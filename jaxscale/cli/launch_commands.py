@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxscale.cli.experiment_commands import Train, load_experiment
 from jaxscale.cli.flags import flag, rest, word
 from jaxscale.errors import UserError
-from jaxscale.records.storage import check_location
+from jaxscale.records.storage import BUCKET_SCHEMES, check_location, is_remote
 from jaxscale.values import spell
 from jaxscale.values.limits import MAX_LOCAL_PROCESSES
 from jaxscale.values.read_files import is_folder
@@ -59,7 +59,7 @@ class Launch(Train):
         default_name = "-".join(filter(None, (experiment.name, self.variant)))
         run_dir = cluster.run_dir(default_name) if self.out is None else self.out
         if not self.dry_run:
-            prepare_directory(run_dir, experiment, self.resume)
+            prepare_directory(run_dir, experiment, self.resume, is_returning=self.from_step is not None)
             source.trust()
         command = self.command_line(fields, run_dir)
         return launch(cluster, command, run_dir, self.timeouts, is_dry_run=self.dry_run, elastic=elastic)
@@ -187,7 +187,7 @@ class StopRun:
 
 def _check_local_run(run_dir: str) -> None:
     """Raise UserError if there is no such local directory."""
-    if "://" in run_dir:
+    if is_remote(run_dir) and run_dir.partition("://")[0] in BUCKET_SCHEMES:
         raise UserError(f"{run_dir} is in a bucket, where runs write no heartbeats: see the logs of the scheduler")
     check_location(run_dir)
     if not is_folder(run_dir):

@@ -7,6 +7,7 @@ of the output, such as `head`, ended first. Any other error is a crash, exit cod
 user's code, else with a traceback.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -19,7 +20,8 @@ from jaxscale import heartbeat
 from jaxscale.cli import arguments, user_code
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
-from jaxscale.errors import CRASHED, EXIT_CODES, PREEMPTED, STOP_CODES, Preempted
+from jaxscale.errors import CRASHED, EXIT_CODES, MISTAKE, PREEMPTED, STOP_CODES, Preempted
+from jaxscale.records.directory import explain_file_errors, is_disk_full
 
 UNREAD = 141
 
@@ -83,6 +85,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return code
     except Exception as error:
         heartbeat.fail(error)
+        if is_disk_full(error):
+            return _end_on_full_disk(error)
         user_code_report = user_code.report(error)
         if user_code_report is None:
             raise
@@ -94,6 +98,19 @@ def _main(argv: Sequence[str] | None) -> int:
         warnings.formatwarning = previous_formatter
 
 
+def _end_on_full_disk(error: Any) -> int:
+    """Report a full disk, which may hold the output too, and return the exit code."""
+    with contextlib.suppress(OSError):
+        path = error.filename or "the output"
+        print(f"jaxscale: cannot write {path}: {error.strerror}. Free some space, and start again", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):  # so that Python's exit does not write what is left
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return MISTAKE
+
+
 def _run(parsed_line: arguments.Arguments) -> int:
     """Show the help or run the subcommand, and return the exit code."""
     if parsed_line.is_help:
@@ -101,7 +118,9 @@ def _run(parsed_line: arguments.Arguments) -> int:
         return 0
     assert parsed_line.command is not None
     command = COMMANDS[parsed_line.command](**parsed_line.values)
-    return (command.run(parsed_line.fields) if isinstance(command, TAKES_FIELDS) else command.run()) or 0
+    run_dir = getattr(command, "run_dir", None)
+    with contextlib.nullcontext() if run_dir is None else explain_file_errors(run_dir):
+        return (command.run(parsed_line.fields) if isinstance(command, TAKES_FIELDS) else command.run()) or 0
 
 
 def _show_help(parsed_line: arguments.Arguments) -> None:

@@ -16,8 +16,9 @@ import pathlib
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,11 +27,14 @@ from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Encoded, Tokenizer, fingerprint
 from jaxscale.errors import UserError
 from jaxscale.values.limits import MAX_INT64
-from jaxscale.values.read_files import parse_json, read_bytes
+from jaxscale.values.read_files import check_regular, is_regular, parse_json, read_bytes
 
-_VERSION = 1
+_VERSION = 2
 """Version of the entries' format."""
 SPLITS = ("train", "held_out")
+FACTS = "facts.json"
+MAX_CHECKED_BYTES = 1 << 30
+"""Largest file that is read to compare its checksum at each start, which takes about a second."""
 _DTYPES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
 """Largest size of a vocabulary whose ids have a type, by the name of the type."""
 
@@ -123,7 +127,11 @@ def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
     Unfinished drafts of the entry that killed processes have left behind are removed.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(folder / f"{key}.lock", "w") as lock_file:
+    lock_path = folder / f"{key}.lock"
+    with contextlib.suppress(OSError):
+        if os.path.lexists(lock_path) and (lock_path.is_symlink() or not is_regular(lock_path)):
+            _remove(lock_path)  # it was damaged: opening a pipe would wait without end
+    with open(lock_path, "w") as lock_file:
         with contextlib.suppress(OSError):
             fcntl.flock(lock_file, fcntl.LOCK_EX)
         for draft in folder.glob(f".{key}.*"):  # left by a killed process; no write takes a day
@@ -137,9 +145,10 @@ def _write(folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenize
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
     try:
         facts = _encode(draft, files, tokenizer, recipe)
-        (draft / "facts.json").write_text(json.dumps({**facts, "hash": key}))
-        if (folder / key).exists():  # it is not readable, since `_load` returned None
-            shutil.rmtree(folder / key, ignore_errors=True)
+        facts = json.loads(json.dumps({**facts, "hash": key}))
+        (draft / FACTS).write_text(json.dumps({**facts, "sha256": _digest(facts)}))
+        if os.path.lexists(folder / key):  # it is not readable, since `_load` returned None
+            _remove(folder / key)
         with contextlib.suppress(FileExistsError):  # another process finished first, with the same content
             try:
                 os.rename(draft, folder / key)
@@ -149,6 +158,15 @@ def _write(folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenize
                 raise FileExistsError from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove(entry_folder: pathlib.Path) -> None:
+    """Remove a folder, or the file or link in its place, as far as possible."""
+    if entry_folder.is_dir() and not entry_folder.is_symlink():
+        shutil.rmtree(entry_folder, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            entry_folder.unlink()
 
 
 def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> dict[str, Any]:
@@ -182,6 +200,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
     facts.update(dtype=dtype.name, masked=recipe.is_masked, vocabulary=tokenizer.size)
     for name, writer in zip(SPLITS, writers, strict=True):
         facts[name] = {"tokens": writer.token_count, "documents": len(writer.document_starts)}
+        facts[name]["crc32"] = writer.crc32
     return facts
 
 
@@ -197,10 +216,12 @@ class _Writer:
     Attributes:
         token_count: number of tokens written so far.
         document_starts: index of the first token of each document so far.
+        crc32: checksum of the bytes written so far, by the suffix of the file.
     """
 
     def __init__(self, draft: pathlib.Path, name: str, dtype: np.dtype, has_weights: bool) -> None:
         self.token_count = 0
+        self.crc32 = {"ids": 0, "learned": 0, "starts": 0}
         self.document_starts: list[int] = []
         self._dtype = dtype
         self._starts_path = draft / f"{name}.starts"
@@ -219,12 +240,19 @@ class _Writer:
             is_document_start: [parts] 0 or 1, whether the part is the first one of a document.
         """
         lengths = encoded.lengths[is_in_split]
-        self._ids_file.write(encoded.ids[np.repeat(is_in_split, encoded.lengths)].astype(self._dtype).tobytes())
+        ids = encoded.ids[np.repeat(is_in_split, encoded.lengths)].astype(self._dtype)
+        self._write("ids", self._ids_file, ids)
         if self._learned_file is not None:
-            self._learned_file.write(np.repeat(is_learned[is_in_split].astype(np.bool_), lengths).tobytes())
+            self._write("learned", self._learned_file, np.repeat(is_learned[is_in_split].astype(np.bool_), lengths))
         part_starts = self.token_count + np.cumsum(lengths) - lengths
         self.document_starts += part_starts[is_document_start[is_in_split].astype(np.bool_)].tolist()
         self.token_count += int(lengths.sum())
+
+    def _write(self, suffix: str, file: BinaryIO, array: np.ndarray) -> None:
+        """Append an array to a file, and its bytes to the file's checksum."""
+        data = array.tobytes()
+        file.write(data)
+        self.crc32[suffix] = zlib.crc32(data, self.crc32[suffix])
 
     def __enter__(self) -> "_Writer":
         return self
@@ -233,33 +261,45 @@ class _Writer:
         self._ids_file.close()
         if self._learned_file is not None:
             self._learned_file.close()
-        self._starts_path.write_bytes(np.array([*self.document_starts, self.token_count], np.int64).tobytes())
+        with self._starts_path.open("wb") as starts_file:
+            self._write("starts", starts_file, np.array([*self.document_starts, self.token_count], np.int64))
 
 
 def _load(entry_folder: pathlib.Path) -> Corpus | None:
-    """Return an entry of the cache; `None` if it is missing or damaged: a file's length contradicts its facts."""
+    """Return an entry of the cache; `None` if it is missing, or a file has another length or checksum than written."""
     try:
-        facts = parse_json(read_bytes(entry_folder / "facts.json"), "the file")
-        if not _are_facts(facts, entry_folder.name):
+        facts = parse_json(read_bytes(entry_folder / FACTS), FACTS)
+        if not _are_facts(facts, entry_folder.name) or facts.pop("sha256", "") != _digest(facts):
             return None
         dtype = np.dtype(facts["dtype"])
         splits = []
         for name in SPLITS:
             token_count, document_count = facts[name]["tokens"], facts[name]["documents"]
-            ids = _map_array(entry_folder / f"{name}.ids", dtype, token_count)
+            sums = facts[name]["crc32"]
+            ids = _map_array(entry_folder / f"{name}.ids", dtype, token_count, sums["ids"])
             is_learned = None
             if facts["masked"]:
-                is_learned = _map_array(entry_folder / f"{name}.learned", np.dtype(bool), token_count)
-            document_starts = _map_array(entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1)
+                is_learned = _map_array(entry_folder / f"{name}.learned", np.dtype(bool), token_count, sums["learned"])
+            document_starts = _map_array(
+                entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1, sums["starts"]
+            )
             splits.append(Tokens(ids, is_learned, document_starts))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # UserError is a ValueError
         return None
     return Corpus(splits[0], splits[1], {**facts, "cache": str(entry_folder)})
+
+
+def _digest(facts: Any) -> str:
+    """Return the SHA-256 of facts in JSON, in hexadecimal."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _are_facts(facts: Any, key: str) -> bool:
     """Return whether JSON values are the facts of the entry `key`, with every number that is read from them."""
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), dict) for name in SPLITS):
+        return False
+    sums = [facts[name].get("crc32") for name in SPLITS]
+    if not all(isinstance(each, dict) and set(each) == {"ids", "learned", "starts"} for each in sums):
         return False
     counts = [facts.get(name) for name in ("files", "bytes", "characters", "documents", "marked")]
     counts += [facts[name].get(count_name) for name in SPLITS for count_name in ("tokens", "documents")]
@@ -271,18 +311,22 @@ def _are_facts(facts: Any, key: str) -> bool:
     )
 
 
-def _map_array(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
+def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> np.ndarray:
     """Map the array in a file into memory.
 
     Raises:
-        ValueError: the file does not hold exactly `length` elements.
+        ValueError: the file does not hold exactly `length` elements, or has at most `MAX_CHECKED_BYTES` and another
+            checksum.
     """
-    if path.stat().st_size != length * dtype.itemsize:
+    if check_regular(path) != length * dtype.itemsize:
         raise ValueError(f"{path} does not hold {length} elements of {dtype}")
     if length == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     # a plain array over the mapping, because indexing numpy's memmap class takes several times as long
-    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
+    array = np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
+    if array.nbytes <= MAX_CHECKED_BYTES and zlib.crc32(array.data.cast("B")) != crc32:
+        raise ValueError(f"{path} has another checksum than when it was written")
+    return array
 
 
 def _describe_files(files: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from jaxscale.data.documents import has_half_characters
 from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate_ids
 from jaxscale.errors import UserError, unknown
 from jaxscale.values.limits import MAX_INT32, check_at_most
-from jaxscale.values.read_files import parse_json
+from jaxscale.values.read_files import parse_json, read_bytes
 
 KINDS = ("byte", "char")
 """The tokenizers that need no file."""
@@ -374,10 +374,10 @@ def load(path: str) -> Subwords:
     """Read the tokenizer of a `tokenizer.json` file.
 
     Raises:
-        UserError: the file is missing, or does not hold a tokenizer.
+        UserError: the file is missing or too large, or does not hold a tokenizer.
     """
     (file,) = source.find_files((path,))
-    tokenizer = Subwords(source.decode(source.read(file), file))
+    tokenizer = Subwords(source.decode(read_bytes(source.path_object(file)), file))
     try:
         size = tokenizer.size
     except UserError as error:

@@ -31,8 +31,9 @@ def decide(attempts: Sequence[Attempt]) -> NextStep:
     """Return what follows the last one of a launch's attempts.
 
     A run that was stopped by a signal is started again, and this does not count. A mistake, a loss that diverged and a
-    finished run, even one with many skipped steps, are final. Other failures count: three in a row at the same step, or five in a row that never got
-    beyond an earlier one, end the launch with code 5. The delay doubles with each failure without progress.
+    finished run, even one with many skipped steps, are final. Other failures count: three in a row at the same step, or
+    five in a row that never got beyond an earlier one, end the launch with code 5. The delay doubles with each failure
+    without progress.
 
     Args:
         attempts: the attempts of the launch, at least one.

@@ -102,7 +102,7 @@ def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic |
     return Elastic(sizes(experiment), count)
 
 
-def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
+def prepare_directory(run_dir: str, experiment: Any, resume: str, *, is_returning: bool = False) -> None:
     """Check the directory of a run before its launch; with `resume` "never", rename an earlier run there.
 
     Raises:
@@ -119,7 +119,7 @@ def prepare_directory(run_dir: str, experiment: Any, resume: str) -> None:
     if resume == "never" and (path / run_files.EXPERIMENT).exists():
         with run_files.lock_run(path):
             print(f"the earlier run in {path} is now in {run_files.set_aside(path)}")
-    run_files.check_same_experiment(run_dir, experiment)
+    run_files.check_same_experiment(run_dir, experiment, is_returning=is_returning)
 
 
 def launch(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxscale.errors import UserError
 from jaxscale.values import from_json
-from jaxscale.values.read_files import parse_json
+from jaxscale.values.read_files import check_own_file, parse_json, read_bytes
 
 FILE = "attempts.jsonl"
 
@@ -40,8 +40,8 @@ class Attempt:
 def read_attempts(folder: Path) -> list[Attempt]:
     """Return the attempts of a run, the earliest first; torn and damaged lines are left out."""
     attempts: list[Attempt] = []
-    with contextlib.suppress(OSError):
-        for line in (folder / FILE).read_bytes().split(b"\n"):
+    with contextlib.suppress(OSError, UserError):
+        for line in read_bytes(folder / FILE).split(b"\n"):
             with contextlib.suppress(UserError):
                 attempts.append(from_json(Attempt, parse_json(line, "the line")))
     return attempts
@@ -49,5 +49,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Append an attempt that has ended; a full disk must not keep the run from its next attempt."""
-    with contextlib.suppress(OSError), (folder / FILE).open("a") as file:
-        file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")
+    with contextlib.suppress(OSError, UserError):
+        check_own_file(folder / FILE)
+        with (folder / FILE).open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")

@@ -2,6 +2,7 @@
 
 experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
+returns.json                  the returns to an earlier checkpoint, with the settings that changed
 memory.json                   what the plan's memory rule chose for each block, as read by `--plan.memory file:PATH`
 metrics.jsonl tensorboard/    the measurements
 checkpoints/                  the saved train states
@@ -11,16 +12,18 @@ lock                          names the process that writes to the run, which lo
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.records.storage import check_location, is_remote, run_path, write_whole
+from jaxscale.values.read_files import check_own_file, whole_number
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -31,6 +34,10 @@ PROCESSES = "processes"
 
 MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 """Fields of an experiment that may change when a run is continued."""
+MAY_CHANGE_ON_RETURN = (
+    "guard", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup", "optimizer.schedule",
+)  # fmt: skip
+"""Fields that may change, too, when a run returns to a checkpoint; no array of the train state depends on them."""
 
 
 def default_directory(experiment: "Experiment") -> Path:
@@ -59,7 +66,8 @@ def lock_run(directory: Any) -> Iterator[None]:
         if is_remote(path):
             yield
             return
-        lock_file = (path / LOCK).open("a+")
+        check_own_file(path / LOCK)
+        lock_file = (path / LOCK).open("ab+", buffering=0)
     with lock_file:
         try:
             import fcntl
@@ -69,14 +77,13 @@ def lock_run(directory: Any) -> Iterator[None]:
             pass  # Windows has no such locks
         except OSError:
             lock_file.seek(0)
+            owner = lock_file.read(1000).decode(errors="replace").strip() or "another process"
             raise UserError(
-                f"{path} is in use by {lock_file.read().strip() or 'another process'}: wait until that run ends, "
-                "or choose another directory with --out"
+                f"{path} is in use by {owner}: wait until that run ends, or choose another directory with --out"
             ) from None
-        lock_file.seek(0)
-        lock_file.truncate()
-        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock_file.flush()
+        with explain_write_errors(path / LOCK):
+            lock_file.truncate(0)
+            lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
 
 
@@ -106,9 +113,44 @@ def explain_write_errors(directory: Any) -> Iterator[None]:
     except OSError as error:
         path = error.filename or directory
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}. Earlier checkpoints are intact. Free some space, "
+            f"cannot write {path}: {error.strerror or error}. Earlier checkpoints are intact. {_remedy(error)}, "
             "or choose another directory with --out, and start again"
         ) from error
+
+
+@contextlib.contextmanager
+def explain_file_errors(directory: Any) -> Iterator[None]:
+    """Turn an OSError about a file of a run directory inside the context into a UserError.
+
+    Such an error, as about a file that may not be read or a link to itself, is never a fault of the program.
+
+    Args:
+        directory: the run directory.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder, name = os.fspath(directory), error.filename
+        if not isinstance(name, str) or not os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep):
+            raise
+        raise UserError(
+            f"cannot use {name}: {error.strerror or error}. {_remedy(error)}, or restore it from a copy"
+        ) from error
+
+
+def _remedy(error: OSError) -> str:
+    """Return what to do about an error of a file."""
+    return "Free some space" if is_disk_full(error) else "Check that you may read and write there, or move it away"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error reports a full disk, a quota that is used up, or a file that may not grow.
+
+    Example:
+        >>> is_disk_full(OSError(errno.ENOSPC, "")), is_disk_full(OSError(errno.EACCES, ""))
+        (True, False)
+    """
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def existing_run(directory: Any) -> Any:
@@ -124,34 +166,59 @@ def existing_run(directory: Any) -> Any:
     return path
 
 
-def check_same_experiment(directory: Any, experiment: "Experiment") -> dict[str, Any] | None:
+def check_same_experiment(
+    directory: Any, experiment: "Experiment", *, is_returning: bool = False
+) -> dict[str, Any] | None:
     """Check that a directory holds no run of another experiment, and return the content of experiment.json.
 
     Paths of files, and new fields with their default values, do not count as differences.
+
+    Args:
+        directory: the run directory.
+        experiment: the experiment.
+        is_returning: whether the run returns to a checkpoint, so that the fields in `MAY_CHANGE_ON_RETURN` may differ.
 
     Returns:
         The content of experiment.json; `None` if the directory holds no run.
 
     Raises:
-        UserError: the run's experiment differs in a field that is not in `MAY_CHANGE`, or experiment.json is damaged.
+        UserError: the run's experiment differs in a field that may not change, or experiment.json is damaged.
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
+        checkpoints = run_path(directory) / CHECKPOINTS
+        if checkpoints.is_dir() and any(whole_number(step.name) for step in checkpoints.iterdir()):
+            raise UserError(
+                f"{run_path(directory)} has checkpoints, but no {EXPERIMENT}: restore "
+                "that file from a copy, or choose another directory with --out"
+            )
         return None
     try:
         stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore that file from a copy, or choose another directory with --out") from error
     all_changes = values.changes(experiment, stored_json)
-    changes = [change for change in all_changes if change.path.split(".")[0] not in MAY_CHANGE]
+    changeable = (*MAY_CHANGE, *MAY_CHANGE_ON_RETURN) if is_returning else MAY_CHANGE
+    changes = [change for change in all_changes if not is_within(change.path, changeable)]
     if changes:
         more_text = f"; and {len(changes) - 8} more" if len(changes) > 8 else ""
         raise UserError(
             f"{run_path(directory)} holds a run of another experiment: {'; '.join(map(str, changes[:8]))}{more_text}. "
             "A run that is continued may change only "
-            f"{', '.join(MAY_CHANGE)}. Choose another directory with --out"
+            f"{', '.join(MAY_CHANGE)}, and one that returns to a checkpoint with --from STEP also "
+            f"{', '.join(MAY_CHANGE_ON_RETURN)}. Choose another directory with --out"
         )
     return stored_json
+
+
+def is_within(path: str, paths: Iterable[str]) -> bool:
+    """Return whether a dotted path is one of `paths`, or lies below one.
+
+    Example:
+        >>> is_within("guard.spike", ("guard", "optimizer.warmup")), is_within("optimizer", ("optimizer.warmup",))
+        (True, False)
+    """
+    return any(f"{path}.".startswith(f"{other}.") for other in paths)
 
 
 def set_aside(directory: Any) -> Any:

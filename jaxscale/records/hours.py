@@ -5,13 +5,14 @@ steps since the last checkpoint once more. The parts add up to the time from the
 the time between launches.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.errors import DONE, STOP_CODES
+from jaxscale.errors import DONE, STOP_CODES, UserError
 from jaxscale.heartbeat import heartbeat_file, read_heartbeats
 from jaxscale.records.attempts import Attempt, read_attempts
 from jaxscale.records.directory import heartbeat_folder
@@ -64,13 +65,16 @@ def hours(run_dir: Any) -> Hours | None:
     """Return where the hours of a run went; `None` if nothing is recorded.
 
     Args:
-        run_dir: directory of a run.
+        run_dir: directory of a run. If its metrics.jsonl cannot be read, the attempts alone count.
     """
     folder = heartbeat_folder(run_dir)
     attempts = [] if folder is None else read_attempts(folder)
     if folder is not None and attempts and (running := _running_attempt(folder, attempts[-1])) is not None:
         attempts = [*attempts, running]
-    return hours_of(read_rows(run_dir), attempts)
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError, UserError):
+        rows = read_rows(run_dir)
+    return hours_of(rows, attempts)
 
 
 def _running_attempt(folder: Path, last: Attempt) -> Attempt | None:
@@ -78,7 +82,10 @@ def _running_attempt(folder: Path, last: Attempt) -> Attempt | None:
     beat = read_heartbeats(folder).get(0)
     if beat is None or beat.attempt <= last.number:
         return None
-    end_time = heartbeat_file(folder, 0).stat().st_mtime
+    try:
+        end_time = heartbeat_file(folder, 0).stat().st_mtime
+    except OSError:
+        return None
     seconds_by_phase = dict(beat.seconds_by_phase)
     return Attempt(beat.attempt, last.launch, 0, beat.step, end_time - beat.uptime, end_time, "", seconds_by_phase)
 

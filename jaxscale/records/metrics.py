@@ -5,7 +5,7 @@ digits, so the values that are read are equal in every bit. JSON has no NaN and 
 `nonfinite` holds the value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores the value.
 
 A continued run writes the lines of some steps again. If a step has several lines of one kind, the last line is valid.
-A `resume` event at step n makes all earlier lines for steps after n invalid, except events.
+A `resume` event at step n makes all earlier lines for steps after n invalid, except events other than `skipped`.
 
 The same scalars go to TensorBoard's event files, in the record format of tensorboardX. Hundreds of rows are encoded at
 once, one event per row, because tensorboardX's writer sends each scalar separately through a queue between processes.
@@ -20,9 +20,10 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args, overload
 
+from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
-from jaxscale.values.limits import MAX_INT32
-from jaxscale.values.read_files import parse_json
+from jaxscale.values.limits import MAX_INT32, MAX_LINE_BYTES, MAX_LOG_BYTES
+from jaxscale.values.read_files import check_own_file, check_regular, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +80,7 @@ class MetricsLog:
 
     Raises:
         OSError: a file cannot be written; `filename` is the file's path. All methods may raise this error.
+        UserError: the path of metrics.jsonl is that of a folder, a device or a pipe, or the file is damaged.
 
     Example:
         >>> import tempfile
@@ -182,6 +184,9 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
     Returns:
         The valid rows, in the order in which they were written; the train rows, and the eval rows, are in the order of
         their steps. Without a file, there are no rows. Lines that cannot be read are left out (`unreadable_lines`).
+
+    Raises:
+        UserError: the file is not a regular file, is too large or cannot be read.
     """
     return MetricsRows(row for row in _valid_rows(read_rows(directory)) if kind is None or row["kind"] == kind)
 
@@ -220,10 +225,9 @@ def unreadable_lines(directory: Any) -> str:
 def _read(directory: Any) -> tuple[list[dict[str, Any]], list[int], int]:
     """Return all rows of a run, the numbers of the lines that cannot be read, and the number of lines."""
     path = run_path(directory) / FILE
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+    if not path.exists():
         return [], [], 0
+    lines = read_bytes(path, MAX_LOG_BYTES).split(b"\n")
     rows: list[dict[str, Any]] = []
     unreadable_numbers: list[int] = []
     for line_number, line in enumerate(lines, start=1):
@@ -238,25 +242,36 @@ def _read(directory: Any) -> tuple[list[dict[str, Any]], list[int], int]:
 
 
 def last_logged_step(directory: Any) -> int:
-    """Return the largest step of a train row, valid or not; 0 if there is none."""
+    """Return the largest step of a train row since the run last returned to a checkpoint, valid or not, or else 0."""
     path = run_path(directory) / FILE
     if not path.exists():
         return 0
-    return max(
-        (int(match[1]) for match in re.finditer(rb'\{"step": (\d{1,10}), "kind": "train"', path.read_bytes())),
-        default=0,
-    )
+    if not is_remote(path):
+        check_regular(path)
+    step = 0
+    with path.open("rb") as file:
+        for piece in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+            if len(piece) == MAX_LINE_BYTES:
+                raise _too_long(path)
+            match = re.match(rb'\{"step": (\d{1,10}), "kind": "train"', piece)
+            step = max(step, int(match[1])) if match else step
+            step = 0 if b'"returned": true' in piece else step
+    return step
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid."""
+    """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid.
+
+    Events of skipped steps are treated as a kind of their own.
+    """
     index_by_key: dict[tuple[str, int], int] = {}  # keys are (kind, step)
     row_by_index: dict[int, dict[str, Any]] = {}
     for index, row in enumerate(rows):
         row_by_index[index] = row
-        if row["kind"] != "event":
-            row_by_index.pop(index_by_key.get((row["kind"], row["step"]), -1), None)
-            index_by_key[row["kind"], row["step"]] = index
+        kind = "skipped" if row.get("name") == "skipped" else row["kind"]
+        if kind != "event":
+            row_by_index.pop(index_by_key.get((kind, row["step"]), -1), None)
+            index_by_key[kind, row["step"]] = index
         elif row.get("name") == "resume":
             stale_keys = [(kind, step) for kind, step in index_by_key if step > row["step"]]
             for key in stale_keys:
@@ -269,14 +284,20 @@ def drop_torn_line(path: Any) -> int:
 
     Returns:
         The number of removed bytes.
+
+    Raises:
+        UserError: there is no regular file, or its last line is longer than any line of a log.
     """
     if is_remote(path) or not path.exists():
         return 0  # an object in a bucket is stored whole or not at all
+    check_own_file(path)
     with path.open("r+b") as file:
         file_bytes = file.seek(0, os.SEEK_END)
         tail_start, tail = file_bytes, b""
         while tail_start and b"\n" not in tail[:-1]:
-            tail_start = max(0, tail_start - 65536)
+            if len(tail) > MAX_LINE_BYTES:
+                raise _too_long(path)
+            tail_start = max(0, tail_start - max(65536, len(tail)))
             file.seek(tail_start)
             tail = file.read(file_bytes - tail_start)
         last_line = tail[tail[:-1].rfind(b"\n") + 1 :]
@@ -287,6 +308,11 @@ def drop_torn_line(path: Any) -> int:
             pass
         file.truncate(file_bytes - len(last_line))
         return len(last_line)
+
+
+def _too_long(path: Any) -> UserError:
+    """Return the error for a file with a line that is longer than any of ours."""
+    return UserError(f"{path} is damaged: a line has over {MAX_LINE_BYTES:,} bytes. Move it away, and start again")
 
 
 _SECTION_BY_FIELD = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}

@@ -35,8 +35,8 @@ def process_index() -> int:
     return jax.process_index()
 
 
-def check_processes_agree(experiment: Any, plan: Any, source: Any) -> None:
-    """Check that all processes have the versions, experiment, plan, file and number of devices of the first process.
+def check_processes_agree(experiment: Any, plan: Any, source: Any, from_step: int | str | None = None) -> None:
+    """Check that all processes have the versions, experiment, plan, file, flags and devices of the first process.
 
     The folders of files may differ, as when a run is continued.
 
@@ -44,6 +44,7 @@ def check_processes_agree(experiment: Any, plan: Any, source: Any) -> None:
         experiment: the experiment of this process.
         plan: the plan of this process.
         source: origin of the experiment; `None` if it was given as an object.
+        from_step: step of a checkpoint to which the run returns; `None` for the newest.
 
     Raises:
         UserError: this process differs from the first one, or another process does.
@@ -58,6 +59,7 @@ def check_processes_agree(experiment: Any, plan: Any, source: Any) -> None:
     facts = {
         "versions": versions(),
         "devices per process": jax.local_device_count(),
+        "from step": from_step,
         "SHA-256 of the experiment file": None if source is None else source.sha256,
     }
     content = {"facts": facts, "experiment": to_json(experiment), "plan": to_json(plan)}

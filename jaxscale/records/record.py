@@ -5,17 +5,19 @@ Any file may be missing, or come from an older version of jaxscale: reports matt
 
 import dataclasses
 import math
+import os
 import shlex
 import time
 from typing import Any, Literal
 
 import numpy as np
 
+from jaxscale.errors import UserError
 from jaxscale.recipe.kernels import platform_and_kernels
 from jaxscale.recipe.plan_json import upgrade
 from jaxscale.records.metrics import MetricsRows, read_metrics, unreadable_lines
 from jaxscale.records.samples import Sample, read_samples
-from jaxscale.records.storage import run_path
+from jaxscale.records.storage import is_remote, run_path
 from jaxscale.values.limits import MAX_INT32, MAX_INT64
 from jaxscale.values.read_files import parse_json, read_bytes
 
@@ -58,16 +60,24 @@ class RunRecord:
         unread_lines: list[str] = []
         file_names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
         experiment, plan, layout, source = (_read_json(folder / name, unread_lines) for name in file_names)
-        if metrics_note := unreadable_lines(directory):
-            unread_lines.append(metrics_note)
+        metrics, samples = MetricsRows(), list[Sample]()
+        try:
+            metrics, metrics_note = read_metrics(directory), unreadable_lines(directory)
+            unread_lines += [metrics_note] if metrics_note else []
+        except (OSError, UserError) as error:
+            unread_lines.append(f"metrics.jsonl: {error}")
+        try:
+            samples = read_samples(directory)
+        except (OSError, UserError) as error:
+            unread_lines.append(f"samples.txt: {error}")
         return cls(
             directory=str(directory),
-            metrics=read_metrics(directory),
+            metrics=metrics,
             experiment=experiment,
             plan=upgrade(plan),
             layout=_valid_layout(layout, unread_lines),
             source=source,
-            samples=tuple(read_samples(directory)),
+            samples=tuple(samples),
             unread=tuple(unread_lines),
         )
 
@@ -244,9 +254,9 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
 
     If the file exists but cannot be read, also append a line with the reason to `unread_lines`.
     """
-    if not path.exists():
-        return {}
     try:
+        if not os.path.lexists(path) and not (is_remote(path) and path.exists()):
+            return {}
         content = parse_json(read_bytes(path), "the file")
     except (OSError, ValueError) as error:
         unread_lines.append(f"{path.name}: {error}")

@@ -7,12 +7,14 @@ A line that begins like a header is indented by one more space, so that `read_sa
 """
 
 import json
+import os
 import re
 from typing import Any, NamedTuple
 
 from jaxscale.errors import UserError
-from jaxscale.records.storage import open_append, run_path
-from jaxscale.values.read_files import parse_json, whole_number
+from jaxscale.records.storage import is_remote, open_append, run_path
+from jaxscale.values.limits import MAX_LOG_BYTES
+from jaxscale.values.read_files import parse_json, read_bytes, whole_number
 
 FILE = "samples.txt"
 _HEADER_START = "=== step "
@@ -60,16 +62,22 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
 
 def read_samples(directory: Any) -> list[Sample]:
-    """Read the samples of a run, sorted by step. Of samples with equal step and prompt, only the last is returned."""
+    """Read the samples of a run, sorted by step. Of samples with equal step and prompt, only the last is returned.
+
+    Raises:
+        UserError: the file exists, but is not a regular file, is too large or cannot be read.
+    """
     path = run_path(directory) / FILE
-    if not path.exists():
+    if not os.path.lexists(path) and not (is_remote(path) and path.exists()):
         return []
+    text = read_bytes(path, MAX_LOG_BYTES).decode(errors="replace")
     sample_by_key: dict[tuple[int, str], Sample] = {}  # keys are (step, prompt)
-    for block in ("\n" + path.read_bytes().decode(errors="replace") + _HEADER_START).split("\n" + _HEADER_START)[1:-1]:
+    for block in f"\n{text}{_HEADER_START}".split("\n" + _HEADER_START)[1:-1]:
         header, _, escaped_text = block.partition("\n")
         step_text, _, quoted_prompt = header.partition(" | prompt ")
+        step = whole_number(step_text)
         try:
-            step, prompt = whole_number(step_text), str(parse_json(quoted_prompt, "the prompt"))
+            prompt = str(parse_json(quoted_prompt, "the prompt"))
         except UserError:
             continue
         if step is None:

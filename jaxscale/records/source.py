@@ -28,7 +28,9 @@ from jaxscale.errors import UserError
 from jaxscale.records.moved_modules import new_import_path, provide_old_paths
 from jaxscale.records.outline import MAX_SOURCE_BYTES, no_variant_error, outline
 from jaxscale.records.storage import run_path, write_whole
+from jaxscale.records.sums import check_sums, write_sums
 from jaxscale.records.trusted_sources import check_trust, record_trust
+from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import read_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ class Source:
     def write(self, run_dir: Any) -> None:
         """Write a copy of the experiment file, and source.json, to the folder `source/` of a run directory.
 
-        Whoever trains with the file trusts it: `trust` is called, too.
+        This is the last of a run's files that `sums.json` covers. Whoever trains with the file trusts it: `trust` is
+        called, too.
         """
         folder = run_path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +109,7 @@ class Source:
         del source_json["text"]
         source_json |= {"file": self.file, "sha256": self.sha256}
         write_whole(folder / SOURCE_JSON, json.dumps(source_json, indent=2) + "\n")
+        write_sums(run_dir)
         self.trust()
 
     @classmethod
@@ -122,7 +126,7 @@ class Source:
         file_name, stored_sha256 = source_json.pop("file", None), source_json.pop("sha256", None)
         text = None
         if file_name is not None:
-            if not isinstance(file_name, str) or file_name != Path(file_name).name or file_name in ("", ".."):
+            if not _is_plain_name(file_name):
                 raise UserError(
                     f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected the name of a file in source/"
                 )
@@ -139,6 +143,12 @@ class Source:
                 f"{str(stored_sha256)[:12]}): restore the file, or train again from the changed file"
             )
         return source
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Return whether a JSON value can be the name of a file in a folder."""
+    is_name = isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+    return is_name and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
 def written_sha256(run_dir: Any) -> str | None:
@@ -224,9 +234,11 @@ def load_experiment(run_dir: Any) -> "Experiment":
     from jaxscale.recipe.plan import Plan, ignoring_moved_fields, read_plan
 
     folder = run_path(run_dir)
+    check_sums(folder, "plan.json")
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
     source = Source.read(folder) if (folder / FOLDER / SOURCE_JSON).exists() else None
     if source is None or source.text is None:
+        check_sums(folder, "experiment.json", f"{FOLDER}/{SOURCE_JSON}")
         experiment_json = values.read_json(folder / "experiment.json")
         if values.has_code(experiment_json):
             raise UserError(
@@ -238,6 +250,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
     assert source.path is not None
     origin = _origin(source, folder)
     check_trust(str(source.sha256), origin, folder, folder / FOLDER / str(source.file))
+    check_sums(folder, f"{FOLDER}/{SOURCE_JSON}")
     source_plan = None
     if source.plan is not None:
         source_plan = values.from_json(Plan, source.plan, str(folder / FOLDER / SOURCE_JSON))

@@ -23,6 +23,7 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.values.limits import MAX_NAME_BYTES
+from jaxscale.values.read_files import check_own_file
 
 BUCKET_SCHEMES = ("gs", "s3")
 """Schemes of the buckets in which a run can be."""
@@ -149,11 +150,15 @@ class LocalAppender:
 
     Attributes:
         path: path of the file.
+
+    Raises:
+        UserError: the path is that of a folder, a device or a pipe, or a link to another file in the same folder.
     """
 
     def __init__(self, path: Path):
         self.path = path
         with _add_path_to_errors(path):
+            check_own_file(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
 

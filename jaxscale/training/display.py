@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxscale.records.directory import is_disk_full
 from jaxscale.values.units import count
 
 _LIVE_SECONDS, _FILE_SECONDS = 0.2, 20.0
@@ -44,7 +45,7 @@ class Display:
             self._progress.console.print(text, markup=False, highlight=False)
             return
         self._end_line()
-        print(text, flush=True)
+        _print(text)
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Update the live line, or print a line to a file; do nothing if the last update was too recent.
@@ -62,12 +63,12 @@ class Display:
         if self._is_notebook:
             seconds_left = round((self._steps - step) * row.get("step_seconds", 0.0))
             time_left = datetime.timedelta(seconds=seconds_left)
-            print(f"\rstep {step}/{self._steps}  {metrics_text}  {time_left} left ", end="", flush=True)
+            _print(f"\rstep {step}/{self._steps}  {metrics_text}  {time_left} left ", end="")
             self._has_open_line = True
         elif self.is_live:
             self._terminal_progress().update(self._task_id, completed=step, text=metrics_text)
         else:
-            print(f"step {step}/{self._steps}  {metrics_text}", flush=True)
+            _print(f"step {step}/{self._steps}  {metrics_text}")
 
     def close(self) -> None:
         """End the live line and restore the terminal."""
@@ -96,5 +97,14 @@ class Display:
     def _end_line(self) -> None:
         """End the live line of a notebook, if there is one."""
         if self._has_open_line:
-            print(flush=True)
+            _print("")
             self._has_open_line = False
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """Print a text at once; if stdout is a file on a full disk, the text is lost, and the run goes on."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise

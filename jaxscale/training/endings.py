@@ -205,17 +205,19 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
         checkpoints.wait()
     checkpoints.drop_host_copies()  # the newest one may lie among the skipped steps
     checkpoint_step = checkpoints.last_good()
-    checkpoint_text = "no good checkpoint was saved"
+    checkpoint_text = "no good checkpoint was saved. Start again with --resume never and"
     if checkpoint_step is not None:
         checkpoint_folder = journal.folder / run_files.CHECKPOINTS / f"{checkpoint_step:08d}"
-        checkpoint_text = f"the last good checkpoint is {checkpoint_folder}"
+        checkpoint_text = (
+            f"the last good checkpoint is {checkpoint_folder}. Go on from it with --from {checkpoint_step} and"
+        )
     loss, grad_norm, skip_count = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
     journal.log_event(step, "diverged", loss=loss, grad_norm=grad_norm, checkpoint=checkpoint_step)
     journal.write_report()
     raise Diverged(
         f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}, "
-        f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text}. Lower the learning rate, or raise "
-        "guard.spike if such gradients are normal, or guard.update if such updates are"
+        f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text} a lower --optimizer.learning_rate, or "
+        "with a larger --guard.spike if such gradients are normal, or a larger --guard.update if such updates are"
     )
 
 
@@ -232,8 +234,9 @@ def check_skipped(folder: Any, step: int, skip_count: int) -> None:
     """
     if skip_count > MOST_SKIPPED * step:
         raise MostlySkipped(
-            f"{skip_count:,} of {step:,} steps ({skip_count / step:.0%}) were skipped, so {folder} holds the weights of "
-            f"{step - skip_count:,} updates. The event skipped in metrics.jsonl has the loss and the gradient norm of "
-            "each. Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, "
-            "or guard.update if such updates are, and train again in another directory with --out"
+            f"{skip_count:,} of {step:,} steps ({skip_count / step:.0%}) were skipped, so {folder} holds the weights "
+            f"of {step - skip_count:,} updates; the event of each in metrics.jsonl has its loss and its gradient norm. "
+            "Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, or "
+            "guard.update if such updates are, and train again from an earlier checkpoint with --from STEP, or in "
+            "another directory with --out"
         )

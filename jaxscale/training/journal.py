@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import heartbeat
+from jaxscale.errors import UserError
 from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import MetricsLog, RowKind
 from jaxscale.records.processes import is_first
@@ -111,7 +112,7 @@ class Journal:
                 self._log.flush()
         try:
             page.write_report(self.folder)
-        except OSError as error:
+        except (OSError, UserError) as error:
             self.say(f"the report could not be written: {error}")
 
     def conclude(self) -> None:

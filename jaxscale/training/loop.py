@@ -25,7 +25,6 @@ from jaxscale.records.processes import (
     check_shared_folder,
     is_first,
     process_index,
-    send_from_first,
     wait_for_all,
 )
 from jaxscale.records.source import Source
@@ -41,7 +40,7 @@ from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.pauses import Pauses
 from jaxscale.training.profile import Profiler, ProfileRange
-from jaxscale.training.resume import EarlierRun
+from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
@@ -59,6 +58,7 @@ def train(
     out: Any = None,
     limit: int | str | None = None,
     resume: Literal["auto", "never"] = "auto",
+    from_step: int | str | None = None,
     log_every: int = 1,
     profile: str | None = None,
     source: Source | None = None,
@@ -79,6 +79,8 @@ def train(
             the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. The default is the memory JAX may use.
         resume: "auto" continues the run in the directory; the run's experiment may differ from `experiment` in steps,
             evaluation, samples, checkpoint and plan. "never" renames that directory and starts a new run.
+        from_step: step of a checkpoint to which the run returns; learning rate and guard may then change, too, and the
+            newer checkpoints are renamed to STEP.aside. The same call again continues the run.
         log_every: number of steps per line of the log; the speeds in a line are means over these steps.
         profile: range of steps to trace, such as "10:13" for the steps 10, 11 and 12.
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
@@ -123,12 +125,12 @@ def train(
     journal = Journal(folder, display, callbacks)
     stop = Stop(lambda name: endings.end_process_early(journal, stop.saved_step, name))
     try:
-        with stop, endings.explained_stop(journal, stop):
+        with stop, endings.explained_stop(journal, stop), run_files.explain_file_errors(folder):
             stop.saved_step = endings.newest_step(folder) if resume == "auto" else 0
             resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
             training = _Training(
                 experiment, resolved_plan, journal, stop, resume, log_every, profiler, source, devices, device_limit,
-                metrics,
+                metrics, from_step,
             )  # fmt: skip
             return training.run()
     except BaseException as error:
@@ -154,12 +156,14 @@ class _Training:
         devices: devices to run on; `None` for all.
         device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
         metrics: functions that are evaluated beside the held-out loss, by name.
+        from_step: step of a checkpoint to which the run returns; `None` for the newest.
         updates: number of updates made.
         tokens: number of target tokens seen.
         skip_count: number of updates that the guard skipped.
         best_loss: the lowest held-out loss so far; `None` before the first evaluation.
         data_state: state of the iterator over batches, after the last batch that was taken.
         earlier: the record of the run that this one continues; `None` for a new run.
+        rewind: the return to a checkpoint that this start makes; `None` if it makes none.
 
     Attributes set while the run is prepared:
         step: the train step.
@@ -182,12 +186,14 @@ class _Training:
     devices: Sequence[Any] | None
     device_limit: int | None
     metrics: Mapping[str, "Metric"]
+    from_step: int | str | None = None
     updates: int = 0
     tokens: int = 0
     skip_count: int = 0
     best_loss: float | None = None
     data_state: Any = None
     earlier: EarlierRun | None = None
+    rewind: Rewind | None = None
     _last_earlier_step: int | None = None  # last step of earlier attempts; `None` once this attempt went beyond it
 
     @property
@@ -199,8 +205,9 @@ class _Training:
 
     def run(self) -> Run:
         """Check the directory, train from the newest checkpoint or from the start, and return the run."""
-        check_processes_agree(self.experiment, self.plan, self.source)
+        check_processes_agree(self.experiment, self.plan, self.source, self.from_step)
         has_run = (self.folder / run_files.EXPERIMENT).exists()
+        check_return(self.folder, self.from_step, self.resume, has_run)
         if has_run and self.resume == "never":
             if is_first():
                 with run_files.lock_run(self.folder):
@@ -213,15 +220,18 @@ class _Training:
             heartbeat.start(process_index(), run_files.heartbeat_folder(self.folder))
             check_shared_folder(self.folder)
             settings = self.experiment.checkpoint
-            self.earlier = EarlierRun.read(self.folder, self.experiment)
+            self.earlier = EarlierRun.read(self.folder, self.experiment, is_returning=self.from_step is not None)
             wait_for_all("the directory is checked")
+            self.rewind = Rewind.of(self.folder, self.from_step, self.experiment, self.journal.say)
             if has_run:
                 self._prepare()
-            if self.earlier is not None and (last_step := self._finished_step()) is not None:
-                return self._show_finished(last_step)
+            if self.earlier is not None and self.rewind is None:
+                finished = finished_run(self.folder, self.step, self.experiment.steps, self.journal.say)
+                if finished is not None:
+                    return self._show_finished(*finished)
             if self.earlier is None:
                 self._write_values()
-            self._last_earlier_step = last_logged_step(self.folder) if is_first() else 0
+            self._last_earlier_step = last_logged_step(self.folder) if is_first() and self.rewind is None else 0
             self.journal.open()
             self.checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, keep=settings.keep, best=settings.best)
             try:
@@ -245,24 +255,7 @@ class _Training:
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
 
-    def _finished_step(self) -> int | None:
-        """Return the step of the newest undamaged checkpoint if no step is left to do after it, else `None`.
-
-        The checkpoint's arrays are read and compared with their checksums, because the name of a folder proves nothing.
-        """
-        checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False)
-        if max(send_from_first(checkpoints.steps()), default=0) < self.experiment.steps:
-            return None
-        messages: list[str] = []
-        restored = checkpoints.restore_arrays(self.step.canonical_abstract(), say=messages.append)
-        if restored is None or restored.description.step < self.experiment.steps:
-            return None  # `_restore_state` sets the damaged checkpoints aside, and reports them
-        for message in messages:
-            self.journal.say(message)
-        self.skip_count = int(restored.arrays["watch/skipped"])
-        return restored.description.step
-
-    def _show_finished(self, step: int) -> Run:
+    def _show_finished(self, step: int, skip_count: int) -> Run:
         """Show the summary of a run that already has a checkpoint of its last step, `step`, and return the run."""
         heartbeat.set_phase("finished")
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
@@ -272,7 +265,7 @@ class _Training:
         self.journal.say(
             f"the run is complete: set steps above {step} to continue it, or choose another directory with --out"
         )
-        endings.check_skipped(self.folder, step, self.skip_count)
+        endings.check_skipped(self.folder, step, skip_count)
         return run
 
     def _prepare(self) -> None:
@@ -307,8 +300,15 @@ class _Training:
         heartbeat.set_phase("restoring")
         leaves = self.step.canonical_abstract()
         self.checkpoints.keep_host_copies(self.folder, leaves, self.experiment)
-        restored = self.checkpoints.restore_arrays(leaves, set_aside=True, say=self.journal.say)
+        return_fields: dict[str, Any] = {}
+        if self.rewind is None:
+            restored = self.checkpoints.restore_arrays(leaves, set_aside=True, say=self.journal.say)
+        else:
+            assert self.earlier is not None
+            restored, return_fields = self.rewind.restore(self.checkpoints, leaves, self.earlier.settings)
         if restored is None:
+            if self._last_earlier_step:
+                self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
             return self.step.init()
         description = restored.description
         self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
@@ -316,14 +316,14 @@ class _Training:
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skip_count = int(state.watch.skipped)
-        resume_fields: dict[str, Any] = {"from_memory": True} if restored.origin else {}
+        resume_fields: dict[str, Any] = {"from_memory": True} if restored.origin else return_fields
         if restored.damaged:
             resume_fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
         if restored.converted:
             resume_fields["converted"] = list(restored.converted)
         extras_note = self.step.describe_restored(restored.arrays)
         self.journal.say(f"continuing {self.folder} after step {self.updates}{restored.origin}{extras_note}")
-        for line in restored.converted:
+        for line in (*restored.converted, *describe_return(return_fields)):
             self.journal.say(line)
         assert self.earlier is not None
         for line, change_fields in self.earlier.changes(self.experiment, self.source, self.updates):

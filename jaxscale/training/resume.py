@@ -1,17 +1,39 @@
-"""Find what has changed since a continued run was last started: its learning rate, or the code of its experiment.
+"""What a start finds in the directory of an earlier run: whether it is finished, what has changed, where it goes on.
 
-Such changes are allowed, so they are printed and logged. Code outside the experiment file is not compared.
+Its learning rate may have changed, or the code of its experiment. Such changes are allowed, so they are printed and
+logged. Code outside the experiment file is not compared.
+
+With `--from STEP` a run returns to one of its checkpoints, and goes on from there with other settings (`Rewind`). Newer
+checkpoints are renamed to STEP.aside once the named one has been read and verified, and copies in the hosts' memory are
+removed. returns.json in the run directory records each return. A start with the step and the settings of the last
+return does not return again but continues the run: a launcher repeats the command of a run that was stopped.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale import values
+from jaxscale.checkpoint.store import Checkpoints
+from jaxscale.checkpoint.verified import Restored
+from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.records.directory import check_same_experiment
+from jaxscale.records.directory import (
+    CHECKPOINTS,
+    MAY_CHANGE_ON_RETURN,
+    check_same_experiment,
+    explain_write_errors,
+    is_within,
+    write_json,
+)
+from jaxscale.records.processes import call_on_all, is_first, send_from_first, wait_for_all
 from jaxscale.records.source import Source, written_sha256
+from jaxscale.values.read_files import whole_number
+
+RETURNS = "returns.json"
+"""File in the run directory with a record of each return to a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +43,21 @@ class EarlierRun:
     Args:
         steps: number of updates that the run's experiment specified.
         sha256: SHA-256 of the run's experiment file; `None` if there is no such file.
+        settings: old and new value of each setting that changes as the run returns to a checkpoint, by its path.
     """
 
     steps: int
     sha256: str | None
+    settings: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def read(cls, run_dir: Any, experiment: Experiment) -> "EarlierRun | None":
+    def read(cls, run_dir: Any, experiment: Experiment, *, is_returning: bool = False) -> "EarlierRun | None":
         """Read the record of the run in a directory, before anything is written there.
+
+        Args:
+            run_dir: the run directory.
+            experiment: the experiment that continues the run.
+            is_returning: whether the run returns to a checkpoint, so that learning rate and guard may change.
 
         Returns:
             The record; `None` if the directory holds no run.
@@ -36,18 +65,26 @@ class EarlierRun:
         Raises:
             UserError: the directory holds a run of another experiment, or its experiment.json is damaged.
         """
-        stored_json = check_same_experiment(run_dir, experiment)
-        return None if stored_json is None else cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir))
+        stored_json = check_same_experiment(run_dir, experiment, is_returning=is_returning)
+        if stored_json is None:
+            return None
+        differences = [d for d in values.changes(experiment, stored_json) if is_within(d.path, MAY_CHANGE_ON_RETURN)]
+        settings = {change.path: [change.second, change.first] for change in differences}
+        return cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir), settings)
 
     def changes(
         self, experiment: Experiment, source: Source | None, step: int
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
         """Yield the changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
 
+        Changes of `settings` have no fields, because the log of a return has them.
+
         The learning rate's schedule ends with the last step, so another number of steps changes the rate at once. If
         the experiment holds code (functions, or classes that its file defines), an edit of the file may change the
         results. Since an edit of a comment changes the file's hash, too, a new hash is reported but raises no error.
         """
+        for path, (old_value, new_value) in self.settings.items():
+            yield f"{path} was {old_value} and is {new_value} after step {step:,}", {}
         if experiment.steps != self.steps:
             old_steps, new_steps = self.steps, experiment.steps
             old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old_steps, new_steps))
@@ -70,3 +107,158 @@ def _holds_code(experiment: Experiment, source: Source) -> bool:
     """Return whether the experiment holds functions, or classes that its file defines."""
     experiment_json = values.to_json(experiment)
     return values.has_code(experiment_json) or f'"{source.module}:' in json.dumps(experiment_json)
+
+
+def finished_run(folder: Any, train_step: Any, step_count: int, say: Callable[[str], None]) -> tuple[int, int] | None:
+    """Return step and number of skipped steps of a finished run; `None` for a run of which steps are left to do.
+
+    The arrays of the newest undamaged checkpoint are read and compared with their checksums, because the name of a
+    folder proves nothing.
+
+    Args:
+        folder: the run directory.
+        train_step: the train step.
+        step_count: number of steps of the run.
+        say: function that is called with a message about each damaged checkpoint of a finished run.
+    """
+    checkpoints = Checkpoints(folder / CHECKPOINTS, write=False)
+    if max(send_from_first(checkpoints.steps()), default=0) < step_count:
+        return None
+    messages: list[str] = []
+    restored = checkpoints.restore_arrays(train_step.canonical_abstract(), say=messages.append)
+    if restored is None or restored.description.step < step_count:
+        return None  # the loop sets the damaged checkpoints aside, and reports them
+    for message in messages:
+        say(message)
+    return restored.description.step, int(restored.arrays["watch/skipped"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewind:
+    """A return to a checkpoint that a start of a run is to make.
+
+    Args:
+        folder: the run directory.
+        step: step of the checkpoint.
+        settings: JSON of each setting that may change on a return, by its path in the experiment.
+    """
+
+    folder: Any
+    step: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, folder: Any, from_step: int | str | None, experiment: Experiment, say: Callable[[str], None]
+    ) -> "Rewind | None":
+        """Return the return to make; `None` if no step is given, or if the run has returned there already.
+
+        Args:
+            folder: the run directory, which holds a run.
+            from_step: step of the checkpoint.
+            experiment: the experiment, with the settings of this start.
+            say: function that is called with a message for the user.
+
+        Raises:
+            UserError: there is no such checkpoint, or no step is left to do after it.
+        """
+        if from_step is None:
+            return None
+        step = whole_number(str(from_step))
+        if step is not None and step >= experiment.steps:
+            raise UserError(f"from step {step}: the run has {experiment.steps} steps, so no step is left after it")
+        settings = _settings(experiment)
+        records = call_on_all(lambda: _read_records(folder), LookupError)
+        if records and (records[-1].get("step"), records[-1].get("settings")) == (step, settings):
+            say(f"the run has already returned to step {step} with these settings, so it is continued")
+            return None
+        steps = _saved_steps(folder)
+        if step is None or step not in steps:
+            raise UserError(f"from step {from_step}: {_checkpoints_text(folder, steps)}")
+        return cls(folder, step, settings)
+
+    def restore(
+        self, checkpoints: Checkpoints, leaves: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> tuple[Restored, dict[str, Any]]:
+        """Restore the checkpoint, set the newer ones aside, and record the return.
+
+        Args:
+            checkpoints: the run's checkpoints.
+            leaves: shape, dtype and sharding of each array of the canonical tree, by name.
+            changes: old and new value of each setting that changes, by its path.
+
+        Returns:
+            The checkpoint, and fields for the log.
+
+        Raises:
+            UserError: the checkpoint is damaged, or it is from a newer version or another model.
+        """
+        try:
+            restored = checkpoints.restore_arrays(leaves, step=self.step)
+        except UserError as error:
+            others = [step for step in _saved_steps(self.folder) if step != self.step]
+            raise UserError(f"from step {self.step}: {error}; {_checkpoints_text(self.folder, others)}") from error
+        assert restored is not None
+        aside = checkpoints.put_newer_aside(self.step)
+        checkpoints.drop_host_copies()
+        fields = {"changes": dict(changes), "aside": aside}
+        if is_first():
+            record = {"time": round(time.time(), 3), "step": self.step, "settings": self.settings, **fields}
+            with explain_write_errors(self.folder):
+                write_json(self.folder / RETURNS, [*_read_records(self.folder), record])
+        wait_for_all("the run has returned")
+        return restored, {"returned": True, **fields}
+
+
+def check_return(folder: Any, from_step: int | str | None, resume: str, has_run: bool) -> None:
+    """Check the argument `from_step` before anything is done in the run directory.
+
+    Raises:
+        UserError: there is no run to return in, or `resume` is "never".
+    """
+    if from_step is None:
+        return
+    if resume == "never":
+        raise UserError(f"from step {from_step}: resume is never, which starts a new run; leave one of them out")
+    if not has_run:
+        raise UserError(f"from step {from_step}: {folder} holds no run; leave it out, or give another directory")
+
+
+def describe_return(fields: Mapping[str, Any]) -> list[str]:
+    """Return a line for the user on the checkpoints that a return has set aside, from its fields for the log."""
+    if not fields.get("aside"):
+        return []
+    return [f"newer checkpoints are now {', '.join(fields['aside'])}; remove them if you do not need them any more"]
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """Return the JSON of each setting that may change on a return, by its path."""
+    experiment_json = json.loads(json.dumps(values.to_json(experiment)))
+    settings = {}
+    for path in MAY_CHANGE_ON_RETURN:
+        value = experiment_json
+        for name in path.split("."):
+            value = value[name]
+        settings[path] = value
+    return settings
+
+
+def _read_records(folder: Any) -> list[dict[str, Any]]:
+    """Return the records of the returns of a run, the oldest first."""
+    path = folder / RETURNS
+    records = values.read_json(path) if path.exists() else []
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path}: expected a list of returns; remove that file, which is only a record")
+    return records
+
+
+def _saved_steps(folder: Any) -> list[int]:
+    """Return the steps of the checkpoints of the run in a folder."""
+    return send_from_first(Checkpoints(folder / CHECKPOINTS, write=False).steps())
+
+
+def _checkpoints_text(folder: Any, steps: list[int]) -> str:
+    """Return which checkpoints there are, as text."""
+    if not steps:
+        return f"{folder} has no other checkpoint"
+    return f"{folder} has checkpoints of the steps {', '.join(map(str, steps))}"

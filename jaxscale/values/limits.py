@@ -30,6 +30,12 @@ MAX_JSON_BYTES = 2**28
 """Largest JSON or CSV file: the largest tokenizer.json takes 35 MB. The safetensors header has the format's limit."""
 MAX_LOCAL_PROCESSES = 1024
 """Most processes that a command starts on one machine."""
+MAX_LOG_BYTES = 2**30
+"""Largest metrics.jsonl or samples.txt that a report reads: some four million steps; a run may write more."""
+MAX_LINE_BYTES = 2**24
+"""Longest line of a log: a line is a few hundred bytes."""
+MAX_RECORD_BYTES = 2**20
+"""Largest heartbeat, or other record of a few numbers."""
 MAX_NAME_BYTES = 255
 """Longest name of a file or folder on Linux and macOS."""
 

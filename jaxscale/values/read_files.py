@@ -3,6 +3,7 @@
 A device such as /dev/zero never ends, and a pipe may never begin; both are refused before they are opened.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -140,6 +141,25 @@ def whole_number(text: str) -> int | None:
         (12, None, None, None)
     """
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def check_own_file(path: Any) -> None:
+    """Refuse to append to what is not a file of its own: a folder, a device, a pipe, or a link to a file beside it.
+
+    Args:
+        path: local path, at which there need not be a file.
+
+    Raises:
+        UserError: what lies there is no regular file, or is a link into its folder.
+        OSError: it cannot be reached.
+    """
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        check_regular(path)
+    folder, target = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
+    if os.path.islink(path) and os.path.commonpath([folder, target]) == folder:
+        raise UserError(f"{path} is a link to {target}, which is not its own; remove the link")
 
 
 def is_folder(path: Any) -> bool:

@@ -5,6 +5,8 @@ import os
 import resource
 import shutil
 import signal
+import sys
+import types
 
 import chex
 import jax
@@ -353,6 +355,20 @@ def test_a_checkpoint_without_a_record_of_its_state_counts_as_good():
     assert about(3).is_good
     with pytest.raises(KeyError):
         Description.of({name: value for name, value in content.items() if name != "tokens"})
+
+
+def test_late_errors_of_a_failed_save_are_dropped_and_others_are_not(tmp_path, monkeypatch):
+    """TensorStore's threads report that the loop of a save that has failed is closed: once per write."""
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save_arrays({"x": jnp.ones(3)}, about(step), wait=True)
+    assert not isinstance(sys.unraisablehook.hook, type(sys.unraisablehook)), "wrapped once"
+    late, other = RuntimeError("Event loop is closed"), RuntimeError("another")
+    for error in (late, other):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+    assert [unraisable.exc_value for unraisable in shown] == [other]
 
 
 def test_orbax_logs_no_traceback_of_a_save_that_fails(tmp_path):

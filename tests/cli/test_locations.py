@@ -60,6 +60,27 @@ def test_a_model_is_not_exported_to_what_is_no_folder(tmp_path):
             save(tmp_path / name, Decoder(vocab=256, context=16, layers=1, embed=16, heads=2), {})
 
 
+IMPOSSIBLE = [*LOCATIONS[:4], *LOCATIONS[6:9]]
+"""Locations for which the commands of launched runs have the same sentences as the others."""
+
+
+@pytest.mark.parametrize("command", ["launch", "watch", "retry", "status", "stop"])
+@pytest.mark.parametrize(("location", "message"), IMPOSSIBLE)
+def test_no_launched_run_can_be_there_either(tmp_path, monkeypatch, capsys, command, location, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "text.txt").write_text("a text of some words " * 100)
+    (tmp_path / "e.py").write_text(EXPERIMENT)
+    words = {"launch": ["e.py", "--cluster", "local:2", "--out", location]}.get(
+        command, ["--out", location, "--", "true"]
+    )
+    words = [location] if command in ("status", "stop") else words
+    assert main([command, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error or (command, location) == ("retry", "")
+    assert error.count("\n") == 1
+
+
 ODD_NAMES = ["n" * 300, "a\0b", "\ud800"]
 """Names that no file can have: the operating system raises other errors for them than for a missing file."""
 

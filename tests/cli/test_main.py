@@ -187,7 +187,14 @@ def test_train_gets_what_was_asked(toy: Path, trained: list):
     assert (experiment.steps, experiment.seed, experiment.batch) == (7, 5, 8)
     assert experiment.plan == Plan(zero=3, microbatches=2)
     source = options.pop("source")
-    expected = {"out": "runs/toy-wide", "limit": None, "resume": "auto", "log_every": 2, "profile": "1:2"}
+    expected = {
+        "out": "runs/toy-wide",
+        "limit": None,
+        "resume": "auto",
+        "from_step": None,
+        "log_every": 2,
+        "profile": "1:2",
+    }
     assert options == expected
     assert source.overrides == {"steps": "7", "seed": "5", "model.kind": "fancy", "plan.zero": "3"}
     assert (source.variant, source.seed, source.plan["zero"]) == ("wide", 5, 1)

@@ -63,7 +63,9 @@ def test_it_is_encoded_once_and_again_when_anything_changes(corpus, cache, count
     assert len(entries(cache)) == 4
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "garbage", "other types", "too deep"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "garbage", "other types", "too deep", "a bit", "a digit", "a pipe", "a link"]
+)
 def test_a_damaged_entry_is_made_again(corpus, cache, counted, damage):
     whole = open_corpus([str(corpus)], Bytes(), RECIPE)
     ids = whole.train.ids.copy()
@@ -78,6 +80,21 @@ def test_a_damaged_entry_is_made_again(corpus, cache, counted, damage):
     elif damage == "other types":
         facts = json.loads((folder / "facts.json").read_text())
         (folder / "facts.json").write_text(json.dumps({**facts, "characters": "many", "dtype": "object"}))
+    elif damage == "a bit":
+        content = bytearray((folder / "train.ids").read_bytes())
+        content[7] ^= 4
+        (folder / "train.ids").write_bytes(content)
+    elif damage == "a digit":
+        facts = (folder / "facts.json").read_text()
+        (folder / "facts.json").write_text(facts.replace('"characters": ', '"characters": 1'))
+    elif damage == "a pipe":
+        for path in (folder / "train.ids", folder.with_name(f"{entry}.lock")):
+            path.unlink()
+            os.mkfifo(path)
+    elif damage == "a link":
+        folder.rename(folder.with_name("moved"))
+        folder.symlink_to("moved")
+        (folder / "facts.json").unlink()
     else:
         (folder / "facts.json").write_text("[" * 100_000)
     again = open_corpus([str(corpus)], Bytes(), RECIPE)

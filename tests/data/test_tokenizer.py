@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -109,6 +110,14 @@ def test_a_broken_file_is_named(tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"broken.json: not a tokenizer.json of the tokenizers library"):
+        tokenizer.load(str(path))
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "huge.json"
+    path.touch()
+    os.truncate(path, 8 << 30)
+    with pytest.raises(UserError, match=r"huge.json has 8,589,934,592 bytes, expected at most 268,435,456"):
         tokenizer.load(str(path))
 
 

@@ -23,6 +23,17 @@ def test_killed_runs_equal_their_twins():
     assert summary["faults"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "count"), [("files", 17), ("disk", 5)])
+def test_spoiled_runs_end_as_promised(part, count):
+    words = [sys.executable, str(HARNESS), "--part", part, "--count", str(count)]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["faults"] == 0
+    assert summary["tried"] == count or part == "disk"  # without root, no file system can be mounted
+
+
 def test_an_unknown_part_is_refused():
     result = subprocess.run([sys.executable, str(HARNESS), "--part", "floods"], capture_output=True, text=True)
     assert result.returncode == 2

@@ -44,6 +44,7 @@ def test_each_cluster_of_the_repository_prints_its_document(path, capsys):
     assert launch(cluster, COMMAND, cluster.run_dir("plays"), None, is_dry_run=True) == 0
     out = capsys.readouterr().out
     assert "train" in out
+    assert ("JAXSCALE_TRUST" in out) is not isinstance(cluster.scheduler, Local)  # this machine has the user's records
     assert not re.search(r"token|password|secret", out, re.IGNORECASE)
     assert ast.get_docstring(ast.parse(path.read_text()))
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxscale.errors import UserError
 from jaxscale.records import storage
 from jaxscale.records.metrics import FILE, MetricsLog, decode, drop_torn_line, encode, read_metrics
 from jaxscale.records.record import RunRecord
@@ -193,7 +194,7 @@ def test_a_full_disk_raises_oserror_with_the_path_and_the_lines_before_stay(tmp_
 
 def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / FILE).mkdir()  # permissions would not stop root
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a folder, expected a regular file"):
         MetricsLog(tmp_path, tensorboard=False)
 
 

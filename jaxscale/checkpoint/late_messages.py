@@ -1,0 +1,41 @@
+"""Drops the messages of TensorStore's threads about a read or save that has failed, and whose error was raised.
+
+Its other reads and writes end later, in threads of their own, and report that nobody waits for them any more.
+"""
+
+import dataclasses
+import logging
+import sys
+from typing import Any
+
+
+def drop_late_messages() -> None:
+    """Drop such messages from now on; calling this function again changes nothing."""
+    logging.getLogger("asyncio").addFilter(_is_not_abandoned)
+    sys.unraisablehook = _LateHook.around(sys.unraisablehook)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LateHook:
+    """A hook for errors that nobody can catch, which drops that of a thread that finds the event loop closed.
+
+    Args:
+        hook: the hook for all other errors.
+    """
+
+    hook: Any
+
+    @classmethod
+    def around(cls, hook: Any) -> "_LateHook":
+        """Return such a hook around another one, unless that is one already."""
+        return hook if isinstance(hook, cls) else cls(hook)
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            self.hook(unraisable)
+
+
+def _is_not_abandoned(record: Any) -> bool:
+    """Return whether to log a record; records about failed reads whose errors were never retrieved are dropped."""
+    return "never retrieved" not in record.getMessage()
