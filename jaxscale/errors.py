@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 MAX_MESSAGE_CHARACTERS = 4000
 """Longest message of a user's error: what was given may have millions of characters."""
+MAX_WORD_CHARACTERS = 200
+"""Longest word to which similar ones are looked for: a search takes seconds for millions of characters."""
 
 
 class UserError(ValueError):
@@ -99,6 +101,8 @@ def near_miss(word: str, known: Iterable[str]) -> str:
         >>> near_miss("zzz", ["train"])
         ''
     """
+    if len(word) > MAX_WORD_CHARACTERS:
+        return ""
     names = list(known)
     anagrams = [name for name in names if sorted(name) == sorted(word)]  # short words fall below the cutoff
     suggestions = difflib.get_close_matches(word, names, n=1, cutoff=0.6) or anagrams

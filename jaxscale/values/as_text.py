@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from jaxscale.errors import UserError, near_miss
+from jaxscale.errors import MAX_WORD_CHARACTERS, UserError, near_miss
 from jaxscale.values.annotations import (
     alternatives,
     describe,
@@ -181,6 +181,8 @@ def _check_path(value: Any, path: str, user_path: str) -> None:
 
 def _near_path(path: str, known_paths: Sequence[str]) -> str:
     """Return the end of a message, which suggests a known path that is similar, or has a similar field name."""
+    if len(path) > MAX_WORD_CHARACTERS:
+        return f"; expected one of {', '.join(known_paths)}"
     path_by_field_name = {known_path.rpartition(".")[2]: known_path for known_path in reversed(known_paths)}
     field_name = path.rpartition(".")[2]
     same_field_paths = [path_by_field_name[field_name]] if field_name in path_by_field_name else []
