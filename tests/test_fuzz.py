@@ -241,7 +241,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
     "evaluation": {"every": [-1], "batches": [0, -2]},
     "samples": {"every": [-1], "tokens": [0], "temperature": [-0.1, math.inf, math.nan], "prompts": [("",), ("a", "")]},
     "checkpoint": {"every": [-1], "minutes": [-1.0, math.inf], "keep": [0, -1]},
-    "guard": {"spike": [-1.0, math.nan], "warmup": [-1], "patience": [0]},
+    "guard": {"spike": [-1.0, math.nan], "warmup": [-1], "update": [-1.0, math.inf], "patience": [0]},
     "optimizer": {
         "name": ["adam", "SGD"],
         "learning_rate": [0.0, -1e-3, math.inf, math.nan],

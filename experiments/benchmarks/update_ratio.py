@@ -1,16 +1,21 @@
 """How large updates are beside the parameters, in the bundled recipes: the root mean square of one over the other's.
 
     python experiments/benchmarks/update_ratio.py [--steps 120] [--only NAME ...]
+    python experiments/benchmarks/update_ratio.py --cost [--steps 120]      what the verdict on updates costs
 
 `guard.update` (100 by default) is the bound on this ratio. The language models have two layers instead of four; the
 rest of each recipe is unchanged. The ratio is taken from the weights before and after each step, not from the guard.
 Most recipes warm up over 50 or 100 updates, so that the first 120 steps contain the largest rate. The ways of
 `large_batch_digits.py` are run to their end.
+
+With `--cost`, the recipe of Shakespeare and one of 21 million parameters are compiled with the verdict on updates
+and without it. Then both steps of the recipe are run in turn, and the losses are compared in every bit.
 """
 
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,12 +113,73 @@ def large_batch_ratios(way: Any) -> Iterator[float]:
         yield float(size)
 
 
+def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
+    """A compiled step, with the verdict on updates or without it, its batches, and figures of its program."""
+    import jaxscale as jx
+    from jaxscale.optim.update_guard import UpdateGuard
+
+    allows = UpdateGuard.allows
+    if not is_judged:
+        UpdateGuard.allows = lambda self, updates, params: jnp.array(True)
+    try:
+        step = jx.build(recipe, devices=jax.devices()[:1])
+        batches = recipe.data.open(recipe.batch, recipe.seed).train(None)
+        facts = step.compile(next(batches))
+        moved_bytes = step._executable.cost_analysis()["bytes accessed"]
+    finally:
+        UpdateGuard.allows = allows
+    return step, batches, {"flop": facts.flop, "bytes": moved_bytes, "temporary bytes": facts.temp_bytes}
+
+
+def cost(steps: int) -> None:
+    """Print what the verdict on updates costs."""
+    import shakespeare
+
+    from jaxscale.values import override
+
+    recipe = override(shakespeare.experiment(), {"plan.mesh": "1"})
+    wide = {
+        "model.embed": "512",
+        "model.heads": "8",
+        "model.layers": "6",
+        "model.vocab": "4096",
+        "model.context": "256",
+    }
+    large = override(recipe, {**wide, "data.context": "256", "batch": "16", "plan.unroll": "6"})
+    for name, experiment in (("a larger decoder", large), ("shakespeare", recipe)):
+        pair = [compiled(experiment, is_judged) for is_judged in (False, True)]
+        before, after = (facts for *_, facts in pair)
+        print(f"{name}, {pair[0][0].parameters:,} parameters, with the verdict and without:")
+        for figure in before:
+            print(
+                f"  {figure:16} {after[figure]:.6g} and {before[figure]:.6g}: {after[figure] / before[figure] - 1:+.2%}"
+            )
+    states, seconds, outputs = [step.init() for step, *_ in pair], ([], []), ([], [])
+    for number in range(steps):
+        for which in (0, 1) if number % 2 else (1, 0):
+            step, batches, _ = pair[which]
+            batch, start = step.place(next(batches)), time.perf_counter()
+            states[which], metrics = step(states[which], batch)
+            outputs[which].append((float(metrics["loss"]).hex(), float(metrics["grad_norm"]).hex()))
+            seconds[which].append(time.perf_counter() - start)
+    ratios_of_pairs = [judged / plain for plain, judged in zip(*seconds, strict=True)][5:]
+    print(f"{len(ratios_of_pairs)} pairs of steps: median of ratios {np.median(ratios_of_pairs):.4f}, ", end="")
+    print(
+        f"{1e3 * np.median(seconds[0]):.1f} ms and {1e3 * np.median(seconds[1]):.1f} ms; equal in every bit: ", end=""
+    )
+    print(outputs[0] == outputs[1])
+
+
 def main() -> None:
     """Print the largest ratio of each recipe, and its step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--cost", action="store_true")
     arguments = parser.parse_args()
+    if arguments.cost:
+        cost(arguments.steps)
+        return
     import large_batch_digits as large
 
     series: dict[str, Any] = {name: (lambda name=name: ratios(name, arguments.steps)) for name in (*NAMES, ONE_BIT)}

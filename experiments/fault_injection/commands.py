@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from fault_injection.draws import run_draws
-from fault_injection.values import import_all, rows_of
+from fault_injection.values import prepare, rows_of
 from fault_injection.wild_values import FLOATS, NUMBERS, STRINGS, TEXT_FORMS, mutated, write_data
 
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
@@ -494,7 +494,7 @@ def run_commands(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[s
         seed: seed of the draws.
         only: numbers of lines; empty for all.
     """
-    import_all()
+    prepare()
     numbers = list(map(int, only)) or list(range(count))
     with tempfile.TemporaryDirectory(prefix="lines-") as name:
         template = Path(name) / "template"

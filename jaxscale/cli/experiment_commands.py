@@ -22,8 +22,8 @@ class Train:
     (jaxscale train FILE --help lists them, with their defaults).
 
     Exit codes: 0 done, 2 a mistake in the arguments, 4 the loss diverged,
-    6 done, but with more than a tenth of the steps skipped, 75 interrupted
-    and saved, 130 interrupted with nothing to save, 1 a crash.
+    6 done, but more than a tenth of the steps were skipped,
+    75 interrupted and saved, 130 interrupted with nothing to save, 1 a crash.
 
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.

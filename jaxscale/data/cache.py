@@ -33,6 +33,8 @@ _VERSION = 2
 """Version of the entries' format."""
 SPLITS = ("train", "held_out")
 FACTS = "facts.json"
+MAX_CHECKED_BYTES = 1 << 30
+"""Largest file that is read to compare its checksum at each start, which takes about a second."""
 _DTYPES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
 """Largest size of a vocabulary whose ids have a type, by the name of the type."""
 
@@ -313,7 +315,8 @@ def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> 
     """Map the array in a file into memory.
 
     Raises:
-        ValueError: the file does not hold exactly `length` elements, or has another checksum.
+        ValueError: the file does not hold exactly `length` elements, or has at most `MAX_CHECKED_BYTES` and another
+            checksum.
     """
     if check_regular(path) != length * dtype.itemsize:
         raise ValueError(f"{path} does not hold {length} elements of {dtype}")
@@ -321,7 +324,7 @@ def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> 
         return np.zeros(0, dtype)
     # a plain array over the mapping, because indexing numpy's memmap class takes several times as long
     array = np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
-    if zlib.crc32(array.view(np.uint8).data) != crc32:
+    if array.nbytes <= MAX_CHECKED_BYTES and zlib.crc32(array.data.cast("B")) != crc32:
         raise ValueError(f"{path} has another checksum than when it was written")
     return array
 

@@ -23,7 +23,7 @@ from jaxscale.trees import path_name
 from jaxscale.typing import Array, Bool, Params, PyTree
 
 Gradients = TypeVar("Gradients")
-UpdateFn: TypeAlias = Callable[[Gradients, TrainState, Bool[Array, ""]], tuple[TrainState, Bool[Array, ""]]]
+_UpdateFn: TypeAlias = Callable[[Gradients, TrainState, Bool[Array, ""]], tuple[TrainState, Bool[Array, ""]]]
 """A function from gradients, the state, and whether the step is good so far, to the next state and whether it is."""
 EMA = "ema"
 """Key of the average in `TrainState.extra`, and prefix of its arrays' names in a checkpoint."""
@@ -56,7 +56,7 @@ class WeightAverage:
         """Return the weights before the first update."""
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), state.params)
 
-    def updating(self, update_fn: UpdateFn[Gradients]) -> UpdateFn[Gradients]:
+    def updating(self, update_fn: _UpdateFn[Gradients]) -> _UpdateFn[Gradients]:
         """Return an update of weights that also updates the average; a bad step changes neither."""
 
         def update(

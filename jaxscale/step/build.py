@@ -12,6 +12,7 @@ from jaxscale.blocks import Treatment
 from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
+from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.programs.elementwise import first_mixing
@@ -45,7 +46,6 @@ from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decisio
 from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_state
-from jaxscale.step.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
 

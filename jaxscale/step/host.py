@@ -17,12 +17,12 @@ from jax.tree_util import KeyPath
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import Advance, update_in_slices, update_on_host
 from jaxscale.offload.weights import Streamed, belongs_to_block
+from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard, guarded
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR, is_rehearsal
 from jaxscale.state.layout import Layout, device_of, local_bytes
 from jaxscale.step.update import Update
-from jaxscale.step.update_guard import GuardedAdvance, UpdateGuard, guarded
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text

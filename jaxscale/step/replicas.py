@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxscale.lowbit.quantize import Quantized, is_quantized
+from jaxscale.optim.update_guard import GuardedAdvance
 from jaxscale.replicas import wire
 from jaxscale.replicas.low_communication import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
@@ -35,7 +36,6 @@ from jaxscale.step.compiled_checks import bytes_over, check_alone
 from jaxscale.step.exchange import REDUCE, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.planned_model import Specs
-from jaxscale.step.update_guard import GuardedAdvance
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Bool, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least

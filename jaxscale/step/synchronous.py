@@ -1,6 +1,6 @@
 """SynchronousStep: gradients at the newest weights, their exchange, a check that the step is good, and the update.
 
-A step is judged twice: by its loss and gradients, and by its update (`update_guard.py`).
+A step is judged twice: by its loss and gradients, and by its update (`optim/update_guard.py`).
 """
 
 import dataclasses

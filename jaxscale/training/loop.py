@@ -40,8 +40,7 @@ from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.pauses import Pauses
 from jaxscale.training.profile import Profiler, ProfileRange
-from jaxscale.training.resume import EarlierRun, finished_run
-from jaxscale.training.rewind import Rewind, check_return, describe_return
+from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files

@@ -11,11 +11,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.optim.update_guard import ZERO_RMS, UpdateGuard
 from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
 from jaxscale.step.train_step import TrainStep
-from jaxscale.step.update_guard import ZERO_RMS, UpdateGuard
 from jaxscale.values import override
 from tests.plans import grouped
 

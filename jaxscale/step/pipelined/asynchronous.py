@@ -37,6 +37,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.optim.update_guard import UpdateGuard, guarded
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
@@ -56,7 +57,6 @@ from jaxscale.step.pipelined.forms import Arrays, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import batch_weight_fn, shared_copies
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.step.update_guard import UpdateGuard, guarded
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
@@ -320,9 +320,8 @@ class AsyncPipeline:
         )
         mean_loss, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients_with_copies)
         is_good = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
-        params, optimizer_state, is_good = self.advance(
-            gradients_with_copies, state.optimizer, state.params, norm, is_good
-        )
+        trees = gradients_with_copies, state.optimizer, state.params
+        params, optimizer_state, is_good = self.advance(*trees, norm, is_good)
         watch = state.watch.after(norm, is_good)
         next_state = dataclasses.replace(
             state, step=state.step + 1, params=params, optimizer=optimizer_state, watch=watch

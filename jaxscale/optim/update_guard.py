@@ -9,7 +9,7 @@ are not judged here; `Watch.judge` then judges their learning rate.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def guarded(optimizer: optax.GradientTransformation, guard: UpdateGuard) -> Guar
         gradients: Params, state: optax.OptState, params: Params, norm: Array, is_good: Bool[Array, ""]
     ) -> tuple[Params, optax.OptState, Bool[Array, ""]]:
         updates, new_state = optimizer.update(gradients, state, params)
-        is_good &= guard.allows(updates, params)
+        is_good &= guard.allows(cast(Params, updates), params)
         new_params, new_state = optax.tree.where(
             is_good, (optax.apply_updates(params, updates), new_state), (params, state)
         )
