@@ -1,50 +1,95 @@
 """Soundness: whether the arrays of a checkpoint are finite and sane, computed on the devices that hold them.
 
-Parameters are sane if the sum of their squares is finite in float32, which excludes numbers beyond 1.8e19. Optimizer
-state must be finite. Single numbers of a state are not read, because some rules start from an infinite one.
+Parameters are sane if their root mean square is at most `MAX_GROWTH` times that of the run's first checkpoint, which
+counts as at least `ZERO_RMS`, for parameters that start from zero. Everything else must be finite. Single numbers of an
+optimizer's state are not read, because some rules start from an infinite one.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxscale.checkpoint.verified import Description
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.state.canonical import PARAMS
-from jaxscale.typing import Array, Bool
+from jaxscale.typing import Array, Bool, Float
+
+MAX_GROWTH, ZERO_RMS = 100.0, 0.01
+_JUDGED = (PARAMS, "optimizer", "rest", "ema")
+"""First names of the judged arrays; the state of exchanges between replicas is not judged."""
 
 
 @jax.jit
-def _sound(arrays: dict[str, Any]) -> Bool[Array, ""]:
-    """Return whether all arrays, by the names of the canonical form, are finite and sane."""
-    verdicts = [jnp.array(True)]
+def _judged(arrays: dict[str, Any]) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    """Return whether all arrays, by the names of the canonical form, are finite, and the parameters' sum of squares."""
+    verdicts, square_sum = [jnp.array(True)], jnp.float32(0)
     for name, array in arrays.items():
         values = to_device(array).astype(jnp.float32)
-        is_param = name.startswith(f"{PARAMS}/")
-        verdicts.append(jnp.isfinite(jnp.sum(jnp.square(values))) if is_param else jnp.all(jnp.isfinite(values)))
-    return jnp.stack(verdicts).all()
+        verdicts.append(jnp.all(jnp.isfinite(values)))
+        if name.startswith(f"{PARAMS}/"):
+            square_sum += jnp.sum(jnp.square(values))
+    return jnp.stack(verdicts).all(), square_sum
 
 
-def is_sound(arrays: Mapping[str, Any]) -> bool:
-    """Return whether the parameters and the optimizer state of a canonical form are finite and sane.
+def parameter_rms(arrays: Mapping[str, Any]) -> float:
+    """Return the root mean square of the parameters of a canonical form; NaN if an array is not finite.
 
     Args:
         arrays: the canonical form, by name; arrays in host memory are read one by one.
 
     Example:
-        >>> is_sound({"params/w": jnp.ones(3)}), is_sound({"params/w": jnp.full(3, 9e28)})
-        (True, False)
-        >>> is_sound({"optimizer/0/mu/w": jnp.array([1.0, jnp.nan])})
-        False
+        >>> parameter_rms({"params/w": jnp.full(3, 2.0)})
+        2.0
+        >>> parameter_rms({"params/w": jnp.ones(3), "optimizer/0/mu/w": jnp.array([1.0, jnp.nan])})
+        nan
     """
     judged_arrays = {
         name: array
         for name, array in arrays.items()
-        if name.startswith((f"{PARAMS}/", "optimizer/"))
+        if name.startswith(tuple(f"{prefix}/" for prefix in _JUDGED))
         and jnp.issubdtype(array.dtype, jnp.floating)
-        and (array.ndim > 0 or name.startswith(f"{PARAMS}/"))
+        and (array.ndim > 0 or not name.startswith("optimizer/"))
     }
-    verdicts = [_sound({name: array for name, array in judged_arrays.items() if not on_host(array)})]
-    verdicts += [_sound({name: array}) for name, array in judged_arrays.items() if on_host(array)]
-    return all(bool(verdict) for verdict in jax.device_get(verdicts))
+    figures = [_judged({name: array for name, array in judged_arrays.items() if not on_host(array)})]
+    figures += [_judged({name: array}) for name, array in judged_arrays.items() if on_host(array)]
+    verdicts, square_sums = zip(*jax.device_get(figures), strict=True)
+    number_count = sum(array.size for name, array in judged_arrays.items() if name.startswith(f"{PARAMS}/"))
+    if not all(verdicts) or not number_count:
+        return 0.0 if all(verdicts) else math.nan
+    return math.sqrt(sum(map(float, square_sums)) / number_count)
+
+
+def judged(description: Description, arrays: Mapping[str, Any]) -> Description:
+    """Return the description with the verdict on the state, and with the number of steps skipped in a row.
+
+    Args:
+        description: description of the checkpoint, with the `first_rms` of the run if it has a checkpoint.
+        arrays: the canonical form, by name.
+    """
+    rms, first_rms = parameter_rms(arrays), description.first_rms
+    if first_rms is None and math.isfinite(rms):
+        first_rms = rms
+    return dataclasses.replace(
+        description,
+        is_sound=is_sane(rms, first_rms or 0.0),
+        skipped_in_row=int(arrays["watch/in_row"]) if "watch/in_row" in arrays else 0,
+        first_rms=first_rms,
+    )
+
+
+def is_sane(rms: float, first_rms: float) -> bool:
+    """Return whether parameters are finite, and not much larger than in the run's first checkpoint.
+
+    Args:
+        rms: root mean square of the parameters; NaN if the state is not finite.
+        first_rms: that of the run's first checkpoint.
+
+    Example:
+        >>> is_sane(0.5, 0.02), is_sane(9e28, 0.02), is_sane(float("nan"), 0.02)
+        (True, False, False)
+    """
+    return rms <= MAX_GROWTH * max(first_rms, ZERO_RMS)

@@ -83,6 +83,7 @@ class Checkpoints:
         self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
         self._host_copies: HostCopies | None = None
         self._newest_step = 0  # of the checkpoint that was restored, or the newest one that was saved since
+        self._first_rms: float | None = None  # of the parameters in the run's first checkpoint
         self._step_count = 0
         if write:
             _check_reachable(self.folder)
@@ -228,7 +229,7 @@ class Checkpoints:
         self.wait()
         if description.step in self.steps():
             return False
-        description, sums = _with_verdict(description, arrays), checksums(arrays)
+        description, sums = self._with_verdict(description, arrays), checksums(arrays)
         array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
         logging.getLogger("absl").addFilter(_is_not_about_save)  # adding it again changes nothing
@@ -322,7 +323,7 @@ class Checkpoints:
             newest_step = max(steps, default=0)
             newer = self._host_copies.restore_arrays(leaves, newest_step, self._step_count)
             if newer is not None:
-                self._newest_step = newest_step
+                self._newest_step, self._first_rms = newest_step, newer.description.first_rms
                 return newer
         damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
         for checkpoint_step in reversed(steps):
@@ -331,7 +332,7 @@ class Checkpoints:
                 damage_by_step[checkpoint_step] = reason
                 say(f"checkpoint of step {checkpoint_step} is damaged and skipped: {reason}")
                 continue
-            self._newest_step = checkpoint_step
+            self._newest_step, self._first_rms = checkpoint_step, restored.description.first_rms
             if set_aside:
                 self._set_aside(list(damage_by_step))
             return dataclasses.replace(restored, damaged=damage_by_step)
@@ -366,7 +367,7 @@ class Checkpoints:
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
         """Copy a canonical tree to the hosts' memory in the background, if its state is good; it may be donated."""
         if self._host_copies is not None:
-            description = _with_verdict(description, arrays)
+            description = self._with_verdict(description, arrays)
             if description.is_good:
                 self._host_copies.save_arrays(arrays, description, self._newest_step)
 
@@ -374,6 +375,14 @@ class Checkpoints:
         """Remove the copies in this host's memory."""
         if self._host_copies is not None:
             self._host_copies.clear()
+
+    def _with_verdict(self, description: Description, arrays: Mapping[str, Any]) -> Description:
+        """Return the description with the record of whether the state is sound, and whether steps are being skipped."""
+        from jaxscale.checkpoint.soundness import judged
+
+        judged_description = judged(dataclasses.replace(description, first_rms=self._first_rms), arrays)
+        self._first_rms = judged_description.first_rms
+        return judged_description
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept."""
@@ -453,14 +462,6 @@ class Checkpoints:
 def _is_not_about_save(record: logging.LogRecord) -> bool:
     """Return whether to log a record; Orbax's threads log the error of a save, with a traceback, that `wait` raises."""
     return "_SignalingThread.run()" not in str(record.msg)
-
-
-def _with_verdict(description: Description, arrays: Mapping[str, Any]) -> Description:
-    """Return the description with the record of whether the state is sound, and whether steps are being skipped."""
-    from jaxscale.checkpoint.soundness import is_sound
-
-    skipped_in_row = int(arrays["watch/in_row"]) if "watch/in_row" in arrays else 0
-    return dataclasses.replace(description, is_sound=is_sound(arrays), skipped_in_row=skipped_in_row)
 
 
 def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:

@@ -48,6 +48,7 @@ class Description:
         versions: version of each library that wrote the checkpoint, by the library's name.
         is_sound: whether parameters and optimizer state are finite and sane; `None` in checkpoints of earlier versions.
         skipped_in_row: number of steps that were skipped since the last good one when the state was saved.
+        first_rms: root mean square of the parameters in the run's first checkpoint, by which later ones are judged.
     """
 
     step: int
@@ -59,11 +60,12 @@ class Description:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     is_sound: bool | None = None
     skipped_in_row: int = 0
+    first_rms: float | None = None
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
         """Return the description that is in the dict from `read_content`; earlier versions wrote fewer fields."""
-        later_names = ("is_sound", "skipped_in_row")
+        later_names = ("is_sound", "skipped_in_row", "first_rms")
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: content[name] for name in names if name in content or name not in later_names})
 
@@ -221,11 +223,11 @@ def read_content(path: Any) -> dict[str, Any]:
 def invalid_fields(content: Mapping[str, Any]) -> list[str]:
     """Return the names of a description's fields that are missing, or whose JSON is not of the type that is saved."""
     counts = [content.get("step"), content.get("tokens"), content.get("skipped_in_row", 0)]
-    losses = [content.get("loss", ""), content.get("best", "")]
+    losses = [content.get("loss", ""), content.get("best", ""), content.get("first_rms")]
     versions = content.get("versions")
     is_valid = {
         "step, tokens or skipped_in_row": all(type(count) is int and 0 <= count <= MAX_INT64 for count in counts),
-        "loss or best": all(loss is None or type(loss) in (int, float) for loss in losses),
+        "loss, best or first_rms": all(loss is None or type(loss) in (int, float) for loss in losses),
         "data": isinstance(content.get("data", ""), dict | None),
         "experiment": isinstance(content.get("experiment"), str),
         "versions": isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values()),

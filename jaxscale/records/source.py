@@ -137,6 +137,10 @@ class Source:
                 )
             text = read_bytes(folder / file_name, MAX_SOURCE_BYTES).decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
+        if source.file != file_name:  # messages name the one, and the other is executed
+            raise UserError(
+                f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected {source.file!r:.200}, the name in path"
+            )
         if source.sha256 != stored_sha256:
             raise UserError(
                 f"{folder / str(file_name)} was changed since the run (sha256 {str(source.sha256)[:12]}, expected "

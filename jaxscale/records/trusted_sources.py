@@ -37,6 +37,7 @@ def record_trust(sha256: str, origin: Path) -> None:
         if not _is_private(folder / key):
             record = {"sha256": sha256, "folder": os.path.realpath(origin.parent), "file": origin.name}
             write_whole(folder / key, json.dumps(record) + "\n")
+            (folder / key).chmod(0o600)  # a group may share what its members write
 
 
 def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
@@ -57,9 +58,9 @@ def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
     if _is_private(_folder()) and _is_private(_folder() / key):
         return
     raise UserError(
-        f"{run_folder} was not trained here by you. To open it, jaxscale would execute {copy}, with the modules in "
-        f"{origin.parent}; that code could do all that you can do. Read it first. If you trust it, use --trust, "
-        f"Run.open(directory, trust=True) in Python, or {VARIABLE}={run_folder}"
+        f"{run_folder} was not trained here by you. To open it, jaxscale would execute {str(copy)!r}, with the modules "
+        f"in {str(origin.parent)!r}; that code could do all that you can do. Read it first. If you trust it, use "
+        f"--trust, Run.open(directory, trust=True) in Python, or {VARIABLE}={run_folder}"
     )
 
 
@@ -82,7 +83,8 @@ def is_below(path: Any, folder: str) -> bool:
 
 def _folder() -> Path:
     """Return the folder of the records, in the user's cache; `JAXSCALE_CACHE` may be shared and does not move it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "jaxscale" / "trusted"
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(folder if os.path.isabs(folder) else Path("~/.cache").expanduser()) / "jaxscale" / "trusted"
 
 
 def _key(sha256: str, origin: Path) -> str:

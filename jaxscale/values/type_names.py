@@ -1,13 +1,16 @@
 """Public names for classes in JSON, under "type". The names stay valid if a class moves to another module.
 
 A field is open if its declared type does not determine the class of the field's value. Every class of jaxscale that an
-open field of an experiment accepts is listed here. JSON gives other classes as MODULE:CLASS. Their modules are never
-imported for a file's sake, because an import executes code: the running program must have imported them.
+open field of an experiment accepts is listed here. JSON gives classes of the user as MODULE:CLASS. Their modules are
+never imported for a file's sake, because an import executes code: the running program must have imported them.
 """
 
 import dataclasses
+import functools
 import importlib
+import os
 import sys
+import sysconfig
 
 from jaxscale.errors import UserError, near_miss
 
@@ -58,6 +61,34 @@ def type_name(path: str) -> str:
     return _PUBLIC.get(path) or _EARLIER.get(path, path)
 
 
+def is_user_module(name: str) -> bool:
+    """Return whether an imported module is the user's: the program, or a file in no folder of installed packages.
+
+    A class of an installed package may execute code when it is made from a stranger's values, such as a lazy module.
+
+    Example:
+        >>> is_user_module("__main__"), is_user_module("json"), is_user_module("jaxscale.errors")
+        (True, False, False)
+    """
+    if name == "__main__":
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if not isinstance(file, str):
+        return False
+    path = os.path.realpath(file)
+    is_installed = {"site-packages", "dist-packages"} & set(path.split(os.sep))
+    return not is_installed and not path.startswith(_package_folders())
+
+
+@functools.cache
+def _package_folders() -> tuple[str, ...]:
+    """Return the real paths of the folders of jaxscale, its kernels, Python's library and installed packages."""
+    package_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    kernels_folder = os.path.join(os.path.dirname(package_folder), "pallas_kernels")
+    library_folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple(os.path.realpath(folder) + os.sep for folder in (package_folder, kernels_folder, *library_folders))
+
+
 def type_of(name: str, path: str) -> type:
     """Return the dataclass that JSON gives under "type".
 
@@ -72,13 +103,15 @@ def type_of(name: str, path: str) -> type:
     if public_name in _MODULE_BY_NAME:
         return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
     module, _, qualname = public_name.partition(":")
-    candidate: object = sys.modules.get(module)  # the module, then an object inside it
+    # the module, then an object inside it
+    candidate: object = sys.modules.get(module) if is_user_module(module) else None
     for attribute in qualname.split("."):
         candidate = getattr(candidate, "__dict__", {}).get(attribute)  # a lazy module may import on `getattr`
-    if not (isinstance(candidate, type) and dataclasses.is_dataclass(candidate)):
+    is_dataclass = isinstance(candidate, type) and dataclasses.is_dataclass(candidate)
+    if not is_dataclass or not is_user_module(candidate.__module__):  # a module of the user's may hold other modules
         expected_text = (
-            "expected MODULE:CLASS of a dataclass whose module this program has imported (a file cannot make it import "
-            "one, since that executes code): import it first, in Python"
+            "expected MODULE:CLASS of a dataclass in a module of yours that this program has imported: import it, in "
+            "Python. A file makes no program import a module or use one that is installed, since that may execute code"
             if qualname
             else f"expected one of {', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )

@@ -77,7 +77,7 @@ def test_what_is_saved_comes_back(tmp_path):
     checkpoints = saved(tmp_path / "c", 3)
     restored = checkpoints.restore_arrays(abstract())
     equal(restored.arrays, arrays(3))
-    assert restored.description == about(3, is_sound=True)
+    assert restored.description == about(3, is_sound=True, first_rms=restored.description.first_rms)
     assert restored.damaged == {}
 
 
@@ -333,6 +333,8 @@ def test_the_last_good_checkpoint_is_the_newest_sound_one_and_is_never_pruned(tm
         {"params/w": jnp.full(4, 9e28)},
         {"params/w": jnp.full(4, jnp.nan)},
         {"optimizer/0/mu/w": jnp.full(4, jnp.inf)},
+        {"rest/variance": jnp.array([1.0, jnp.inf])},
+        {"params/w": jnp.full(4, 101.0)},  # more than a hundred times as large as in the first checkpoint
         {"watch/in_row": jnp.int32(2)},
     ]
     checkpoints.save_arrays(whole, about(1), wait=True)
@@ -341,16 +343,28 @@ def test_the_last_good_checkpoint_is_the_newest_sound_one_and_is_never_pruned(tm
         assert checkpoints.steps() == [1, step]
         assert checkpoints.last_good() == 1
     assert Checkpoints(tmp_path / "c", write=False).last_good() == 1  # from the files
-    assert checkpoints.describe(5).skipped_in_row == 2
-    assert checkpoints.describe(5).is_sound
-    checkpoints.save_arrays({**whole, "optimizer/0/best": jnp.float32(jnp.inf)}, about(6), wait=True)
-    assert checkpoints.steps() == [6]
-    assert checkpoints.last_good() == 6
+    assert checkpoints.describe(7).skipped_in_row == 2
+    assert checkpoints.describe(7).is_sound
+    checkpoints.save_arrays({**whole, "optimizer/0/best": jnp.float32(jnp.inf)}, about(8), wait=True)
+    assert checkpoints.steps() == [8]
+    assert checkpoints.last_good() == 8
+
+
+def test_a_continued_run_is_judged_by_its_first_checkpoint(tmp_path):
+    whole = NamedSharding(MeshSpec.parse("1").build(), PartitionSpec())
+    for step, size in enumerate((0.5, 40.0, 60.0), 1):
+        checkpoints = Checkpoints(tmp_path / "c", keep=1, best=False)
+        if step > 1:
+            checkpoints.restore_arrays({"params/w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=whole)})
+        checkpoints.save_arrays({"params/w": jnp.full(4, size)}, about(step), wait=True)
+    assert checkpoints.steps() == [2, 3]
+    assert checkpoints.last_good() == 2
+    assert checkpoints.describe(3).first_rms == 0.5
 
 
 def test_a_checkpoint_without_a_record_of_its_state_counts_as_good():
     content = dataclasses.asdict(about(3))
-    del content["is_sound"], content["skipped_in_row"]
+    del content["is_sound"], content["skipped_in_row"], content["first_rms"]
     assert Description.of(content) == about(3)
     assert about(3).is_good
     with pytest.raises(KeyError):

@@ -66,7 +66,7 @@ def forget() -> None:
 def test_a_command_names_what_it_would_execute(run, words, tmp_path, capsys):
     assert main([words[0], str(run), *words[1:]]) == 2
     out = capsys.readouterr().err
-    assert f"would execute {run / 'source' / 'file.py'}" in " ".join(out.split())
+    assert f"would execute {str(run / 'source' / 'file.py')!r}" in " ".join(out.split())
     assert "--trust" in out
     assert not (tmp_path / "mark").exists()
     assert not (tmp_path / "cache").exists()
@@ -185,6 +185,53 @@ def test_the_copy_lies_in_the_folder_of_the_source(run, file):
     path.write_text(json.dumps({**json.loads(path.read_text()), "file": file}))
     with pytest.raises(UserError, match=r"source\.json: file: got .*, expected the name of a file"):
         load_experiment(run)
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_a_record_is_the_users_own_under_any_umask(cache, mask):
+    earlier_mask = os.umask(mask)
+    try:
+        record_trust("a" * 64, Path("file.py").absolute())
+    finally:
+        os.umask(earlier_mask)
+    forget()
+    check_trust("a" * 64, Path("file.py").absolute(), "run", "copy")
+
+
+def test_a_relative_cache_is_not_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")  # an unpacked archive could bring one
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    record_trust("a" * 64, Path("file.py").absolute())
+    assert (tmp_path / "home/.cache/jaxscale/trusted").is_dir()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_refusal_names_the_file_that_would_be_executed(run):
+    path = run / "source/source.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "path": str(Path(facts["path"]).with_name("benign.py"))}))
+    with pytest.raises(UserError, match=r"file: got 'file\.py', expected 'benign\.py', the name in path"):
+        load_experiment(run)
+    path.write_text(json.dumps({**facts, "path": "/tmp/a\njaxscale: all is well/file.py"}))
+    with pytest.raises(UserError) as error:
+        load_experiment(run)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_types_of_installed_packages_are_refused(tmp_path, monkeypatch):
+    import etils.epy.lazy_imports_utils as lazy_imports
+
+    (tmp_path / "payload_of_a_type.py").write_text("open('mark', 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    record = {"type": "etils.epy.lazy_imports_utils:LazyModule", "module_name": "payload_of_a_type"}
+    record |= dict.fromkeys(("adhoc_kwargs", "error_callback", "success_callback"))
+    model = {"type": "models.Decoder", "vocab": 8, "context": 4, "layers": 1, "embed": 8, "heads": 1}
+    held = f"{__name__}:lazy_imports.LazyModule"  # a module of the user's that holds the other one
+    monkeypatch.setitem(globals(), "lazy_imports", lazy_imports)
+    for name in (record["type"], held, "jaxscale.launch.cluster:Cluster", "argparse:Namespace"):
+        with pytest.raises(UserError, match=r"data\.type: got"):
+            values.from_json(Experiment, {"name": "a", "model": model, "data": {**record, "type": name}})
+    assert not (tmp_path / "mark").exists()
 
 
 def test_types_import_nothing(tmp_path, monkeypatch):
