@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from figures import Figure, show
 
 FOLDER = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(FOLDER))
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of one recipe: shows that it works")
     arguments = parser.parse_args()
     if arguments.cost:
         cost(arguments.steps)
@@ -185,10 +187,16 @@ def main() -> None:
 
     series: dict[str, Any] = {name: (lambda name=name: ratios(name, arguments.steps)) for name in (*NAMES, ONE_BIT)}
     series |= {way.name: (lambda way=way: large_batch_ratios(way)) for way in large.WAYS}
+    if arguments.tiny:
+        series = {"digits_vit": lambda: ratios("digits_vit", 3)}
     print(f"{'recipe':32} {'largest':>9} {'in step':>8} {'median':>9}")
+    figures = []
     for name in arguments.only or series:
-        found = list(series[name]())
-        print(f"{name:32} {max(found):9.4f} {int(np.argmax(found)) + 1:8} {np.median(found):9.5f}", flush=True)
+        ratio_by_step = list(series[name]())
+        largest, step = max(ratio_by_step), int(np.argmax(ratio_by_step)) + 1
+        print(f"{name:32} {largest:9.4f} {step:8} {np.median(ratio_by_step):9.5f}", flush=True)
+        figures.append(Figure(f"{name}: largest update / parameters", largest, "x"))
+    show(figures, "Updates beside the parameters")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from jaxscale.errors import UserError
 from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import check_regular, is_regular, parse_json, read_bytes
 
-_VERSION = 2
-"""Version of the entries' format."""
+_VERSION = 1
+"""Version of the tokens that files give: part of an entry's key, without which an earlier run does not continue."""
 SPLITS = ("train", "held_out")
 FACTS = "facts.json"
 MAX_CHECKED_BYTES = 1 << 30

@@ -44,7 +44,8 @@ def environment(cluster: Cluster, run_dir: str) -> dict[str, str]:
     """Return the environment variables of a run's hosts: the run is trusted there, and the cluster's facts set others.
 
     Example:
-        >>> environment(Cluster("gpu h200 x 8", interface="eth0"), "/r/a")
+        >>> from jaxscale.launch.cluster import Slurm
+        >>> environment(Cluster("gpu h200 x 8", Slurm(), interface="eth0"), "/r/a")
         {'JAXSCALE_TRUST': '/r/a', 'NCCL_SOCKET_IFNAME': 'eth0'}
     """
     variables = {trusted_sources.VARIABLE: run_dir}
