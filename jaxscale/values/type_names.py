@@ -107,8 +107,11 @@ def type_of(name: str, path: str) -> type:
     candidate: object = sys.modules.get(module) if is_user_module(module) else None
     for attribute in qualname.split("."):
         candidate = getattr(candidate, "__dict__", {}).get(attribute)  # a lazy module may import on `getattr`
-    is_dataclass = isinstance(candidate, type) and dataclasses.is_dataclass(candidate)
-    if not is_dataclass or not is_user_module(candidate.__module__):  # a module of the user's may hold other modules
+    if (
+        not isinstance(candidate, type)
+        or not dataclasses.is_dataclass(candidate)
+        or not is_user_module(candidate.__module__)  # a module of the user's may hold other modules
+    ):
         expected_text = (
             "expected MODULE:CLASS of a dataclass in a module of yours that this program has imported: import it, in "
             "Python. A file makes no program import a module or use one that is installed, since that may execute code"
