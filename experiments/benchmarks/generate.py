@@ -107,28 +107,27 @@ def measure(name: str, peer: str | None, rounds: int, folder: Path) -> list[Figu
     peer_words = [peer or "", str(HERE / "transformers_peer.py")]
     if peer is not None and not weights.exists():
         run([*peer_words, "make", str(weights), size])
-    sampled = [str(weights) if peer else "", str(prompt_length), str(tokens), "3"]
+    case_words = [str(weights) if peer else "", str(prompt_length), str(tokens), "3"]
     own_words, cache = [sys.executable, __file__, "--draw"], str(folder / f"cache of {name}")
     core_count = len(os.sched_getaffinity(0))
-    firsts = [run([*own_words, *sampled, str(core_count)], cache)["first"] for _ in range(2)]
-    print(f"{name}: first call {firsts[0]:.2f} s, from the cache {firsts[1]:.2f} s", flush=True)
+    first_seconds = [run([*own_words, *case_words, str(core_count)], cache)["first"] for _ in range(2)]
+    print(f"{name}: first call {first_seconds[0]:.2f} s, from the cache {first_seconds[1]:.2f} s", flush=True)
     figures = [
-        Figure(f"{name}: first call, cold", firsts[0], "s", FIRST_CALL_SECONDS if bars[0] else None),
-        Figure(f"{name}: first call, from the cache", firsts[1], "s", CACHED_CALL_SECONDS if bars[0] else None),
+        Figure(f"{name}: first call, cold", first_seconds[0], "s", FIRST_CALL_SECONDS if bars[0] else None),
+        Figure(f"{name}: first call, from the cache", first_seconds[1], "s", CACHED_CALL_SECONDS if bars[0] else None),
     ]
     for kind, thread_count, bar in (("wall", core_count, bars[0]), ("processor", 1, bars[1])):
         own_seconds, ratios = [], []
         for turn in range(rounds):
-            own = run([*own_words, *sampled, str(thread_count)], cache)
-            own_seconds.append(min(own[kind]))
+            own_result = run([*own_words, *case_words, str(thread_count)], cache)
+            own_seconds.append(min(own_result[kind]))
             line = f"{name}, {kind}, round {turn + 1}: {own_seconds[-1]:.3f} s"
             if peer is not None:
-                theirs = run([*peer_words, "draw", *sampled, str(thread_count)])
-                ratios.append(min(theirs[kind]) / own_seconds[-1])
-                equal_count = sum(a == b for a, b in zip(own["ids"], theirs["ids"], strict=True))
-                line += (
-                    f", transformers {min(theirs[kind]):.3f} s, {ratios[-1]:.2f}x; {equal_count} of {tokens} ids equal"
-                )
+                peer_result = run([*peer_words, "draw", *case_words, str(thread_count)])
+                ratios.append(min(peer_result[kind]) / own_seconds[-1])
+                equal_count = sum(a == b for a, b in zip(own_result["ids"], peer_result["ids"], strict=True))
+                line += f", transformers {min(peer_result[kind]):.3f} s, {ratios[-1]:.2f}x; "
+                line += f"{equal_count} of {tokens} ids equal"
             print(line, flush=True)
         token_ms = 1000 * statistics.median(own_seconds) / tokens
         figures.append(Figure(f"{name}: {kind} time of a token, prompt included", token_ms, "ms"))

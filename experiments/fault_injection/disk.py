@@ -305,9 +305,9 @@ def try_moment(moment: Moment, home: Path, disk: Disk, twin: Path, sums: Any, wo
         after = {
             f"{path.name}/{name}": word for path in committed if path.exists() for name, word in snapshot(path).items()
         }
-        kept = sorted(path.name for path in committed)[-5:]  # older ones are removed by the run itself
-        lost = [name for name in before if name[:8] in kept and before[name] != after.get(name)]
-        faults += [f"{lost[0]} of a checkpoint was lost or changed"] if lost else []
+        newest_names = sorted(path.name for path in committed)[-5:]  # the run itself removes older ones
+        changed_names = [name for name in before if name[:8] in newest_names and before[name] != after.get(name)]
+        faults += [f"{changed_names[0]} of a checkpoint was lost or changed"] if changed_names else []
         message = next((line for line in ended.text.splitlines() if "jaxscale: " in line), "")
         again = work(["", "", "", cache, *words], LIMIT_SECONDS)
         output += f"--- again: code {again.code}\n{again.text}\n"

@@ -213,7 +213,7 @@ class Worker:
             code, result = 1, None
             try:
                 code, result = self._act(json.loads(line))
-            except BaseException:
+            except BaseException:  # whatever ends an action is reported; the fork serves the next request
                 traceback.print_exc()
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

@@ -437,8 +437,8 @@ def run_subject(subject: str, count: int, chance: random.Random, folder: Path) -
     }
 
 
-def run_kills(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Kill runs `count` times in all, and return a row for each subject.
+def run_kills(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Kill runs `count` times in all, and yield a row for each subject.
 
     Args:
         count: number of kills; subjects get equal shares of at least 2.
@@ -448,10 +448,8 @@ def run_kills(count: int, seed: int, only: Sequence[str] = ()) -> list[dict[str,
     warm_up()
     subjects = list(only or PLANS)
     subjects = subjects[: max(1, count // 2)]
-    rows = []
     for number, subject in enumerate(subjects):
         share = count // len(subjects) + (number < count % len(subjects))
         with tempfile.TemporaryDirectory(prefix="kills-") as name:
             row = run_subject(subject, share, random.Random(f"{seed}/{subject}"), Path(name))
-        rows.append({**row, "replay": f"--part kills --only '{subject}' --count {share} --seed {seed}"})
-    return rows
+        yield {**row, "replay": f"--part kills --only '{subject}' --count {share} --seed {seed}"}

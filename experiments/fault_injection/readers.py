@@ -156,7 +156,9 @@ def _prepare_weights(folder: Path) -> Prepared:
     path = folder / "model" / SINGLE
 
     def read() -> None:
-        with mock.patch.object(huggingface_tensors, "_param_shapes", return_value=shapes):  # config.json stays as it is
+        with mock.patch.object(
+            huggingface_tensors, "_param_shapes", return_value=shapes
+        ):  # config.json does not change
             load(path.parent)
 
     return written(path, read), [path.read_bytes()]

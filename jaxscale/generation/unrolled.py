@@ -17,7 +17,7 @@ from jaxscale.layers.layer_group import restack
 from jaxscale.layers.stack import Stack
 
 MAX_LAYERS = 16
-"""Largest number of layers that are compiled one after another; each takes about 0.2 seconds."""
+"""Largest number of layers that are compiled one after another; more would take long to compile."""
 Paths = tuple[tuple[Any, ...], ...]
 """Paths of parts of nested dicts: names, and numbers of modules in lists."""
 

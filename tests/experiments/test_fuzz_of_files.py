@@ -17,7 +17,7 @@ from fault_injection.planted import PLANTED
 from fault_injection.readers import words_of
 
 ROOT = Path(__file__).parents[2]
-FOUND: list[tuple[str, int, tuple[str | int, ...], Any]] = [
+FAULTY_VALUES: list[tuple[str, int, tuple[str | int, ...], Any]] = [
     ("safetensors", 0, ("header", "b.weight", "shape"), [0, 2**62, 4]),
     ("tokenizer of a run", 1, ("alphabet",), "\ud800"),
     ("chats", 0, (0, "prompt"), "\ud83d"),
@@ -105,7 +105,7 @@ def test_a_mutated_file_is_read_or_refused(name, count, tmp_path):
             raise
 
 
-@pytest.mark.parametrize(("name", "file_number", "place", "value"), FOUND, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("name", "file_number", "place", "value"), FAULTY_VALUES, ids=lambda value: repr(value)[:40])
 def test_what_the_fuzzer_found_stays_mended(name, file_number, place, value, tmp_path):
     target = TARGET_BY_NAME[name]
     run, files = target.prepare(tmp_path)

@@ -212,7 +212,7 @@ def test_the_refusal_names_the_file_that_would_be_executed(run):
     path.write_text(json.dumps({**facts, "path": str(Path(facts["path"]).with_name("benign.py"))}))
     with pytest.raises(UserError, match=r"file: got 'file\.py', expected 'benign\.py', the name in path"):
         load_experiment(run)
-    path.write_text(json.dumps({**facts, "path": "/tmp/a\njaxscale: all is well/file.py"}))
+    path.write_text(json.dumps({**facts, "path": "/nowhere\njaxscale: all is well/file.py"}))
     with pytest.raises(UserError) as error:
         load_experiment(run)
     assert len(str(error.value).splitlines()) == 1
