@@ -177,7 +177,7 @@ def load(data: Any, hint: Any, path: str) -> Any:
         )
     if isinstance(data, dict) and _TYPE in data and has_class_in_json(hint):
         json_by_field = {key: item for key, item in data.items() if key != _TYPE}
-        return _load_record(json_by_field, type_of(str(data[_TYPE]), path), path)
+        return _load_record(json_by_field, _class_in_json(str(data[_TYPE]), hint, path), path)
     if len(alternatives(hint)) > 1:
         return load_union(lambda alternative: load(data, alternative, path), hint, path, data)
     origin = get_origin(hint) or hint
@@ -206,6 +206,17 @@ def load(data: Any, hint: Any, path: str) -> Any:
     check(data, hint, path)
     scalar: Any = data
     return float(scalar) if hint is float else scalar
+
+
+def _class_in_json(name: str, hint: Any, path: str) -> type:
+    """Return the dataclass that JSON gives under "type" in a field of the declared type `hint`.
+
+    Alternatives that the declared type lists need no import: the program's own source names them.
+    """
+    listed_types = (alternative for alternative in alternatives(hint) if dataclasses.is_dataclass(alternative))
+    return next((cls for cls in listed_types if type_name(_code_name(cls)) == type_name(name)), None) or type_of(
+        name, path
+    )
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
