@@ -7,7 +7,7 @@ are checked before JAX is imported.
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxscale.errors import UserError, near_miss
 
@@ -47,6 +47,8 @@ class RuleEntry:
         schedules: schedules that the rule accepts.
         over_replicas: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
             replicas.
+        update_unit: how large an update is at learning rate 1, for the guard on updates that are never whole: about 1
+            for each number ("ones"), or about as large as the gradients or as the weights.
     """
 
     make: Callable[[RuleSettings], Any]
@@ -54,6 +56,7 @@ class RuleEntry:
     schedule: str = "cosine"
     schedules: tuple[str, ...] = ("cosine", "linear", "constant")
     over_replicas: bool = False
+    update_unit: Literal["ones", "gradients", "weights"] = "ones"
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the value of every option of the rule, by name; options that are not set have their defaults.
@@ -151,20 +154,25 @@ RULES: Mapping[str, RuleEntry] = {
     "adopt": RuleEntry(_build_with_decay, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
     # Chen et al. 2023, arXiv 2302.06675
     "lion": RuleEntry(_build_with_mask, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
-    "sgd": RuleEntry(_build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}),
+    "sgd": RuleEntry(_build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}, update_unit="gradients"),
     # Shazeer & Stern 2018, arXiv 1804.04235
-    "adafactor": RuleEntry(_build_with_decay, {"weight_decay": 0.1}),
+    "adafactor": RuleEntry(_build_with_decay, {"weight_decay": 0.1}, update_unit="weights"),
     # Defazio et al. 2024, arXiv 2405.15682
     "schedule_free": RuleEntry(_build_schedule_free, _ADAM_DEFAULTS, schedule="constant", schedules=("constant",)),
     # You et al. 2017, arXiv 1708.03888
-    "lars": RuleEntry(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
+    "lars": RuleEntry(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}, update_unit="weights"),
     # You et al. 2020, arXiv 1904.00962
-    "lamb": RuleEntry(_build_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}),
+    "lamb": RuleEntry(
+        _build_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}, update_unit="weights"
+    ),
     # Tang et al. 2021, arXiv 2102.02888
     "one_bit_adam": RuleEntry(_build_one_bit, {**_ADAM_DEFAULTS, "freeze": 0.25}, over_replicas=True),
     # Li et al. 2021, arXiv 2104.06069
     "one_bit_lamb": RuleEntry(
-        _build_one_bit, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01}, over_replicas=True
+        _build_one_bit,
+        {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01},
+        over_replicas=True,
+        update_unit="weights",
     ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982
     "muon": RuleEntry(

@@ -4,12 +4,13 @@
 
 A step is first judged by its loss and its gradients (`Watch.judge`). Both may be finite and the update not, as with a
 learning rate of 1e30. Updates that are never whole on the device (those of a fused kernel, in slices, or on the host)
-are not judged here; `Watch.judge` then judges their learning rate.
+are judged by an estimate of their size: the learning rate times the size of an update of that rule at rate 1
+(`optim/rules.py`).
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jaxscale.typing import Array, Bool, Float, Params
 
 ZERO_RMS = 0.01
 """Root mean square of parameters below which they count as this large, for parameters that start from zero."""
+UpdateUnit: TypeAlias = Literal["ones", "gradients", "weights"]
+"""Size of a rule's update at learning rate 1: 1 for each number, or the size of the gradients or of the weights."""
 GuardedAdvance: TypeAlias = Callable[
     [Params, optax.OptState, Params, Array, Bool[Array, ""]], tuple[Params, optax.OptState, Bool[Array, ""]]
 ]
@@ -48,14 +51,51 @@ class UpdateGuard:
 
     def allows(self, updates: Params, params: Params) -> Bool[Array, ""]:
         """Return whether updates may be applied to parameters, on every device the same."""
-        sums = (
-            _square_sum(updates),
-            _square_sum(params),
-            jnp.float32(sum(leaf.size for leaf in jax.tree.leaves(params))),
-        )
+        sums = _square_sum(updates), _square_sum(params), _number_count(params)
         if self.axes:
             sums = jax.lax.psum(sums, self.axes)
-        update_squares, param_squares, count = sums
+        return self._allows_squares(*sums)
+
+    def allows_rate(
+        self,
+        rate: Float[Array, ""],
+        unit: UpdateUnit | None,
+        gradient_norm: Float[Array, ""],
+        params: Params,
+        *,
+        are_params_read: bool,
+    ) -> Bool[Array, ""]:
+        """Return whether updates at a learning rate may be applied, by their estimated size.
+
+        Args:
+            rate: the learning rate.
+            unit: size of an update at rate 1; `None` if it is unknown, and then the smaller of 1 and the gradients'.
+            gradient_norm: global norm of the gradients that the rule receives.
+            params: the parameters.
+            are_params_read: whether the parameters are on the device. If not, each counts as `ZERO_RMS`, unless `unit`
+                is "weights".
+
+        Example:
+            >>> guard, params, norm = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}, jnp.float32(0.2)
+            >>> [bool(guard.allows_rate(jnp.float32(rate), "ones", norm, params, are_params_read=True))
+            ...  for rate in (40.0, 60.0)]
+            [True, False]
+        """
+        count = _number_count(params)
+        floor = ZERO_RMS**2 * count
+        param_squares = _square_sum(params) if are_params_read else floor
+        squares_by_unit: dict[UpdateUnit | None, Float[Array, ""]] = {
+            "ones": count,
+            "gradients": jnp.square(gradient_norm),
+            "weights": jnp.maximum(param_squares, floor),
+            None: jnp.minimum(count, jnp.square(gradient_norm)),
+        }
+        return self._allows_squares(jnp.square(rate) * squares_by_unit[unit], param_squares, count)
+
+    def _allows_squares(
+        self, update_squares: Float[Array, ""], param_squares: Float[Array, ""], count: Float[Array, ""]
+    ) -> Bool[Array, ""]:
+        """Return the verdict on the sum of the squares of an update of `count` numbers."""
         is_allowed = jnp.isfinite(update_squares)
         if self.bound > 0:
             largest = jnp.square(jnp.float32(self.bound)) * jnp.maximum(param_squares, ZERO_RMS**2 * count)
@@ -82,6 +122,11 @@ def guarded(optimizer: optax.GradientTransformation, guard: UpdateGuard) -> Guar
         return new_params, new_state, is_good
 
     return advance
+
+
+def _number_count(tree: Params) -> Float[Array, ""]:
+    """Return the number of numbers in a tree, in float32."""
+    return jnp.float32(sum(leaf.size for leaf in jax.tree.leaves(tree)))
 
 
 def _square_sum(tree: Params) -> Float[Array, ""]:

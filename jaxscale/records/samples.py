@@ -3,7 +3,10 @@
     === step 500 | prompt "ROMEO:"
     ROMEO: I do not know thee.
 
-A line that begins like a header is indented by one more space, so that `read_samples` can recognize the headers.
+A line that begins like a header is indented by one more space, so that `read_samples` can recognize the headers. Where
+the run returned to an earlier checkpoint, a header without a prompt follows: samples of later steps above it are void.
+
+    === step 400 | returned
 """
 
 import json
@@ -19,6 +22,7 @@ from jaxscale.values.read_files import parse_json, read_bytes, whole_number
 FILE = "samples.txt"
 _HEADER_START = "=== step "
 _HEADER_LIKE = re.compile(rf"^( *{_HEADER_START})", re.MULTILINE)
+_RETURNED = " | returned"
 _INDENTED_HEADER_LIKE = re.compile(rf"^ ( *{_HEADER_START})", re.MULTILINE)
 
 
@@ -54,15 +58,41 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
     """
     escaped_text = _HEADER_LIKE.sub(r" \1", prompt + text)
     header = f"{_HEADER_START}{int(step)} | prompt {json.dumps(prompt, ensure_ascii=False)}"
+    _append(directory, f"{header}\n{escaped_text}\n\n")
+
+
+def append_return(directory: Any, step: int) -> None:
+    """Record in the run's samples.txt, if there is one, that the run returned to the checkpoint of a step.
+
+    Args:
+        directory: the run's folder.
+        step: step of the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> append_sample(folder, 500, "ROMEO:", " I do not know thee.")
+        >>> append_return(folder, 400)
+        >>> read_samples(folder)
+        []
+    """
+    if (run_path(directory) / FILE).exists():
+        _append(directory, f"{_HEADER_START}{int(step)}{_RETURNED}\n\n")
+
+
+def _append(directory: Any, text: str) -> None:
+    """Append text to the run's samples.txt."""
     file = open_append(run_path(directory) / FILE)
     try:
-        file.write(f"{header}\n{escaped_text}\n\n".encode(errors="replace"))
+        file.write(text.encode(errors="replace"))
     finally:
         file.close()
 
 
 def read_samples(directory: Any) -> list[Sample]:
     """Read the samples of a run, sorted by step. Of samples with equal step and prompt, only the last is returned.
+
+    Samples of steps to which the run did not come again after a return are left out.
 
     Raises:
         UserError: the file exists, but is not a regular file, is too large or cannot be read.
@@ -74,6 +104,9 @@ def read_samples(directory: Any) -> list[Sample]:
     sample_by_key: dict[tuple[int, str], Sample] = {}  # keys are (step, prompt)
     for block in f"\n{text}{_HEADER_START}".split("\n" + _HEADER_START)[1:-1]:
         header, _, escaped_text = block.partition("\n")
+        if header.endswith(_RETURNED) and (return_step := whole_number(header.removesuffix(_RETURNED))) is not None:
+            sample_by_key = {key: sample for key, sample in sample_by_key.items() if sample.step <= return_step}
+            continue
         step_text, _, quoted_prompt = header.partition(" | prompt ")
         step = whole_number(step_text)
         try:

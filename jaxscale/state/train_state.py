@@ -1,6 +1,7 @@
 """TrainState: the state that one step passes on to the next, and the watch that recognizes bad steps."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -37,23 +38,17 @@ class Watch:
         """Return the record of a run that has made no step."""
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
-    def judge(
-        self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard, rate: Float[Array, ""] | None = None
-    ) -> Bool[Array, ""]:
+    def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> Bool[Array, ""]:
         """Return whether a step is good, as far as its loss and its gradients show.
 
         Args:
             loss: mean loss of the step.
             norm: global norm of the step's gradients.
             guard: the conditions that make a step bad.
-            rate: the learning rate, which is judged in place of an update that is not judged by itself. An update of
-                Adam is at most a few learning rates large.
         """
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if guard.spike > 0:
             is_good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
-        if rate is not None:
-            is_good &= (rate <= guard.update) if guard.update > 0 else jnp.isfinite(rate)
         return is_good
 
     def after(self, norm: Float[Array, ""], is_good: Bool[Array, ""]) -> "Watch":
@@ -94,3 +89,7 @@ class TrainState:
     rest: Params
     watch: Watch
     extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+
+
+RateVerdict: TypeAlias = Callable[[TrainState, Array], Bool[Array, ""]]
+"""A function from the state and the norm of the gradients to whether an update at its learning rate may be applied."""

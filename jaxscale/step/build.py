@@ -36,7 +36,7 @@ from jaxscale.step.exchange import (
     no_exchange,
 )
 from jaxscale.step.gradients import Objective, Whole
-from jaxscale.step.host import advance_of, check_host_size, has_whole_update
+from jaxscale.step.host import advance_of, check_host_size, rate_verdict_of
 from jaxscale.step.memory_resolve import decide_memory, depths_of_groups, describe_decision, treatment_of
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
@@ -213,7 +213,14 @@ class Assembly:
             advance = advance_of(plan, update, layout, UpdateGuard(experiment.guard.update, manual_axes))
             if plan.diloco is not None:
                 displacement_leaves = gradient_leaves_of(plan, self.pure_model, layout)
-                replicas = Replicas(plan.diloco, layout, update.clipped_rule, displacement_leaves, gradient_exchange)
+                replicas = Replicas(
+                    plan.diloco,
+                    layout,
+                    update.clipped_rule,
+                    displacement_leaves,
+                    UpdateGuard(experiment.guard.update),
+                    gradient_exchange,
+                )
                 extras = (*extras, replicas)
                 gradient_fn, exchange = functools.partial(replicas.gradients, objective), no_exchange
                 update_fn = functools.partial(replicas.update, advance)
@@ -227,8 +234,14 @@ class Assembly:
                 if experiment.optimizer.ema is not None:
                     average = WeightAverage(experiment.optimizer.ema)
                     extras, update_fn = (*extras, average), average.updating(update_fn)
-            rate_fn = None if has_whole_update(plan, update) else experiment.optimizer.schedule_fn(experiment.steps)
-            step_function = SynchronousStep(gradient_fn, exchange, update_fn, experiment.guard, rate_fn)
+            step_function = SynchronousStep(
+                gradient_fn,
+                exchange,
+                update_fn,
+                experiment.guard,
+                rate_verdict_of(plan, update, experiment),
+                frozenset(self.pure_model.frozen),
+            )
         return StepParts(
             objective,
             layout,

@@ -17,11 +17,14 @@ from jax.tree_util import KeyPath
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import Advance, update_in_slices, update_on_host
 from jaxscale.offload.weights import Streamed, belongs_to_block
+from jaxscale.optim.rules import RULES
 from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard, guarded
 from jaxscale.programs.elementwise import first_mixing
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR, is_rehearsal
 from jaxscale.state.layout import Layout, device_of, local_bytes
+from jaxscale.state.train_state import RateVerdict, TrainState
 from jaxscale.step.update import Update
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Params
@@ -99,6 +102,30 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
         return *advance(gradients, state, params, norm, is_good), is_good
 
     return advance_and_report
+
+
+def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateVerdict | None:
+    """Return the verdict on updates by their learning rate; `None` if whole updates are judged.
+
+    Args:
+        plan: the plan, which specifies where weights and optimizer state lie.
+        update: the optimizer.
+        experiment: the experiment, which specifies the rule, its learning rate and the guard.
+    """
+    if has_whole_update(plan, update):
+        return None
+    optimizer, guard = experiment.optimizer, UpdateGuard(experiment.guard.update)
+    unit = None if optimizer.custom is not None else RULES[optimizer.name].update_unit
+    rate_fn = optimizer.schedule_fn(experiment.steps)
+    has_device_weights = plan.offload.weights == "device" and plan.offload.optimizer_state != "host"
+
+    def verdict(state: TrainState, norm: Array) -> Array:
+        """Return whether the update after `state.watch.good` updates may be applied."""
+        rate = jnp.asarray(rate_fn(state.watch.good), jnp.float32)
+        clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
+        return guard.allows_rate(rate, unit, clipped_norm, state.params, are_params_read=has_device_weights)
+
+    return verdict
 
 
 def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxscale.lowbit.quantize import Quantized, is_quantized
-from jaxscale.optim.update_guard import GuardedAdvance
+from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.replicas import wire
 from jaxscale.replicas.low_communication import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
@@ -58,6 +58,7 @@ class Replicas:
         plain_layout: the layout of the train state without extras.
         optimizer: the whole optimizer of each replica, clipping included.
         displacement_leaves: shape and placement of each displacement that is sent, by the parameter's name.
+        guard: the condition on an outer step.
         displacement_exchange: the exchange of all displacements by the codec; `None` sends them in float32.
         name: key of this extra in `TrainState.extra`.
         label: name of this extra in tables of memory.
@@ -70,6 +71,7 @@ class Replicas:
     plain_layout: Layout
     optimizer: optax.GradientTransformation
     displacement_leaves: Mapping[str, GradientLeaf]
+    guard: UpdateGuard
     displacement_exchange: GradientExchange | None = None
     name: str = dataclasses.field(default=OUTER, init=False)
     label: str = dataclasses.field(default="outer state", init=False)
@@ -227,7 +229,8 @@ class Replicas:
             state: the train state.
 
         Returns:
-            The state after the meeting, and its metrics: with a codec, the norm of the residuals; otherwise none.
+            The state after the meeting, in which an outer step beyond `guard` counts as a skipped step, and its
+            metrics: the numbers of skipped steps and, with a codec, the norm of the residuals.
         """
         exchange, names = self.fragment_exchanges[fragment_index], self.names_of_fragments[fragment_index]
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
@@ -260,7 +263,6 @@ class Replicas:
                 in_specs=({name: PartitionSpec(REPLICA_AXIS, *spec) for name, spec in displacement_specs.items()},),
                 out_specs=displacement_specs,
             )(displacements)
-        is_good = jnp.isfinite(optax.tree.norm(means))
         master_shardings = named_leaves(self.plain_layout.master_shardings)
 
         def take_outer_step(thetas: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
@@ -269,9 +271,6 @@ class Replicas:
             for name in names:
                 theta = self._constrain(thetas[name], displacement_specs[name])
                 new_theta, new_momentum = self.diloco.outer_step(theta, momenta.get(name), means[name])
-                new_theta = jnp.where(is_good, new_theta, theta)
-                if new_momentum is not None:
-                    new_momentum = jnp.where(is_good, new_momentum, momenta[name])
                 new_arrays[name] = self._constrain(new_theta, master_shardings[name].spec), new_momentum
             return new_arrays
 
@@ -279,16 +278,23 @@ class Replicas:
         new_arrays = self._manual_over_replicas(take_outer_step, whole_spec, whole_spec)(
             thetas, fragment_momenta, means
         )
+        is_good = self.guard.allows({name: theta - thetas[name] for name, (theta, _) in new_arrays.items()}, thetas)
         for name, (theta, momentum) in new_arrays.items():
-            shared_weights[name] = theta
+            shared_weights[name] = jnp.where(is_good, theta, thetas[name])
             replica_weights[name] = jnp.where(is_good, theta[None], replica_weights[name])
             if momentum is not None:
-                momenta[name] = momentum
+                momenta[name] = jnp.where(is_good, momentum, momenta[name])
 
         extra[self.name] = {WEIGHTS: filled(outer_state[WEIGHTS], replica_weights)}
         if momenta:
             extra[self.name][MOMENTUM] = filled(outer_state[MOMENTUM], momenta)
-        return dataclasses.replace(state, params=filled(state.params, shared_weights), extra=extra), metrics
+        skipped = (~is_good).astype(jnp.int32)
+        watch = dataclasses.replace(
+            state.watch, skipped=state.watch.skipped + skipped, in_row=state.watch.in_row + skipped
+        )
+        metrics |= {"skipped": watch.skipped, "skipped_in_row": watch.in_row}
+        params = filled(state.params, shared_weights)
+        return dataclasses.replace(state, params=params, extra=extra, watch=watch), metrics
 
     def _manual_over_replicas(
         self, function: Callable[..., R], input_specs: Specs, output_specs: Specs

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from jaxscale.optim.step_loss import step_loss
 from jaxscale.recipe.experiment import Guard
-from jaxscale.state.train_state import Metrics, TrainState
+from jaxscale.state.train_state import Metrics, RateVerdict, TrainState
 from jaxscale.step.exchange import Exchange, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.planned_model import positive
-from jaxscale.typing import Array, Batch, Bool
+from jaxscale.trees import named_leaves
+from jaxscale.typing import Array, Batch, Bool, Params
 
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]
 """A function from a state and a global batch to (sums of the loss, gradients, the model's other state)."""
@@ -34,23 +35,27 @@ class SynchronousStep:
         exchange: function that exchanges gradients between replicas.
         update_fn: function that updates weights and optimizer state, in the memory where they lie.
         guard: the conditions that make a step bad; a bad step is not applied.
-        rate_fn: the learning rate of an update, given the number of updates made, by which a step is judged whose
-            update `update_fn` does not judge; `None` if `update_fn` does.
+        rate_verdict: function from the state and the gradients' norm to whether the coming update may be applied, by
+            its learning rate; `None` if `update_fn` judges the update itself.
+        frozen: names of parameters in the model's other state, which no step changes.
     """
 
     gradient_fn: GradientFn
     exchange: Exchange
     update_fn: UpdateFn
     guard: Guard
-    rate_fn: Callable[[Array], Array] | None = None
+    rate_verdict: RateVerdict | None = None
+    frozen: frozenset[str] = frozenset()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Return the next state, and the metrics: `loss`, `grad_norm`, `weight`, and the metrics of the exchange."""
         loss_sums, gradients, new_model_state = self.gradient_fn(state, batch)
         result = self.exchange(gradients, state)
         mean_loss = loss_sums.total / positive(loss_sums.weight)
-        rate = None if self.rate_fn is None else jnp.asarray(self.rate_fn(state.watch.good), jnp.float32)
-        is_good_so_far = state.watch.judge(mean_loss, result.norm, self.guard, rate)
+        is_good_so_far = state.watch.judge(mean_loss, result.norm, self.guard)
+        is_good_so_far &= self._has_finite_statistics(new_model_state, state.rest)
+        if self.rate_verdict is not None:
+            is_good_so_far &= self.rate_verdict(state, result.norm)
         # a bad step leaves parameters, optimizer, extras and batch statistics unchanged
         with step_loss(mean_loss):
             updated_state, is_good = self.update_fn(result, state, is_good_so_far)
@@ -64,3 +69,13 @@ class SynchronousStep:
         )
         step_metrics: Metrics = {"loss": mean_loss, "grad_norm": result.norm, "weight": loss_sums.weight}
         return next_state, {**step_metrics, **result.metrics}
+
+    def _has_finite_statistics(self, new_model_state: Params, model_state: Params) -> Bool[Array, ""]:
+        """Return whether no number of the model's other state, such as a batch statistic, ceases to be finite."""
+        old_leaves = named_leaves(model_state)
+        verdicts = [
+            jnp.all(jnp.isfinite(leaf) | ~jnp.isfinite(old_leaves[name]))
+            for name, leaf in named_leaves(new_model_state).items()
+            if name not in self.frozen and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        return jnp.all(jnp.stack(verdicts)) if verdicts else jnp.array(True)

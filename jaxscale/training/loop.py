@@ -222,7 +222,7 @@ class _Training:
             settings = self.experiment.checkpoint
             self.earlier = EarlierRun.read(self.folder, self.experiment, is_returning=self.from_step is not None)
             wait_for_all("the directory is checked")
-            self.rewind = Rewind.of(self.folder, self.from_step, self.experiment, self.journal.say)
+            self.rewind = Rewind.of(self.folder, self.from_step, self.experiment, self.plan, self.journal.say)
             if has_run:
                 self._prepare()
             if self.earlier is not None and self.rewind is None:

@@ -5,8 +5,8 @@ logged. Code outside the experiment file is not compared.
 
 With `--from STEP` a run returns to one of its checkpoints, and goes on from there with other settings (`Rewind`). Newer
 checkpoints are renamed to STEP.aside once the named one has been read and verified, and copies in the hosts' memory are
-removed. returns.json in the run directory records each return. A start with the step and the settings of the last
-return does not return again but continues the run: a launcher repeats the command of a run that was stopped.
+removed. returns.json in the run directory records each return. A start with the step, the settings and the plan of the
+last return does not return again but continues the run: a launcher repeats the command of a run that was stopped.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.checkpoint.verified import Restored
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.records.directory import (
     CHECKPOINTS,
     MAY_CHANGE_ON_RETURN,
@@ -29,6 +30,7 @@ from jaxscale.records.directory import (
     write_json,
 )
 from jaxscale.records.processes import call_on_all, is_first, send_from_first, wait_for_all
+from jaxscale.records.samples import append_return
 from jaxscale.records.source import Source, written_sha256
 from jaxscale.values.read_files import whole_number
 
@@ -140,7 +142,7 @@ class Rewind:
     Args:
         folder: the run directory.
         step: step of the checkpoint.
-        settings: JSON of each setting that may change on a return, by its path in the experiment.
+        settings: JSON of each setting that may change on a return, by its path in the experiment, and of the plan.
     """
 
     folder: Any
@@ -149,7 +151,7 @@ class Rewind:
 
     @classmethod
     def of(
-        cls, folder: Any, from_step: int | str | None, experiment: Experiment, say: Callable[[str], None]
+        cls, folder: Any, from_step: int | str | None, experiment: Experiment, plan: Plan, say: Callable[[str], None]
     ) -> "Rewind | None":
         """Return the return to make; `None` if no step is given, or if the run has returned there already.
 
@@ -157,6 +159,7 @@ class Rewind:
             folder: the run directory, which holds a run.
             from_step: step of the checkpoint.
             experiment: the experiment, with the settings of this start.
+            plan: the plan that this start requests, before automatic choices.
             say: function that is called with a message for the user.
 
         Raises:
@@ -167,10 +170,10 @@ class Rewind:
         step = whole_number(str(from_step))
         if step is not None and step >= experiment.steps:
             raise UserError(f"from step {step}: the run has {experiment.steps} steps, so no step is left after it")
-        settings = _settings(experiment)
+        settings = {**_settings(experiment), "plan": json.loads(json.dumps(values.to_json(plan)))}
         records = call_on_all(lambda: _read_records(folder), LookupError)
         if records and (records[-1].get("step"), records[-1].get("settings")) == (step, settings):
-            say(f"the run has already returned to step {step} with these settings, so it is continued")
+            say(f"the run has already returned to step {step} with these settings and this plan, so it is continued")
             return None
         steps = _saved_steps(folder)
         if step is None or step not in steps:
@@ -206,6 +209,7 @@ class Rewind:
             record = {"time": round(time.time(), 3), "step": self.step, "settings": self.settings, **fields}
             with explain_write_errors(self.folder):
                 write_json(self.folder / RETURNS, [*_read_records(self.folder), record])
+                append_return(self.folder, self.step)
         wait_for_all("the run has returned")
         return restored, {"returned": True, **fields}
 

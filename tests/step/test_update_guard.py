@@ -6,10 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxscale.data.rows import Arrays
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.foreign import ForeignModel
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.update_guard import ZERO_RMS, UpdateGuard
 from jaxscale.recipe.experiment import Experiment, Guard
@@ -126,15 +130,76 @@ def test_the_bound_is_on_the_rms_of_the_update_over_that_of_the_parameters(text:
         assert int(metrics["skipped"]) == skipped
 
 
-@pytest.mark.parametrize("text", ["offload.optimizer_state=streamed", "offload.optimizer_state=host"])
-def test_where_no_update_is_whole_the_learning_rate_is_judged(text: str) -> None:
-    step = step_of(f"mesh=1; {text}", learning_rate=1e30)
+RATES = [
+    # rate that is just allowed, and rule; the weights have a root mean square of about 0.1
+    ("offload.optimizer_state=streamed", 7.0, 30.0, {}),
+    ("offload.optimizer_state=host", 0.9, 1.1, {}),
+    ("offload.weights=host", 0.9, 1.1, {"name": "lion"}),
+    ("offload.optimizer_state=streamed", 90.0, 110.0, {"name": "lamb"}),
+    ("offload.optimizer_state=streamed", 600.0, 1e6, {"name": "sgd", "momentum": 0.5, "clip": 1.0}),
+    (
+        "offload.optimizer_state=streamed",
+        600.0,
+        1e6,
+        {"custom": lambda rate: optax.sgd(rate, momentum=0.5), "clip": 1.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "allowed_rate", "skipped_rate", "optimizer"), RATES)
+def test_where_no_update_is_whole_its_size_is_estimated_from_the_rate(
+    text: str, allowed_rate: float, skipped_rate: float, optimizer: dict[str, Any]
+) -> None:
+    for rate, skipped in ((allowed_rate, 0), (skipped_rate, 1), (1e30, 1)):
+        step = step_of(f"mesh=1; {text}", learning_rate=rate, **optimizer)
+        state = step.init()
+        before = arrays(step, state)
+        state, metrics = step(state, step.place(BATCH))
+        assert int(metrics["skipped"]) == skipped, rate
+        for name, array in arrays(step, state).items() if skipped else ():
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
+
+
+def test_an_outer_step_beyond_the_bound_is_skipped_and_counted() -> None:
+    for outer_rate, skipped in (("0.7", 0), ("1e30", 1)):
+        step = step_of(f"mesh=replica:2; diloco=every=2,lr={outer_rate}", learning_rate=0.01)
+        state = step.init()
+        before = {n: a for n, a in arrays(step, state).items() if n.startswith("params/")}
+        for _ in range(2):
+            state, metrics = step(state, step.place(BATCH))
+        after = arrays(step, state)
+        assert int(metrics["skipped"]) == skipped
+        assert all((after[name] == before[name]).all() for name in before) == bool(skipped)
+        assert np.isfinite(float(step(state, step.place(BATCH))[1]["loss"]))
+
+
+class Averages(nnx.Module):
+    """A model with a running sum that leaves float32 behind while its loss stays finite."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(2, 1, rngs=rngs)
+        self.total = nnx.BatchStat(jnp.full((), 2e38))
+        self.mask = nnx.BatchStat(jnp.full(2, -jnp.inf))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.total.set_value(self.total.get_value() + 1e38 * jnp.max(x))
+        return self.dense(x)
+
+
+def test_a_batch_statistic_that_ceases_to_be_finite_is_not_applied() -> None:
+    model = ForeignModel(lambda rngs: Averages(rngs), lambda module, batch: jnp.sum(module(batch["x"]) ** 2, -1))
+    data = Arrays({"x": np.ones((8, 2), np.float32)})
+    experiment = Experiment("statistics", model, data, batch=4, steps=6)
+    step = build(experiment, override(Plan(), {"mesh": "1"}))
     state = step.init()
-    before = arrays(step, state)
-    state, metrics = step(state, step.place(BATCH))
-    assert int(metrics["skipped"]) == 1
-    for name, array in arrays(step, state).items():
-        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    batch = {"x": np.ones((4, 2), np.float32)}
+    totals = []
+    for _ in range(3):
+        state, metrics = step(state, step.place(batch))
+        totals.append(float(state.rest["total"]))
+    assert totals[0] == totals[1] == totals[2] == pytest.approx(3e38)
+    assert int(metrics["skipped"]) == 2
+    assert np.isneginf(np.asarray(state.rest["mask"])).all()
 
 
 def test_the_guard_changes_no_bit_of_a_good_run(monkeypatch: pytest.MonkeyPatch) -> None:

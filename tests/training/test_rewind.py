@@ -11,9 +11,11 @@ from jaxscale.cli import main
 from jaxscale.errors import UserError
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Checkpointing, Guard
+from jaxscale.recipe.plan import Plan
 from jaxscale.records.metrics import read_metrics
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
+from jaxscale.values import override
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 SLOWER = Optimizer(warmup=5, learning_rate=5e-3)
@@ -84,7 +86,7 @@ def test_the_advice_of_exit_code_4_can_be_followed(toy, tmp_path, capsys):
     assert {"00000003.aside", "00000007", "00000008"} <= set(folders(run_dir))
     assert Run.open(run_dir).experiment.guard.patience == 4
     assert main(slower) == 0, "the same command shows the finished run, and does not return again"
-    assert "has already returned to step 1 with these settings" in capsys.readouterr().out
+    assert "has already returned to step 1 with these settings and this plan" in capsys.readouterr().out
     assert len(returns(run_dir)) == 1
 
 
@@ -114,6 +116,8 @@ def test_a_run_that_was_stopped_after_its_return_goes_on_by_the_same_call(toy, w
     slowest = dataclasses.replace(experiment, optimizer=Optimizer(warmup=5, learning_rate=2e-3))
     train(slowest, out=whole, from_step=5, quiet=True)
     assert [row["step"] for row in events(whole, "resume")] == [5, stopped_step, 5]
+    train(slowest, override(Plan(), {"mesh": "data:2", "microbatches": "2"}), out=whole, from_step=5, quiet=True)
+    assert [row["step"] for row in events(whole, "resume")] == [5, stopped_step, 5, 5], "another plan is another return"
     assert "00000012.aside-2" in folders(whole), "nothing that was set aside is overwritten"
 
 
