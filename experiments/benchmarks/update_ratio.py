@@ -9,7 +9,8 @@ Most recipes warm up over 50 or 100 updates, so that the first 120 steps contain
 `large_batch_digits.py` are run to their end.
 
 With `--cost`, the recipe of Shakespeare and one of 21 million parameters are compiled with the verdict on updates
-and without it. Then both steps of the recipe are run in turn, and the losses are compared in every bit.
+and without it. Then both steps of the recipe are run in turn, and the losses are compared in every bit. On an
+accelerator, models and plans of `steps_on_device.py` take the place of the two recipes, and all of them are run.
 """
 
 import argparse
@@ -44,6 +45,8 @@ NAMES = {
 }
 """File of each recipe, and its variant."""
 ONE_BIT = "one_bit_adam"
+DEVICE_PLANS = ("gpt2", "llama", "llama int8 state", "llama streamed")
+"""Plans of `steps_on_device.py` under `--cost` on an accelerator; updates of the last two are never whole."""
 
 
 def experiment_of(name: str) -> Any:
@@ -119,9 +122,9 @@ def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
     import jaxscale as jx
     from jaxscale.optim.update_guard import UpdateGuard
 
-    allows = UpdateGuard.allows
+    verdict = UpdateGuard._allows_squares
     if not is_judged:
-        UpdateGuard.allows = lambda self, updates, params: jnp.array(True)
+        UpdateGuard._allows_squares = lambda self, update_squares, param_squares, count: jnp.array(True)
     try:
         step = jx.build(recipe, devices=jax.devices()[:1])
         batches = recipe.data.open(recipe.batch, recipe.seed).train(None)
@@ -129,15 +132,22 @@ def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
         executable: Any = step._executable
         moved_bytes = executable.cost_analysis()["bytes accessed"]
     finally:
-        UpdateGuard.allows = allows
+        UpdateGuard._allows_squares = verdict
     return step, batches, {"flop": facts.flop, "bytes": moved_bytes, "temporary bytes": facts.temp_bytes}
 
 
-def cost(steps: int) -> None:
-    """Print what the verdict on updates costs."""
-    import shakespeare
-
+def recipes_of_cost() -> Iterator[tuple[str, Any, bool]]:
+    """Name and experiment of each recipe under `--cost`, and whether its steps are run."""
     from jaxscale.values import override
+
+    if jax.devices()[0].platform != "cpu":
+        import steps_on_device as device
+
+        for plan in DEVICE_PLANS:
+            model, changes = device.PLANS[plan]
+            yield plan, device.experiment_of(model, False, {**changes, "plan.mesh": "1"}), True
+        return
+    import shakespeare
 
     recipe = override(shakespeare.experiment(), {"plan.mesh": "1"})
     wide = {
@@ -147,29 +157,51 @@ def cost(steps: int) -> None:
         "model.vocab": "4096",
         "model.context": "256",
     }
-    large = override(recipe, {**wide, "data.context": "256", "batch": "16", "plan.unroll": "6"})
-    for name, experiment in (("a larger decoder", large), ("shakespeare", recipe)):
+    yield (
+        "a larger decoder",
+        override(recipe, {**wide, "data.context": "256", "batch": "16", "plan.unroll": "6"}),
+        False,
+    )
+    yield "shakespeare", recipe, True
+
+
+def cost(steps: int) -> None:
+    """Print what the verdict on updates costs."""
+    figures = []
+    for name, experiment, is_run in recipes_of_cost():
         pair = [compiled(experiment, is_judged) for is_judged in (False, True)]
         before, after = (facts for *_, facts in pair)
         print(f"{name}, {pair[0][0].parameters:,} parameters, with the verdict and without:")
         for figure in before:
-            print(
-                f"  {figure:16} {after[figure]:.6g} and {before[figure]:.6g}: {after[figure] / before[figure] - 1:+.2%}"
-            )
+            ratio_text = f"{after[figure] / before[figure] - 1:+.2%}" if before[figure] else ""
+            print(f"  {figure:16} {after[figure]:.6g} and {before[figure]:.6g}: {ratio_text}", flush=True)
+        figures.append(Figure(f"{name}: bytes moved", after["bytes"] / before["bytes"], "x"))
+        if is_run:
+            figures.append(Figure(f"{name}: time of a step", ratio_in_turns(pair, steps), "x", 1.01))
+    show(figures, "A step with the verdict on updates, over one without")
+
+
+def ratio_in_turns(pair: list[Any], steps: int) -> float:
+    """The median time of a step with the verdict over that of one without it, run in turn."""
     states, seconds, outputs = [step.init() for step, *_ in pair], ([], []), ([], [])
     for number in range(steps):
         for which in (0, 1) if number % 2 else (1, 0):
             step, batches, _ = pair[which]
-            batch, start = step.place(next(batches)), time.perf_counter()
+            batch = jax.block_until_ready(step.place(next(batches)))
+            start = time.perf_counter()
             states[which], metrics = step(states[which], batch)
             outputs[which].append((float(metrics["loss"]).hex(), float(metrics["grad_norm"]).hex()))
+            jax.block_until_ready(states[which])
             seconds[which].append(time.perf_counter() - start)
+    plain_seconds, judged_seconds = (float(np.median(times[5:])) for times in seconds)
     ratios_of_pairs = [judged / plain for plain, judged in zip(*seconds, strict=True)][5:]
-    print(f"{len(ratios_of_pairs)} pairs of steps: median of ratios {np.median(ratios_of_pairs):.4f}, ", end="")
+    median = float(np.median(ratios_of_pairs))
     print(
-        f"{1e3 * np.median(seconds[0]):.1f} ms and {1e3 * np.median(seconds[1]):.1f} ms; equal in every bit: ", end=""
+        f"{len(ratios_of_pairs)} pairs of steps: median of ratios {median:.4f}, {1e3 * plain_seconds:.1f} ms and "
+        f"{1e3 * judged_seconds:.1f} ms; equal in every bit: {outputs[0] == outputs[1]}",
+        flush=True,
     )
-    print(outputs[0] == outputs[1])
+    return median
 
 
 def main() -> None:
