@@ -47,8 +47,10 @@ class RuleEntry:
         schedules: schedules that the rule accepts.
         over_replicas: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
             replicas.
-        update_unit: how large an update is at learning rate 1, for the guard on updates that are never whole: about 1
-            for each number ("ones"), or about as large as the gradients or as the weights.
+        update_unit: how large an update is at learning rate 1, apart from weight decay: about 1 for each number
+            ("ones"), or about as large as the gradients or as the weights.
+        is_bounded: whether finite gradients and a positive `eps` bound the update by a few dozen times that size, by
+            the rule's definition.
     """
 
     make: Callable[[RuleSettings], Any]
@@ -57,6 +59,7 @@ class RuleEntry:
     schedules: tuple[str, ...] = ("cosine", "linear", "constant")
     over_replicas: bool = False
     update_unit: Literal["ones", "gradients", "weights"] = "ones"
+    is_bounded: bool = False
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the value of every option of the rule, by name; options that are not set have their defaults.
@@ -141,9 +144,9 @@ _ADAM_DEFAULTS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 RULES: Mapping[str, RuleEntry] = {
     # Loshchilov & Hutter 2019
-    "adamw": RuleEntry(_build_with_mask, _ADAM_DEFAULTS),
+    "adamw": RuleEntry(_build_with_mask, _ADAM_DEFAULTS, is_bounded=True),
     # Dozat 2016, with AdamW's decay
-    "nadamw": RuleEntry(_build_with_mask, _ADAM_DEFAULTS),
+    "nadamw": RuleEntry(_build_with_mask, _ADAM_DEFAULTS, is_bounded=True),
     # Xie et al. 2022, arXiv 2208.06677
     "adan": RuleEntry(_build_with_mask, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
     # Pagliardini et al. 2024, arXiv 2409.03137
@@ -153,8 +156,10 @@ RULES: Mapping[str, RuleEntry] = {
     # Taniguchi et al. 2024, arXiv 2411.02853
     "adopt": RuleEntry(_build_with_decay, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
     # Chen et al. 2023, arXiv 2302.06675
-    "lion": RuleEntry(_build_with_mask, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
-    "sgd": RuleEntry(_build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}, update_unit="gradients"),
+    "lion": RuleEntry(_build_with_mask, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}, is_bounded=True),
+    "sgd": RuleEntry(
+        _build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}, update_unit="gradients", is_bounded=True
+    ),
     # Shazeer & Stern 2018, arXiv 1804.04235
     "adafactor": RuleEntry(_build_with_decay, {"weight_decay": 0.1}, update_unit="weights"),
     # Defazio et al. 2024, arXiv 2405.15682
@@ -163,7 +168,10 @@ RULES: Mapping[str, RuleEntry] = {
     "lars": RuleEntry(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}, update_unit="weights"),
     # You et al. 2020, arXiv 1904.00962
     "lamb": RuleEntry(
-        _build_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}, update_unit="weights"
+        _build_by_layer,
+        {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01},
+        update_unit="weights",
+        is_bounded=True,
     ),
     # Tang et al. 2021, arXiv 2102.02888
     "one_bit_adam": RuleEntry(_build_one_bit, {**_ADAM_DEFAULTS, "freeze": 0.25}, over_replicas=True),

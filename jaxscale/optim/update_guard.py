@@ -3,9 +3,10 @@
     sum(u^2) <= bound^2 max(sum(p^2), floor^2 n),    n the number of trained numbers
 
 A step is first judged by its loss and its gradients (`Watch.judge`). Both may be finite and the update not, as with a
-learning rate of 1e30. Updates that are never whole on the device (those of a fused kernel, in slices, or on the host)
-are judged by an estimate of their size: the learning rate times the size of an update of that rule at rate 1
-(`optim/rules.py`).
+learning rate of 1e30. To judge an update itself, gradients, state and parameters are read once more. So two kinds of
+updates are judged by an estimate of their size, the learning rate times the size of an update of that rule at rate 1
+(`optim/rules.py`): those of a rule that bounds its updates, and those that are never whole on the device (of a fused
+kernel, in slices, or on the host).
 """
 
 import dataclasses
@@ -63,22 +64,25 @@ class UpdateGuard:
         gradient_norm: Float[Array, ""],
         params: Params,
         *,
-        are_params_read: bool,
+        decay: float = 0.0,
+        are_params_read: bool = True,
     ) -> Bool[Array, ""]:
         """Return whether updates at a learning rate may be applied, by their estimated size.
+
+            sum(u^2) = rate^2 (sum of the squares of an update at rate 1 + decay^2 sum(p^2))
 
         Args:
             rate: the learning rate.
             unit: size of an update at rate 1; `None` if it is unknown, and then the smaller of 1 and the gradients'.
             gradient_norm: global norm of the gradients that the rule receives.
             params: the parameters.
+            decay: factor of the decoupled weight decay.
             are_params_read: whether the parameters are on the device. If not, each counts as `ZERO_RMS`, unless `unit`
                 is "weights".
 
         Example:
             >>> guard, params, norm = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}, jnp.float32(0.2)
-            >>> [bool(guard.allows_rate(jnp.float32(rate), "ones", norm, params, are_params_read=True))
-            ...  for rate in (40.0, 60.0)]
+            >>> [bool(guard.allows_rate(jnp.float32(rate), "ones", norm, params)) for rate in (40.0, 60.0)]
             [True, False]
         """
         count = _number_count(params)
@@ -90,7 +94,8 @@ class UpdateGuard:
             "weights": jnp.maximum(param_squares, floor),
             None: jnp.minimum(count, jnp.square(gradient_norm)),
         }
-        return self._allows_squares(jnp.square(rate) * squares_by_unit[unit], param_squares, count)
+        update_squares = jnp.square(rate) * (squares_by_unit[unit] + jnp.square(jnp.float32(decay)) * param_squares)
+        return self._allows_squares(update_squares, param_squares, count)
 
     def _allows_squares(
         self, update_squares: Float[Array, ""], param_squares: Float[Array, ""], count: Float[Array, ""]

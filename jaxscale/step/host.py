@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.tree_util import KeyPath
 
 from jaxscale.errors import UserError
-from jaxscale.offload.updates import Advance, update_in_slices, update_on_host
+from jaxscale.offload.updates import Advance, update_in_slices, update_on_device, update_on_host
 from jaxscale.offload.weights import Streamed, belongs_to_block
 from jaxscale.optim.rules import RULES
 from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard, guarded
@@ -74,12 +74,13 @@ def describe(layout: Layout) -> list[str]:
     return lines
 
 
-def has_whole_update(plan: Plan, update: Update) -> bool:
-    """Return whether whole updates are on the device, so that they are judged before they are applied.
+def is_judged_whole(plan: Plan, update: Update) -> bool:
+    """Return whether updates are judged by their own size, before they are applied.
 
-    If they are not, a fused kernel, slices or the host's CPU apply them.
+    Otherwise the rule bounds them, or a fused kernel, slices or the host's CPU apply them, so that they are never whole
+    on the device.
     """
-    return not plan.offload.any and update.fused is None
+    return not plan.offload.any and update.fused is None and not update.is_bounded
 
 
 def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -> GuardedAdvance:
@@ -91,7 +92,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
         layout: placements of parameters and optimizer state.
         guard: the condition on a whole update.
     """
-    if has_whole_update(plan, update):
+    if is_judged_whole(plan, update):
         return guarded(update.clipped_rule, guard)
     advance = _advance_by_parts(plan, update, layout)
 
@@ -105,17 +106,19 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
 
 
 def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateVerdict | None:
-    """Return the verdict on updates by their learning rate; `None` if whole updates are judged.
+    """Return the verdict on updates by their learning rate; `None` if updates are judged by their own size.
 
     Args:
         plan: the plan, which specifies where weights and optimizer state lie.
         update: the optimizer.
         experiment: the experiment, which specifies the rule, its learning rate and the guard.
     """
-    if has_whole_update(plan, update):
+    if is_judged_whole(plan, update):
         return None
     optimizer, guard = experiment.optimizer, UpdateGuard(experiment.guard.update)
-    unit = None if optimizer.custom is not None else RULES[optimizer.name].update_unit
+    is_known_rule = optimizer.custom is None
+    unit = RULES[optimizer.name].update_unit if is_known_rule else None
+    decay = optimizer.options()["weight_decay"] if is_known_rule else 0.0
     rate_fn = optimizer.schedule_fn(experiment.steps)
     has_device_weights = plan.offload.weights == "device" and plan.offload.optimizer_state != "host"
 
@@ -123,16 +126,17 @@ def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateV
         """Return whether the update after `state.watch.good` updates may be applied."""
         rate = jnp.asarray(rate_fn(state.watch.good), jnp.float32)
         clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
-        return guard.allows_rate(rate, unit, clipped_norm, state.params, are_params_read=has_device_weights)
+        return guard.allows_rate(
+            rate, unit, clipped_norm, state.params, decay=decay, are_params_read=has_device_weights
+        )
 
     return verdict
 
 
 def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
-    """Return the function that applies an update by a fused kernel, in slices, or on the host."""
+    """Return the function that applies an update that is not judged by its own size."""
     if not plan.offload.any:
-        assert update.fused is not None
-        return update.fused
+        return update.fused or update_on_device(update.clipped_rule)
     if plan.offload.optimizer_state == "host":
         return update_on_host(update.rule, clip=update.clip)
 

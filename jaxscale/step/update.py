@@ -19,12 +19,16 @@ from jaxscale.offload.updates import Advance
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.optim.rules import RULES
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.layout import device_of, placements_of
 from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import path_name, tree_bytes
 from jaxscale.typing import Params, PyTree
+
+_SMALLEST_EPS = 1e-30
+"""An `eps` below this may vanish in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Update:
             send gradients.
         fused: the whole update by a fused kernel of the plan's platform; `None` if there is no such kernel.
         unfused_reason: why no kernel updates a state in few bits; `None` if a kernel does, or if the state is float32.
+        is_bounded: whether the rule bounds its updates, so that their size need not be measured.
         is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
             `None` for a rule of the user's own, for which this is unknown.
     """
@@ -53,6 +58,7 @@ class Update:
     messages: Messages | None = None
     fused: Advance | None = None
     unfused_reason: str | None = None
+    is_bounded: bool = False
     is_by_layer: PyTree[bool] | None = None
 
     @classmethod
@@ -109,6 +115,7 @@ class Update:
             messages=messages,
             fused=fused,
             unfused_reason=unfused_reason,
+            is_bounded=is_known_rule and plan.state.moments == "float32" and _bounds_updates(experiment.optimizer),
             is_by_layer=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
         )
 
@@ -133,6 +140,11 @@ class Update:
         if self.clip is None:
             return weights, rule_state
         return weights, (optax.clip_by_global_norm(self.clip).init(weights), rule_state)
+
+
+def _bounds_updates(optimizer: Optimizer) -> bool:
+    """Return whether a rule of `RULES` bounds its updates, which it does not with an `eps` of 0."""
+    return RULES[optimizer.name].is_bounded and optimizer.options().get("eps", 1.0) >= _SMALLEST_EPS
 
 
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:

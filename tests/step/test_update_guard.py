@@ -14,12 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxscale.data.rows import Arrays
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel
+from jaxscale.optim.leaves import ParamInfo
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.optim.rules import RULES
 from jaxscale.optim.update_guard import ZERO_RMS, UpdateGuard
 from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.host import has_whole_update
+from jaxscale.step.host import is_judged_whole
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 from tests.plans import grouped
@@ -119,19 +121,22 @@ def test_an_update_beyond_numbers_leaves_everything_as_it_was(text: str, optimiz
 
 @pytest.mark.parametrize("text", ["mesh=1", "mesh=fsdp:2,tensor:2; zero=3"])
 def test_the_bound_is_on_the_rms_of_the_update_over_that_of_the_parameters(text: str) -> None:
-    step = step_of(text, Guard(update=0.0), learning_rate=0.05)
+    step = step_of(text, Guard(update=0.0), learning_rate=0.05, custom=optax.adam)
     state = step.init()
     before = arrays(step, state)
     state, _ = step(state, step.place(BATCH))
     measured = ratio(before, arrays(step, state))
     for factor, skipped in ((1.001, 0), (0.999, 1)):
-        step = step_of(text, Guard(update=factor * measured), learning_rate=0.05)
+        step = step_of(text, Guard(update=factor * measured), learning_rate=0.05, custom=optax.adam)
         _, metrics = step(step.init(), step.place(BATCH))
         assert int(metrics["skipped"]) == skipped
 
 
 RATES = [
-    # rate that is just allowed, and rule; the weights have a root mean square of about 0.1
+    # a rate that is allowed, one that is not, and the rule; the weights have a root mean square of about 0.1
+    ("zero=0", 7.0, 30.0, {}),
+    ("zero=0", 0.05, 0.2, {"weight_decay": 1e3, "decay": "all"}),
+    ("zero=0", 90.0, 110.0, {"name": "lamb"}),
     ("offload.optimizer_state=streamed", 7.0, 30.0, {}),
     ("offload.optimizer_state=host", 0.9, 1.1, {}),
     ("offload.weights=host", 0.9, 1.1, {"name": "lion"}),
@@ -147,10 +152,10 @@ RATES = [
 
 
 @pytest.mark.parametrize(("text", "allowed_rate", "skipped_rate", "optimizer"), RATES)
-def test_where_no_update_is_whole_its_size_is_estimated_from_the_rate(
+def test_the_size_of_an_update_that_is_bounded_or_never_whole_is_estimated(
     text: str, allowed_rate: float, skipped_rate: float, optimizer: dict[str, Any]
 ) -> None:
-    for rate, skipped in ((allowed_rate, 0), (skipped_rate, 1), (1e30, 1)):
+    for rate, skipped in ((allowed_rate, 0), (skipped_rate, 1)):
         step = step_of(f"mesh=1; {text}", learning_rate=rate, **optimizer)
         state = step.init()
         before = arrays(step, state)
@@ -212,11 +217,50 @@ def test_the_guard_changes_no_bit_of_a_good_run(monkeypatch: pytest.MonkeyPatch)
         return found
 
     guarded = losses()
-    monkeypatch.setattr(UpdateGuard, "allows", lambda self, updates, params: jnp.array(True))
+    monkeypatch.setattr(UpdateGuard, "_allows_squares", lambda self, *sums: jnp.array(True))
     assert losses() == guarded
 
 
 def test_a_fused_kernel_has_no_whole_update() -> None:
-    step = step_of("mesh=1")
-    assert has_whole_update(step.plan, step.update)
-    assert not has_whole_update(step.plan, dataclasses.replace(step.update, fused=lambda *trees: trees[2:0:-1]))
+    step = step_of("mesh=1", name="muon")
+    bounded, fused = (
+        dataclasses.replace(step.update, **changes)
+        for changes in ({"is_bounded": True}, {"fused": lambda *trees: trees[2:0:-1]})
+    )
+    assert [is_judged_whole(step.plan, update) for update in (step.update, bounded, fused)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "is_bounded"),
+    [
+        ({}, "float32", True),
+        ({"eps": 0.0}, "float32", False),
+        ({}, "int8", False),
+        ({"name": "muon"}, "float32", False),
+        ({"name": "sgd"}, "float32", True),
+        ({"custom": optax.adamw}, "float32", False),
+    ],
+)
+def test_rules_that_bound_their_updates_need_no_second_reading(
+    optimizer: dict[str, Any], moments: str, is_bounded: bool
+) -> None:
+    assert step_of(f"mesh=1; state.moments={moments}", **optimizer).update.is_bounded is is_bounded
+
+
+@pytest.mark.parametrize("name", [name for name, entry in RULES.items() if entry.is_bounded])
+def test_the_updates_of_a_bounded_rule_are_at_most_a_few_dozen_units(name: str) -> None:
+    """Gradients that change by eight orders of magnitude, with zeros, are the worst that these rules get."""
+    rule = Optimizer(name=name, learning_rate=1.0, schedule="constant", weight_decay=0.0, clip=None).build(
+        60, {"w": ParamInfo((8, 8), "matrix")}
+    )
+    params = {"w": jnp.full((8, 8), 0.5)}
+    state, rng, largest = rule.init(params), np.random.default_rng(0), 0.0
+    largest_gradient = 0.0
+    for number in range(60):
+        scale = (1e-4, 1e4)[number > 40] * (number % 7 != 3)
+        gradients = {"w": jnp.asarray(rng.normal(0, scale, (8, 8)), jnp.float32)}
+        updates, state = rule.update(gradients, state, params)
+        largest = max(largest, float(jnp.sqrt(jnp.mean(jnp.square(updates["w"])))))
+        largest_gradient = max(largest_gradient, float(jnp.sqrt(jnp.mean(jnp.square(gradients["w"])))))
+    unit = {"ones": 1.0, "weights": 0.5, "gradients": largest_gradient}[RULES[name].update_unit]
+    assert 0 < largest <= 36 * unit
