@@ -47,10 +47,10 @@ def together(*processes):
     return outputs
 
 
-def trained(folder, stop_at):
+def trained(folder, stop_at, *from_step):
     """Both processes train; the second one alone gets the signal."""
     port = free_port()
-    return together(*(start(PROGRAM, folder, port, index, stop_at if index else 0) for index in range(2)))
+    return together(*(start(PROGRAM, folder, port, index, stop_at if index else 0, *from_step) for index in range(2)))
 
 
 @pytest.mark.slow
@@ -78,6 +78,16 @@ def test_two_processes_train_stop_and_continue_as_one(tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["kind"] == "train" for line in lines) == 12, "one process writes"
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+    # both return to a checkpoint, and make the same steps again
+    first, second = trained(tmp_path, 0, 10)
+    assert "DONE 12" in first
+    assert "DONE 12" in second
+    returned = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in returned if row["kind"] == "train"] == list(range(1, 13))
+    assert [row["loss"] for row in returned if row["kind"] == "train"] == found.column("loss").tolist()
+    (event,) = [row for row in returned if row.get("returned")]
+    assert (event["step"], event["aside"]) == (10, ["00000012.aside"])
+    assert len(json.loads((tmp_path / "run" / "returns.json").read_text())) == 1
 
 
 @pytest.mark.slow

@@ -121,6 +121,15 @@ def test_a_run_in_a_bucket_stops_and_continues_and_is_used(toy, whole, buckets, 
     assert (folder / "tokenizer.json").exists()
     if scheme == "gs":
         assert {"GET", "POST"} <= set(seen), "TensorStore's own driver was at work"
+    # the run returns to an earlier checkpoint, and makes the same steps again
+    loop.train(toy(), out=out, from_step=5, quiet=True)
+    returned = Run.open(out)
+    np.testing.assert_array_equal(returned.metrics.column("loss"), expected.metrics.column("loss"))
+    (event,) = [row for row in returned.events if row.get("returned")]
+    assert event["aside"] == ["00000010.aside", "00000012.aside"]
+    assert (folder / "returns.json").exists()
+    found = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert {"00000005", "00000010", "00000012", "00000010.aside", "00000012.aside"} <= found
     # a new start leaves the old run aside
     loop.train(toy(), steps=1, out=out, resume="never", quiet=True)
     assert Run.open(f"{out}.1").step == 12

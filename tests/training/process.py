@@ -1,4 +1,7 @@
-"""One process of a run of several, over gloo on CPUs, for test_processes.py: process.py FOLDER PORT INDEX STOP_AT."""
+"""One process of a run of several, over gloo on CPUs, for test_processes.py:
+
+process.py FOLDER PORT INDEX STOP_AT [FROM_STEP]
+"""
 
 import os
 import signal
@@ -21,7 +24,7 @@ from jaxscale.training.loop import train
 
 
 def main() -> None:
-    folder, (port, index, stop_at) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    folder, (port, index, stop_at, *from_steps) = Path(sys.argv[1]), map(int, sys.argv[2:])
     jax.config.update("jax_num_cpu_devices", 2 if port else 4)
     if port:
         jax.distributed.initialize(f"localhost:{port}", 2, index)
@@ -47,7 +50,9 @@ def main() -> None:
 
         TrainStep.__call__ = run
     try:
-        run = train(experiment, out=folder / ("run" if port else "alone"))
+        run = train(
+            experiment, out=folder / ("run" if port else "alone"), from_step=from_steps[0] if from_steps else None
+        )
         print("DONE", run.step, flush=True)
     except Preempted as stopped:
         print("PREEMPTED", stopped, flush=True)
