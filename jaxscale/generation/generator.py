@@ -13,7 +13,7 @@ from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
 from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
-from jaxscale.generation.unrolled import split_layers, stack_paths
+from jaxscale.generation.unrolled import join_projections, split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
 
@@ -32,6 +32,8 @@ class Generator:
         self, module: Any, model: Any, context: Context = Context(), layout: MeshAndRules | None = None
     ) -> None:
         self.model, self.context, self.layout = model, context, layout
+        if context.matmul is None:  # the scales of a narrow type are those of one projection
+            module = join_projections(module)
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
         self.split_paths = stack_paths(module)

@@ -33,7 +33,8 @@ class DecodingRows:
     """The rows of a batch between two steps.
 
     Args:
-        cache: the `KVCache` of all layers and rows, or a tuple with one for each layer.
+        cache: the `KVCache` of all layers and rows, or a tuple with one for each layer, of which only the first has
+            positions, `valid` and the length.
         tokens: int32 [B], the newest token of each row, which is not in the cache yet.
         positions: int32 [B], the position of that token in its window.
         is_done: bool [B], whether the row has drawn a stop id.
@@ -131,7 +132,10 @@ def programs(
         """Return the cache as the loop carries it: a tuple with a cache for each layer, or one for all layers."""
         if not paths:
             return _placed(cache)
-        return tuple(_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0]))
+        layer_caches = [_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0])]
+        if layout is None or layout[0].size == 1:  # two dims that axes may shard cannot be one
+            layer_caches = [layer_cache.with_heads_as_rows() for layer_cache in layer_caches]
+        return layer_caches[0], *(_without_slots(layer_cache) for layer_cache in layer_caches[1:])
 
     def prefill(
         params: Any, prompts: Any, lengths: Any, row_keys: RowKeys, settings: DrawSettings, *, slots: int, copies: int
@@ -188,7 +192,7 @@ def programs(
             index, rows, drawn_ids = carry
             module = merge_unrolled(graphdef, params, paths)
             fed = {"positions": jnp.minimum(rows.positions, model.context - 1)[:, None], "segments": None}
-            cache = restack(rows.cache) if paths else rows.cache
+            cache = _stacked(rows.cache) if paths else rows.cache
             states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
             logits = _logits(module, states)[:, -1]
             tokens = _whole(draw_next(logits, rows.positions, row_keys, settings))
@@ -220,10 +224,26 @@ def _cache_type(module: Any, context: Context) -> Any:
 
 def _placed(cache: Any) -> Any:
     """Return the cache of all layers, or of one, with its rows and heads placed by the layout in force."""
-    axes = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")[cache.k.ndim == 4 :]
+    layer_axes = ("layers",) if cache.k.ndim == 5 else ()
+    axes = (*layer_axes, "batch", "kv_heads", "head_dim", "kv_seq")
     arrays = {name: constrain(getattr(cache, name), *axes) for name in ("k", "v")}
-    arrays |= {name: constrain(getattr(cache, name), *axes[:-2]) for name in ("positions", "valid")}
+    arrays |= {name: constrain(getattr(cache, name), *layer_axes, "batch", "kv_seq") for name in ("positions", "valid")}
     return dataclasses.replace(cache, **arrays)
+
+
+_SLOT_FIELDS = ("positions", "valid", "length")
+"""The fields of a cache that describe its slots, and that are the same in all layers."""
+
+
+def _without_slots(layer_cache: Any) -> Any:
+    """Return the cache of a layer with the keys and values alone."""
+    return dataclasses.replace(layer_cache, **dict.fromkeys(_SLOT_FIELDS))
+
+
+def _stacked(layer_caches: Any) -> Any:
+    """Return the cache of all layers, of which the first describes the slots of all."""
+    slot_fields = {name: getattr(layer_caches[0], name) for name in _SLOT_FIELDS}
+    return restack([dataclasses.replace(layer_cache, **slot_fields) for layer_cache in layer_caches])
 
 
 def _copied(cache: Any, copies: int) -> Any:

@@ -1,4 +1,7 @@
-"""Weights by layer, for the steps of generation on a CPU.
+"""Weights as the steps of generation read them fastest on a CPU: layer by layer, and in large products.
+
+XLA:CPU computes a product of one row on all cores if the weights have about 540,000 numbers or more, and otherwise on
+one core. So queries, keys and values are projected by one product.
 
 A `Stack` scans over its layers, and XLA copies the weights of a layer out of the stacked array before it multiplies by
 them. In training the products take much longer than the copies. A step of generation does little but read the weights,
@@ -13,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxscale.layers.attention import Attention
 from jaxscale.layers.layer_group import restack
 from jaxscale.layers.stack import Stack
 
@@ -35,6 +39,22 @@ def stack_paths(module: Any) -> Paths:
     return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
 
 
+def join_projections(module: Any) -> Any:
+    """Return a module with the same weights, in which queries, keys and values are one product where that is possible.
+
+    It is possible on CPUs whose devices hold all of the weights, and for projections without adapters.
+    """
+    is_whole = all(map(_is_whole, jax.tree.leaves(nnx.state(module, nnx.Param))))
+    layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
+    if not is_whole or any(part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part):
+        return module
+    joined_module = nnx.merge(*nnx.split(module), copy=True)
+    for _, part in nnx.iter_modules(joined_module):
+        if isinstance(part, Attention):
+            part.join_projections()
+    return joined_module
+
+
 def split_layers(params: Any, paths: Paths) -> Any:
     """Return parameters in which the layers at `paths` are tuples with a tree for each layer."""
 
@@ -54,6 +74,13 @@ def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
         if isinstance(part, Stack):
             part.scan = False  # XLA reduces a layer of the stacked layers to that layer
     return module
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Return whether each device of an array is a CPU and holds all of it."""
+    if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in leaf.devices()) and leaf.is_fully_replicated
 
 
 def _has_layer_views(leaf: Any) -> bool:
