@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale import blocks
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import DrawKind, DrawSettings, draw
 from jaxscale.generation.unrolled import Paths, merge_unrolled
@@ -146,28 +147,33 @@ def programs(
         cache = _placed(model.init_cache(prompt_count, slots, _cache_type(module, context)))
         starts = jnp.arange(chunk_count, dtype=jnp.int32) * chunk_length
 
+        def fed(tokens: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+            """Return the states after a chunk of tokens [R, T], and the cache with them."""
+            positions = start + jnp.arange(chunk_length, dtype=jnp.int32)[None, :]
+            settings = {
+                "positions": jnp.minimum(positions, model.context - 1),
+                "segments": (positions < lengths[:, None]).astype(jnp.int32),
+                "context": context,
+            }
+            states, cache = _states(module, tokens, cache=cache, **settings)
+            return states, _placed(cache)
+
         def feed(carry: Any, inputs: Any) -> tuple[Any, None]:
             """Feed a chunk; the carry is the cache and the state after the last token of each prompt."""
             (cache, last_states), (tokens, start) = carry, inputs
-            positions = start + jnp.arange(chunk_length, dtype=jnp.int32)[None, :]
-            is_token = (positions < lengths[:, None]).astype(jnp.int32)
-            kept_positions = jnp.minimum(positions, model.context - 1)
-            fed = {"positions": kept_positions, "segments": is_token, "cache": cache, "context": context}
-            states, cache = _states(module, tokens, **fed)
+            states, cache = fed(tokens, start, cache)
             indices = jnp.clip(lengths - 1 - start, 0, chunk_length - 1)
             chunk_states = jnp.take_along_axis(states, indices[:, None, None], 1)
             is_here = (lengths > start)[:, None, None]
-            return (_placed(cache), jnp.where(is_here, chunk_states, last_states)), None
+            return (cache, jnp.where(is_here, chunk_states, last_states)), None
 
-        width = jax.eval_shape(
-            lambda: _states(module, prompts[0], positions=None, segments=None, cache=cache, context=context)[0]
-        )
-        carry = (cache, jnp.zeros((prompt_count, 1, width.shape[-1]), width.dtype))
         if chunk_count == 1:
-            carry, _ = feed(carry, (prompts[0], starts[0]))
+            states, cache = fed(prompts[0], starts[0], cache)
+            last_states = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
         else:
-            carry, _ = jax.lax.scan(feed, carry, (prompts, starts))
-        cache, last_states = carry
+            shape = jax.eval_shape(lambda: fed(prompts[0], starts[0], cache)[0])
+            no_states = jnp.zeros((prompt_count, 1, shape.shape[-1]), shape.dtype)
+            (cache, last_states), _ = jax.lax.scan(feed, (cache, no_states), (prompts, starts))
         # what is drawn follows the longest prompt, in the slots of its padding
         cache = dataclasses.replace(cache, length=jnp.full_like(cache.length, jnp.max(lengths)))
         logits = _logits(module, last_states)[:, 0]
@@ -193,7 +199,8 @@ def programs(
             module = merge_unrolled(graphdef, params, paths)
             fed = {"positions": jnp.minimum(rows.positions, model.context - 1)[:, None], "segments": None}
             cache = _stacked(rows.cache) if paths else rows.cache
-            states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
+            with blocks.wrapping(_traced_once):
+                states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
             logits = _logits(module, states)[:, -1]
             tokens = _whole(draw_next(logits, rows.positions, row_keys, settings))
             is_done = rows.is_done | jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
@@ -215,6 +222,11 @@ def _states(module: Any, tokens: Any, **settings: Any) -> tuple[Any, Any]:
 def _logits(module: Any, states: Any) -> Any:
     """Return the logits after some tokens; a module without `hidden` has returned them already."""
     return module.logits(states) if hasattr(module, "hidden") else states
+
+
+def _traced_once(block: Any, rolled: bool) -> Any:
+    """Return a block that is traced and lowered once for all layers that are equal."""
+    return block if rolled else jax.jit(block)
 
 
 def _cache_type(module: Any, context: Context) -> Any:

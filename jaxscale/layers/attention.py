@@ -4,7 +4,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -169,6 +171,8 @@ class Attention(nnx.Module):
     def join_projections(self) -> None:
         """Make `q` project to queries, keys and values in one product, without `k` and `v`, which become `None`.
 
+        The weights are copied on the host; all devices that have some of them must have all of them.
+
         Example:
             >>> from flax import nnx
             >>> layer = Attention(8, 4, 2, 2, bias=True, rngs=nnx.Rngs(0))
@@ -181,7 +185,13 @@ class Attention(nnx.Module):
             return
         parts = (self.q, self.k, self.v)
         # the last dim is that of the output, with or without a dim of layers before the others
-        self.q.weight.set_value(jnp.concatenate([part.weight[...] for part in parts], -1))
+        self.q.weight.set_value(_joined([part.weight[...] for part in parts]))
         if self.q.bias is not None:
-            self.q.bias.set_value(jnp.concatenate([part.bias[...] for part in parts if part.bias is not None], -1))
+            self.q.bias.set_value(_joined([part.bias[...] for part in parts if part.bias is not None]))
         self.k = self.v = None
+
+
+def _joined(arrays: list[Any]) -> Any:
+    """Return arrays joined along their last dim, without a program, placed as the first one is."""
+    host_array = np.concatenate([np.asarray(array) for array in arrays], -1)
+    return jax.device_put(host_array, arrays[0].sharding if arrays[0].committed else None)
