@@ -39,14 +39,26 @@ def stack_paths(module: Any) -> Paths:
     return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
 
 
+def has_whole_arrays(module: Any) -> bool:
+    """Return whether each array of a module is whole in the memory of each CPU that holds it, in this process."""
+    return all(map(_is_whole, jax.tree.leaves(nnx.state(module))))
+
+
+def on_first_device(module: Any) -> Any:
+    """Return a module with the whole arrays of another one, on the first device; they share their memory."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.addressable_data(0), state))
+
+
 def join_projections(module: Any) -> Any:
     """Return a module with the same weights, in which queries, keys and values are one product where that is possible.
 
     It is possible on CPUs whose devices hold all of the weights, and for projections without adapters.
     """
-    is_whole = all(map(_is_whole, jax.tree.leaves(nnx.state(module, nnx.Param))))
     layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
-    if not is_whole or any(part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part):
+    if not has_whole_arrays(module) or any(
+        part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part
+    ):
         return module
     joined_module = nnx.merge(*nnx.split(module), copy=True)
     for _, part in nnx.iter_modules(joined_module):

@@ -123,6 +123,15 @@ def test_from_a_run_directory(toy, whole):
             generate(whole, "the ", **wrong)
 
 
+def test_devices_with_the_same_parameters_decode_as_one(whole):
+    run = Run.open(whole)
+    assert len(jax.tree.leaves(run.state.params)[0].devices()) == 2
+    run.generate("the ", 2)
+    leaves = jax.tree.leaves(run._generator.params)
+    assert run._generator.layout is None
+    assert {leaf.devices() == {jax.local_devices()[0]} for leaf in leaves} == {True}
+
+
 def test_a_directory_without_a_run(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         generate(tmp_path, "a")
