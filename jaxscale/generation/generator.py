@@ -13,13 +13,7 @@ from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
 from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
-from jaxscale.generation.unrolled import (
-    has_whole_arrays,
-    join_projections,
-    on_first_device,
-    split_layers,
-    stack_paths,
-)
+from jaxscale.generation.unrolled import is_on_cpus, join_projections, on_first_device, split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
 
@@ -49,12 +43,12 @@ class Generator:
     def of_step(cls, step: Any, state: Any) -> "Generator":
         """Return the generator of a train state, with the step's precision and mesh.
 
-        CPUs that hold all parameters each are one device to it, since one device computes a row on all cores, and
-        several devices would each compute it.
+        The CPUs of a process are one device to it: one device computes a row on all cores, and several would each
+        compute it, or gather the weights for each token.
         """
         context, module = step.objective.planned.context(None), step.module(state)
         layout = (step.layout.mesh, step.layout.rules)
-        if has_whole_arrays(module):
+        if is_on_cpus(module):
             module, layout = on_first_device(module), None
         return cls(module, step.experiment.model, context, layout)
 

@@ -39,15 +39,22 @@ def stack_paths(module: Any) -> Paths:
     return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
 
 
-def has_whole_arrays(module: Any) -> bool:
-    """Return whether each array of a module is whole in the memory of each CPU that holds it, in this process."""
-    return all(map(_is_whole, jax.tree.leaves(nnx.state(module))))
+def is_on_cpus(module: Any) -> bool:
+    """Return whether all arrays of a module are in the memory of CPUs of this process."""
+    return all(map(_is_on_cpus, jax.tree.leaves(nnx.state(module))))
 
 
 def on_first_device(module: Any) -> Any:
-    """Return a module with the whole arrays of another one, on the first device; they share their memory."""
+    """Return a module with the arrays of another one on its first device; arrays that it holds whole are shared."""
     graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.addressable_data(0), state))
+    device = jax.tree.leaves(state)[0].addressable_shards[0].device
+
+    def placed(leaf: Any) -> Any:
+        if not leaf.is_fully_replicated or device not in leaf.devices():
+            return jax.device_put(leaf, device)
+        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+
+    return nnx.merge(graphdef, jax.tree.map(placed, state))
 
 
 def join_projections(module: Any) -> Any:
@@ -56,9 +63,8 @@ def join_projections(module: Any) -> Any:
     It is possible on CPUs whose devices hold all of the weights, and for projections without adapters.
     """
     layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
-    if not has_whole_arrays(module) or any(
-        part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part
-    ):
+    is_whole = is_on_cpus(module) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module)))
+    if not is_whole or any(part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part):
         return module
     joined_module = nnx.merge(*nnx.split(module), copy=True)
     for _, part in nnx.iter_modules(joined_module):
@@ -88,19 +94,18 @@ def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
     return module
 
 
-def _is_whole(leaf: Any) -> bool:
-    """Return whether each device of an array is a CPU and holds all of it."""
+def _is_on_cpus(leaf: Any) -> bool:
+    """Return whether an array is in the memory of CPUs of this process."""
     if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
         return False
-    return all(device.platform == "cpu" for device in leaf.devices()) and leaf.is_fully_replicated
+    return all(device.platform == "cpu" for device in leaf.devices())
 
 
 def _has_layer_views(leaf: Any) -> bool:
     """Return whether each device is a CPU and holds all layers of a stacked array."""
-    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not _is_on_cpus(leaf) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
-    is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
-    return is_on_cpu and leaf.is_fully_addressable and leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+    return leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
 
 
 def _layer_views(leaf: Any) -> list[Any]:

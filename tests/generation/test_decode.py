@@ -257,3 +257,19 @@ def test_a_stop_text_that_the_tokenizer_cannot_yield_is_refused():
 def test_a_prompt_that_is_empty_or_too_long_is_refused(generator, length):
     with pytest.raises(UserError, match=f"got {length or 'no'} tokens, expected at"):
         Decoding(generator, prompts_of((length,)), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ("a" * 49, {}, "prompt 'a+...': got 49 tokens, expected at most 48"),
+        ("", {}, "prompt '' has no tokens"),
+        ("a", {"stop": ("\ud800",)}, "stop: '.*'"),
+        ("a", {"samples": 2**30}, "samples: got 1073741824 continuations at once"),
+    ],
+    ids=["long", "empty", "stop", "samples"],
+)
+def test_bad_input_is_refused_before_anything_is_compiled(generator, monkeypatch, prompt, settings, message):
+    monkeypatch.setattr(Generator, "start", lambda *arguments: pytest.fail("a program was made"))
+    with pytest.raises(UserError, match=message):
+        continuations(generator, Bytes(), prompt, Sampling(5, **settings))
