@@ -89,14 +89,14 @@ class Decoding:
         self.choice_count = choice_count or generator.model.vocab
         for prompt in prompts:
             check_prompt(generator.model, len(prompt))
+        longest_length = max(len(prompt) for prompt in prompts)
+        slots = min(longest_length + sampling.tokens - 1, generator.model.context)
+        check_memory(generator, len(prompts) * sampling.samples, slots)
         self.rows = [
             _Row(prompt_index, sample_index, np.asarray(prompt, np.int32), len(prompt), len(prompt) + sampling.tokens)
             for prompt_index, prompt in enumerate(prompts)
             for sample_index in range(sampling.samples)
         ]
-        longest_length = max(len(prompt) for prompt in prompts)
-        slots = min(longest_length + sampling.tokens - 1, generator.model.context)
-        check_memory(generator, len(self.rows), slots)
 
     def stop(self, row_index: int) -> None:
         """Draw no more tokens for a row."""

@@ -13,7 +13,7 @@ from jaxscale.blocks import Context
 from jaxscale.generation.draw import kind_of, settings_of
 from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
-from jaxscale.generation.unrolled import split_layers, stack_paths
+from jaxscale.generation.unrolled import is_on_cpus, join_projections, on_first_device, split_layers, stack_paths
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
 
@@ -32,6 +32,8 @@ class Generator:
         self, module: Any, model: Any, context: Context = Context(), layout: MeshAndRules | None = None
     ) -> None:
         self.model, self.context, self.layout = model, context, layout
+        if context.matmul is None:  # the scales of a narrow type are those of one projection
+            module = join_projections(module)
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
         self.split_paths = stack_paths(module)
@@ -39,9 +41,16 @@ class Generator:
 
     @classmethod
     def of_step(cls, step: Any, state: Any) -> "Generator":
-        """Return the generator of a train state, with the step's mesh and precision."""
-        context = step.objective.planned.context(None)
-        return cls(step.module(state), step.experiment.model, context, (step.layout.mesh, step.layout.rules))
+        """Return the generator of a train state, with the step's precision and mesh.
+
+        The CPUs of a process are one device to it: one device computes a row on all cores, and several would each
+        compute it, or gather the weights for each token.
+        """
+        context, module = step.objective.planned.context(None), step.module(state)
+        layout = (step.layout.mesh, step.layout.rules)
+        if is_on_cpus(module):
+            module, layout = on_first_device(module), None
+        return cls(module, step.experiment.model, context, layout)
 
     @functools.cached_property
     def step_params(self) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale import blocks
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import DrawKind, DrawSettings, draw
 from jaxscale.generation.unrolled import Paths, merge_unrolled
@@ -33,7 +34,8 @@ class DecodingRows:
     """The rows of a batch between two steps.
 
     Args:
-        cache: the `KVCache` of all layers and rows, or a tuple with one for each layer.
+        cache: the `KVCache` of all layers and rows, or a tuple with one for each layer, of which only the first has
+            positions, `valid` and the length.
         tokens: int32 [B], the newest token of each row, which is not in the cache yet.
         positions: int32 [B], the position of that token in its window.
         is_done: bool [B], whether the row has drawn a stop id.
@@ -131,7 +133,10 @@ def programs(
         """Return the cache as the loop carries it: a tuple with a cache for each layer, or one for all layers."""
         if not paths:
             return _placed(cache)
-        return tuple(_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0]))
+        layer_caches = [_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0])]
+        if layout is None or layout[0].size == 1:  # two dims that axes may shard cannot be one
+            layer_caches = [layer_cache.with_heads_as_rows() for layer_cache in layer_caches]
+        return layer_caches[0], *(_without_slots(layer_cache) for layer_cache in layer_caches[1:])
 
     def prefill(
         params: Any, prompts: Any, lengths: Any, row_keys: RowKeys, settings: DrawSettings, *, slots: int, copies: int
@@ -142,28 +147,33 @@ def programs(
         cache = _placed(model.init_cache(prompt_count, slots, _cache_type(module, context)))
         starts = jnp.arange(chunk_count, dtype=jnp.int32) * chunk_length
 
+        def fed(tokens: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+            """Return the states after a chunk of tokens [R, T], and the cache with them."""
+            positions = start + jnp.arange(chunk_length, dtype=jnp.int32)[None, :]
+            settings = {
+                "positions": jnp.minimum(positions, model.context - 1),
+                "segments": (positions < lengths[:, None]).astype(jnp.int32),
+                "context": context,
+            }
+            states, cache = _states(module, tokens, cache=cache, **settings)
+            return states, _placed(cache)
+
         def feed(carry: Any, inputs: Any) -> tuple[Any, None]:
             """Feed a chunk; the carry is the cache and the state after the last token of each prompt."""
             (cache, last_states), (tokens, start) = carry, inputs
-            positions = start + jnp.arange(chunk_length, dtype=jnp.int32)[None, :]
-            is_token = (positions < lengths[:, None]).astype(jnp.int32)
-            kept_positions = jnp.minimum(positions, model.context - 1)
-            fed = {"positions": kept_positions, "segments": is_token, "cache": cache, "context": context}
-            states, cache = _states(module, tokens, **fed)
+            states, cache = fed(tokens, start, cache)
             indices = jnp.clip(lengths - 1 - start, 0, chunk_length - 1)
             chunk_states = jnp.take_along_axis(states, indices[:, None, None], 1)
             is_here = (lengths > start)[:, None, None]
-            return (_placed(cache), jnp.where(is_here, chunk_states, last_states)), None
+            return (cache, jnp.where(is_here, chunk_states, last_states)), None
 
-        width = jax.eval_shape(
-            lambda: _states(module, prompts[0], positions=None, segments=None, cache=cache, context=context)[0]
-        )
-        carry = (cache, jnp.zeros((prompt_count, 1, width.shape[-1]), width.dtype))
         if chunk_count == 1:
-            carry, _ = feed(carry, (prompts[0], starts[0]))
+            states, cache = fed(prompts[0], starts[0], cache)
+            last_states = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
         else:
-            carry, _ = jax.lax.scan(feed, carry, (prompts, starts))
-        cache, last_states = carry
+            shape = jax.eval_shape(lambda: fed(prompts[0], starts[0], cache)[0])
+            no_states = jnp.zeros((prompt_count, 1, shape.shape[-1]), shape.dtype)
+            (cache, last_states), _ = jax.lax.scan(feed, (cache, no_states), (prompts, starts))
         # what is drawn follows the longest prompt, in the slots of its padding
         cache = dataclasses.replace(cache, length=jnp.full_like(cache.length, jnp.max(lengths)))
         logits = _logits(module, last_states)[:, 0]
@@ -188,8 +198,9 @@ def programs(
             index, rows, drawn_ids = carry
             module = merge_unrolled(graphdef, params, paths)
             fed = {"positions": jnp.minimum(rows.positions, model.context - 1)[:, None], "segments": None}
-            cache = restack(rows.cache) if paths else rows.cache
-            states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
+            cache = _stacked(rows.cache) if paths else rows.cache
+            with blocks.wrapping(_traced_once):
+                states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
             logits = _logits(module, states)[:, -1]
             tokens = _whole(draw_next(logits, rows.positions, row_keys, settings))
             is_done = rows.is_done | jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
@@ -213,6 +224,11 @@ def _logits(module: Any, states: Any) -> Any:
     return module.logits(states) if hasattr(module, "hidden") else states
 
 
+def _traced_once(block: Any, rolled: bool) -> Any:
+    """Return a block that is traced and lowered once for all layers that are equal."""
+    return block if rolled else jax.jit(block)
+
+
 def _cache_type(module: Any, context: Context) -> Any:
     """Return the type of cached keys and values: the one that the model computes in."""
     return jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
@@ -220,10 +236,26 @@ def _cache_type(module: Any, context: Context) -> Any:
 
 def _placed(cache: Any) -> Any:
     """Return the cache of all layers, or of one, with its rows and heads placed by the layout in force."""
-    axes = ("layers", "batch", "kv_seq", "kv_heads", "head_dim")[cache.k.ndim == 4 :]
+    layer_axes = ("layers",) if cache.k.ndim == 5 else ()
+    axes = (*layer_axes, "batch", "kv_heads", "head_dim", "kv_seq")
     arrays = {name: constrain(getattr(cache, name), *axes) for name in ("k", "v")}
-    arrays |= {name: constrain(getattr(cache, name), *axes[:-2]) for name in ("positions", "valid")}
+    arrays |= {name: constrain(getattr(cache, name), *layer_axes, "batch", "kv_seq") for name in ("positions", "valid")}
     return dataclasses.replace(cache, **arrays)
+
+
+_SLOT_FIELDS = ("positions", "valid", "length")
+"""The fields of a cache that describe its slots, and that are the same in all layers."""
+
+
+def _without_slots(layer_cache: Any) -> Any:
+    """Return the cache of a layer with the keys and values alone."""
+    return dataclasses.replace(layer_cache, **dict.fromkeys(_SLOT_FIELDS))
+
+
+def _stacked(layer_caches: Any) -> Any:
+    """Return the cache of all layers, of which the first describes the slots of all."""
+    slot_fields = {name: getattr(layer_caches[0], name) for name in _SLOT_FIELDS}
+    return restack([dataclasses.replace(layer_cache, **slot_fields) for layer_cache in layer_caches])
 
 
 def _copied(cache: Any, copies: int) -> Any:

@@ -1,4 +1,7 @@
-"""Weights by layer, for the steps of generation on a CPU.
+"""Weights as the steps of generation read them fastest on a CPU: layer by layer, and in large products.
+
+XLA:CPU computes a product of one row on all cores if the weights have about 540,000 numbers or more, and otherwise on
+one core. So queries, keys and values are projected by one product.
 
 A `Stack` scans over its layers, and XLA copies the weights of a layer out of the stacked array before it multiplies by
 them. In training the products take much longer than the copies. A step of generation does little but read the weights,
@@ -13,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxscale.layers.attention import Attention
 from jaxscale.layers.layer_group import restack
 from jaxscale.layers.stack import Stack
 
@@ -33,6 +37,40 @@ def stack_paths(module: Any) -> Paths:
     if sum(stack.count for _, stack in stacks) > MAX_LAYERS or not all(map(_has_layer_views, leaves)):
         return ()
     return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
+
+
+def is_on_cpus(module: Any) -> bool:
+    """Return whether all arrays of a module are in the memory of CPUs of this process."""
+    return all(map(_is_on_cpus, jax.tree.leaves(nnx.state(module))))
+
+
+def on_first_device(module: Any) -> Any:
+    """Return a module with the arrays of another one on its first device; arrays that it holds whole are shared."""
+    graphdef, state = nnx.split(module)
+    device = jax.tree.leaves(state)[0].addressable_shards[0].device
+
+    def placed(leaf: Any) -> Any:
+        if not leaf.is_fully_replicated or device not in leaf.devices():
+            return jax.device_put(leaf, device)
+        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+
+    return nnx.merge(graphdef, jax.tree.map(placed, state))
+
+
+def join_projections(module: Any) -> Any:
+    """Return a module with the same weights, in which queries, keys and values are one product where that is possible.
+
+    It is possible on CPUs whose devices hold all of the weights, and for projections without adapters.
+    """
+    layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
+    is_whole = is_on_cpus(module) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module)))
+    if not is_whole or any(part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part):
+        return module
+    joined_module = nnx.merge(*nnx.split(module), copy=True)
+    for _, part in nnx.iter_modules(joined_module):
+        if isinstance(part, Attention):
+            part.join_projections()
+    return joined_module
 
 
 def split_layers(params: Any, paths: Paths) -> Any:
@@ -56,12 +94,18 @@ def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
     return module
 
 
+def _is_on_cpus(leaf: Any) -> bool:
+    """Return whether an array is in the memory of CPUs of this process."""
+    if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in leaf.devices())
+
+
 def _has_layer_views(leaf: Any) -> bool:
     """Return whether each device is a CPU and holds all layers of a stacked array."""
-    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not _is_on_cpus(leaf) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
-    is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
-    return is_on_cpu and leaf.is_fully_addressable and leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+    return leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
 
 
 def _layer_views(leaf: Any) -> list[Any]:

@@ -4,7 +4,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -84,8 +86,8 @@ class Attention(nnx.Module):
         self.rotary, self.soft_cap, self.window, self.scale = rotary, soft_cap, window, scale
         projection_settings: dict[str, Any] = {"bias": bias, "init": init, "rngs": rngs}
         self.q = Linear(embed, heads * head_dim, axes=("embed", "heads"), **projection_settings)
-        self.k = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **projection_settings)
-        self.v = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **projection_settings)
+        self.k: Linear | None = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **projection_settings)
+        self.v: Linear | None = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **projection_settings)
         self.out = Linear(heads * head_dim, embed, axes=("heads", "embed"), bias=out_bias, init=out_init, rngs=rngs)
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
@@ -122,9 +124,10 @@ class Attention(nnx.Module):
             window = self.window
         # if the sequence is sharded, this is one gather for the three projections, and one scatter of their gradients
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
-        q = checkpoint_name(self.q(x, context), "attention_q").reshape(batch_size, length, self.heads, self.head_dim)
-        k = checkpoint_name(self.k(x, context), "attention_k").reshape(batch_size, length, self.kv_heads, self.head_dim)
-        v = checkpoint_name(self.v(x, context), "attention_v").reshape(batch_size, length, self.kv_heads, self.head_dim)
+        q, k, v = self._project(x, context)
+        q = checkpoint_name(q, "attention_q").reshape(batch_size, length, self.heads, self.head_dim)
+        k = checkpoint_name(k, "attention_k").reshape(batch_size, length, self.kv_heads, self.head_dim)
+        v = checkpoint_name(v, "attention_v").reshape(batch_size, length, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if positions is None and (self.rotary is not None or cache is not None):
@@ -145,7 +148,7 @@ class Attention(nnx.Module):
         else:
             is_token = jnp.ones((1, length), bool) if segments is None else segments != 0
             cache = cache.append(k, v, positions, is_token)
-            k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
+            k, v = (array.astype(q.dtype) for array in cache.heads(batch_size))
             settings |= {"q_positions": positions, "kv_positions": cache.positions}
             settings |= {"q_segments": is_token.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
             if context.attention not in ("plain", "chunked"):
@@ -157,3 +160,38 @@ class Attention(nnx.Module):
         y = constrain(y, "batch", "seq", "embed")
         y = self.dropout(y, context)
         return y if cache is None else (y, cache)
+
+    def _project(self, x: Any, context: Context) -> list[Any]:
+        """Return the projections of `x` to queries, keys and values, before their heads are apart."""
+        if self.k is not None and self.v is not None:
+            return [self.q(x, context), self.k(x, context), self.v(x, context)]
+        query_width, key_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return jnp.split(self.q(x, context), [query_width, query_width + key_width], -1)
+
+    def join_projections(self) -> None:
+        """Make `q` project to queries, keys and values in one product, without `k` and `v`, which become `None`.
+
+        The weights are copied on the host; all devices that have some of them must have all of them.
+
+        Example:
+            >>> from flax import nnx
+            >>> layer = Attention(8, 4, 2, 2, bias=True, rngs=nnx.Rngs(0))
+            >>> y = layer(jnp.ones((1, 3, 8)))
+            >>> layer.join_projections()
+            >>> layer.q.weight.shape, bool(jnp.allclose(layer(jnp.ones((1, 3, 8))), y, atol=1e-6))
+            ((8, 16), True)
+        """
+        if self.k is None or self.v is None:
+            return
+        parts = (self.q, self.k, self.v)
+        # the last dim is that of the output, with or without a dim of layers before the others
+        self.q.weight.set_value(_joined([part.weight[...] for part in parts]))
+        if self.q.bias is not None:
+            self.q.bias.set_value(_joined([part.bias[...] for part in parts if part.bias is not None]))
+        self.k = self.v = None
+
+
+def _joined(arrays: list[Any]) -> Any:
+    """Return arrays joined along their last dim, without a program, placed as the first one is."""
+    host_array = np.concatenate([np.asarray(array) for array in arrays], -1)
+    return jax.device_put(host_array, arrays[0].sharding if arrays[0].committed else None)

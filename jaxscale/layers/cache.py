@@ -18,8 +18,11 @@ class KVCache:
     slots, and the slots of padding are not `valid`. Appending beyond S silently overwrites the last slots: the caller
     must ensure room.
 
+    The slots are the last dim, as XLA:CPU takes keys and values in the products of attention: in another order, it
+    copies all slots for each new token.
+
     Args:
-        k, v: keys and values, float (B, S, K, H).
+        k, v: keys and values, float (B, K, H, S), or with the first two dims as one, float (B * K, H, S).
         positions: int32 (B, S), position of the token in each slot.
         valid: bool (B, S), whether the slot holds a token.
         length: int32 scalar, number of filled slots.
@@ -46,12 +49,12 @@ class KVCache:
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8, layers=3).k.shape
-            (3, 2, 16, 4, 8)
+            (3, 2, 4, 8, 16)
         """
         leading_dims = () if layers is None else (layers,)
         return cls(
-            k=jnp.zeros((*leading_dims, batch, length, kv_heads, head_dim), dtype),
-            v=jnp.zeros((*leading_dims, batch, length, kv_heads, head_dim), dtype),
+            k=jnp.zeros((*leading_dims, batch, kv_heads, head_dim, length), dtype),
+            v=jnp.zeros((*leading_dims, batch, kv_heads, head_dim, length), dtype),
             positions=jnp.zeros((*leading_dims, batch, length), jnp.int32),
             valid=jnp.zeros((*leading_dims, batch, length), bool),
             length=jnp.zeros(leading_dims, jnp.int32),
@@ -67,14 +70,36 @@ class KVCache:
         """
 
         def write(slots: Any, entries: Any) -> Any:
-            """Write entries (B or 1, T, ...) to the first free slots of an array (B, S, ...)."""
-            row_entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
-            return lax.dynamic_update_slice_in_dim(slots, row_entries, self.length, 1)
+            """Write entries to the first free slots, which are the last dim."""
+            return lax.dynamic_update_slice_in_dim(slots, entries.astype(slots.dtype), self.length, slots.ndim - 1)
 
+        def write_heads(slots: Any, entries: Any) -> Any:
+            """Write keys or values (B, T, K, H)."""
+            return write(slots, jnp.moveaxis(entries, 1, 3).reshape(*slots.shape[:-1], entries.shape[1]))
+
+        row_shape = (self.valid.shape[0], k.shape[1])
         return KVCache(
-            k=write(self.k, k),
-            v=write(self.v, v),
-            positions=write(self.positions, positions),
-            valid=write(self.valid, valid),
+            k=write_heads(self.k, k),
+            v=write_heads(self.v, v),
+            positions=write(self.positions, jnp.broadcast_to(positions, row_shape)),
+            valid=write(self.valid, jnp.broadcast_to(valid, row_shape)),
             length=self.length + k.shape[1],
         )
+
+    def heads(self, batch: int) -> tuple[Any, Any]:
+        """Return the keys and the values of `batch` rows, float (B, S, K, H)."""
+        shape = (batch, -1, *self.k.shape[-2:])
+        return jnp.moveaxis(self.k.reshape(shape), 3, 1), jnp.moveaxis(self.v.reshape(shape), 3, 1)
+
+    def with_heads_as_rows(self) -> "KVCache":
+        """Return the cache of a layer with the rows and heads of keys and values as one dim.
+
+        A product of attention takes them so. XLA:CPU writes a new token into the slots in place if the product takes
+        the array that was written, and copies all slots if it takes a reshaped one.
+
+        Example:
+            >>> KVCache.empty(2, 16, 4, 8).with_heads_as_rows().k.shape
+            (8, 8, 16)
+        """
+        arrays = {name: getattr(self, name).reshape(-1, *self.k.shape[-2:]) for name in ("k", "v")}
+        return dataclasses.replace(self, **arrays)

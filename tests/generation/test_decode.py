@@ -1,11 +1,10 @@
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxscale import blocks
+from jaxscale.blocks import Context
 from jaxscale.data.tokenizer import Bytes, Characters
 from jaxscale.errors import UserError
 from jaxscale.generation import memory, programs, unrolled
@@ -13,7 +12,7 @@ from jaxscale.generation.decode import Decoding
 from jaxscale.generation.generator import Generator
 from jaxscale.generation.sampling import Sampling
 from jaxscale.generation.text_stream import TextStream, check_stop_texts
-from jaxscale.layers.layer_group import restack
+from jaxscale.layers.lora import add_adapters
 from jaxscale.models.decoder import Decoder
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
@@ -82,18 +81,29 @@ def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, monkeypatch):
     assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-def test_a_step_copies_no_weights_out_of_stacked_layers(generator, is_split):
+def step_text(generator):
+    """The compiled steps after a prompt of 5 tokens."""
     session = generator.start([np.arange(5)], 1, 4, (GREEDY, 256))
     session.prefill([(0, 0)], np.zeros(1, np.int32))
-    paths = generator.split_paths if is_split else ()
-    functions = programs.programs(generator.graphdef, generator.model, generator.context, None, session.kind, paths)
-    rows, params = session.rows, generator.step_params
+    arguments = (generator.step_params, session.rows, session.row_keys, session.settings, np.int32(3))
+    return session.programs.advance.lower(*arguments).compile().as_text()
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_step_copies_no_weights_out_of_stacked_layers(generator, is_split, monkeypatch):
     if not is_split:
-        rows, params = dataclasses.replace(rows, cache=restack(rows.cache)), generator.params
-    lowered = functions.advance.lower(params, rows, session.row_keys, session.settings, np.int32(3))
+        monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
+    module = nnx.merge(generator.graphdef, generator.params, copy=True)
     stacked_weights = f"f32[{FIELDS['layers']},{FIELDS['embed']},{FIELDS['mlp']}]"
-    assert (stacked_weights in lowered.compile().as_text()) is not is_split
+    assert (stacked_weights in step_text(Generator(module, generator.model))) is not is_split
+
+
+def test_a_step_copies_no_keys_and_values(generator):
+    # (rows and heads, head_dim, slots) of a layer
+    keys = "f32[2,4,16]{2,1,0}"
+    lines = step_text(generator).splitlines()
+    assert len([line for line in lines if f"{keys} dynamic-update-slice(" in line]) == 2 * FIELDS["layers"]
+    assert not [line for line in lines if f"= {keys} copy(" in line or f"= {keys} transpose(" in line]
 
 
 def test_lengths_are_rounded_up_by_at_most_64_or_an_eighth():
@@ -114,6 +124,22 @@ def test_there_are_at_most_tokens_minus_one_steps_after_the_prefill(generator, m
     step_counts.clear()
     decode(generator, prompts_of((48,)), Sampling(1))
     assert step_counts == [], "a prompt as long as the context needs no step for one token"
+
+
+def test_queries_keys_and_values_are_one_product(generator):
+    layers = generator.params["blocks"]["layers"]["attention"]
+    assert layers["q"]["weight"].shape == (FIELDS["layers"], FIELDS["embed"], 32)
+    assert not layers.get("k")
+    assert not layers.get("v")
+
+
+def test_projections_with_adapters_or_in_a_narrow_type_stay_apart(generator):
+    module = Decoder(**FIELDS).build(nnx.Rngs(0))
+    narrow = Generator(module, generator.model, Context(matmul="fp8"))
+    assert narrow.params["blocks"]["layers"]["attention"]["k"]["weight"].shape == (FIELDS["layers"], FIELDS["embed"], 8)
+    add_adapters(module, 2, 1.0, "attention/v", jax.random.key(0))
+    adapted = Generator(module, generator.model)
+    assert "lora" in adapted.params["blocks"]["layers"]["attention"]["v"]
 
 
 def test_a_stop_id_ends_its_row_alone(generator):
@@ -231,3 +257,19 @@ def test_a_stop_text_that_the_tokenizer_cannot_yield_is_refused():
 def test_a_prompt_that_is_empty_or_too_long_is_refused(generator, length):
     with pytest.raises(UserError, match=f"got {length or 'no'} tokens, expected at"):
         Decoding(generator, prompts_of((length,)), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ("a" * 49, {}, "prompt 'a+...': got 49 tokens, expected at most 48"),
+        ("", {}, "prompt '' has no tokens"),
+        ("a", {"stop": ("\ud800",)}, "stop: '.*'"),
+        ("a", {"samples": 2**30}, "samples: got 1073741824 continuations at once"),
+    ],
+    ids=["long", "empty", "stop", "samples"],
+)
+def test_bad_input_is_refused_before_anything_is_compiled(generator, monkeypatch, prompt, settings, message):
+    monkeypatch.setattr(Generator, "start", lambda *arguments: pytest.fail("a program was made"))
+    with pytest.raises(UserError, match=message):
+        continuations(generator, Bytes(), prompt, Sampling(5, **settings))

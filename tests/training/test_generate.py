@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale.data.tokenizer import Bytes
 from jaxscale.errors import UserError
 from jaxscale.generation.generator import Generator
 from jaxscale.generation.sampling import Sampling
 from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.plan import Plan
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.sharding.rules import AxisRules
 from jaxscale.training.generate import continuations, decode, generate
+from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 
 MODEL = Decoder(vocab=23, context=24, layers=2, embed=16, heads=2, kv_heads=1, mlp=16, init_std=0.3)
@@ -121,6 +126,25 @@ def test_from_a_run_directory(toy, whole):
     for wrong, message in (({"tokens": 0}, "tokens"), ({"temperature": -1.0}, "temperature")):
         with pytest.raises(UserError, match=message):
             generate(whole, "the ", **wrong)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(mesh=MeshSpec(data=2)), Plan(mesh=MeshSpec(fsdp=2), zero=3)], ids=["data", "fsdp"]
+)
+def test_the_cpus_of_a_process_decode_as_one_device(toy, tmp_path, plan):
+    run = train(toy(steps=1, plan=plan), out=tmp_path / "run", quiet=True)
+    assert len(jax.tree.leaves(run.state.params)[0].devices()) == 2
+    text = run.generate("the ", 5, temperature=0.0)
+    generator = run._generator
+    assert generator.layout is None
+    assert {leaf.devices() == {jax.local_devices()[0]} for leaf in jax.tree.leaves(generator.params)} == {True}
+    on_mesh = Generator(
+        run._train_step.module(run.state),
+        generator.model,
+        generator.context,
+        (run._train_step.layout.mesh, AxisRules()),
+    )
+    assert continuations(on_mesh, Bytes(), "the ", Sampling(5, temperature=0.0)) == text
 
 
 def test_a_directory_without_a_run(tmp_path):
