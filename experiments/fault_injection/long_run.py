@@ -91,7 +91,7 @@ def quarter_figures(
     step_count = len(piece) * (inside[-1].time - inside[0].time) / (end_time - start_time)
     return {
         "RSS MiB": max(look.rss for look in inside),
-        "threads": max(look.threads for look in inside),
+        "threads": median(look.threads for look in inside),  # a save and an evaluation have threads of their own
         "open files": median(look.files for look in inside),
         "processor ms a step": 1000 * (inside[-1].processor_seconds - inside[0].processor_seconds) / step_count,
         "log bytes a step": sum(byte_count for _, byte_count in piece) / len(piece),
