@@ -206,6 +206,7 @@ RIGHT: dict[str, Sequence[str]] = {
     "name": ("b", "a b"),
     "seed": ("1", "2147483647"),
     "steps": ("1", "2", "3"),
+    "from_step": ("1", "2"),
     "batch": ("8", "4", "16"),
     "ranks": ("1", "2"),
     "log": ("0",),
@@ -238,6 +239,7 @@ WRONG: dict[str, Sequence[str]] = {
     "experiment": _PATHS,
     "devices": ("gpu h100", ",", "tpu v5e"),
     "measured": _PATHS,
+    "from_step": ("0", "-1", "7", "²", "five", "", "9" * 4000),
     "prompt": ("", "\0", "\ud800", "ä" * 300, "x" * 3000),
     "page": ("zzzz", "", "../README", "²", "\0"),
     "command": ("missing_command", "", "folder", "\0", "x" * 300),
@@ -318,7 +320,7 @@ _REQUIRED = {"launch": ("dry_run", "cluster"), "retry": ("out",), "watch": ("out
 
 def _flag(name: str, hint: Any, chance: random.Random, is_wrong: bool) -> list[str]:
     """Return the words that set a flag."""
-    word = f"--{name.replace('_', '-')}"
+    word = "--from" if name == "from_step" else f"--{name.replace('_', '-')}"
     if hint is bool:
         return [f"{word}=1"] if is_wrong and name != "dry_run" else [word]
     value = _value(name, hint, chance, is_wrong)

@@ -34,6 +34,14 @@ def test_spoiled_runs_end_as_promised(part, count):
     assert summary["tried"] == count or part == "disk"  # without root, no file system can be mounted
 
 
+def test_every_flag_of_every_command_can_be_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "experiments"))
+    from fault_injection.commands import COMMANDS, draw_line
+
+    commands = {draw_line(number, seed)[0] for seed in range(4) for number in range(600)}
+    assert commands == set(COMMANDS)
+
+
 def test_an_unknown_part_is_refused():
     result = subprocess.run([sys.executable, str(HARNESS), "--part", "floods"], capture_output=True, text=True)
     assert result.returncode == 2
