@@ -203,10 +203,11 @@ def _place_loop_state(operation: Operation, index: int, placements: Placements) 
     initial_state = carries(operation)
     final_state = operation.outputs[: len(initial_state)]
     final_dims = [placements.dims[value] for value in final_state]
-    body_state = loop_parts(operation, body.inputs)[1][: len(initial_state)]
+    operand_dims = _operand_dims(operation, placements)
+    const_count = len(loop_parts(operation, operand_dims)[0])
+    body_state = body.inputs[const_count : const_count + len(initial_state)]
     if final_dims == [body_dims[value] for value in body_state]:
         return
-    operand_dims = _operand_dims(operation, placements)
     state_dims = _place_loop(operation, index, operand_dims, placements, final_dims)[: len(initial_state)]
     for values in (final_state, initial_state):
         for value, dims in zip(values, state_dims, strict=True):

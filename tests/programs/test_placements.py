@@ -116,6 +116,20 @@ def test_sums_of_gradients_are_sharded_like_the_state_that_they_update(mesh):
     assert "f32[24,32]" not in loop_lines[0]
 
 
+def test_the_state_of_a_while_loop_is_placed_too():
+    def fn(param, step, stop):
+        total = jax.lax.while_loop(lambda s: s[0] < stop, lambda s: (s[0] + 1, s[1] + step), (0, jnp.zeros((24, 32))))[
+            1
+        ]
+        return param + total
+
+    args = [jnp.zeros((24, 32)), jnp.zeros((24, 32)), 3]
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    placements = place(program, [(("fsdp",), ()), ((), ()), ()], SIZES)
+    (index,) = placements.loop_placements
+    assert placements.dims[program.operations[index].outputs[1]] == (("fsdp",), ())
+
+
 def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "tensor"))
 
