@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from jaxscale.programs import regions
-from jaxscale.programs.flat import FlatProgram, Operation, carries
+from jaxscale.programs.elementwise import ELEMENTWISE
+from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.placements import Placements
 
 COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter")
@@ -110,10 +111,31 @@ class Arrays:
     def loop_arrays(self, index: int) -> "Arrays":
         """The arrays of the body of the loop with this index among the operations."""
         operation = self.program.operations[index]
-        assert operation.loop_body is not None
-        return Arrays(
-            operation.loop_body, self.placements.loop_placements[index], self.compiler, len(carries(operation))
-        )
+        body, initial_state = operation.loop_body, carries(operation)
+        assert body is not None
+        arrays = Arrays(body, self.placements.loop_placements[index], self.compiler, len(initial_state))
+        const_count = len(loop_parts(operation, operation.inputs)[0])
+        for value, next_value in zip(body.inputs[const_count:], body.outputs[: len(initial_state)], strict=False):
+            if next_value in arrays.array_bytes and arrays._overwrites(value, next_value):
+                arrays.array_bytes[next_value] = 0  # it is computed in the memory of the state, which the caller counts
+        return arrays
+
+    def _overwrites(self, value: int, next_value: int) -> bool:
+        """Whether the next state of a loop's body can be written over the state, which no later operation reads."""
+        if value in self.output_values or self._bytes_of(value) != self._bytes_of(next_value):
+            return False
+        operations = self.program.operations
+        producer_index = next(index for index, op in enumerate(operations) if next_value in op.outputs)
+        return operations[producer_index].kind in ELEMENTWISE and self._last_read(value) <= producer_index
+
+    def _last_read(self, value: int) -> int:
+        """The index of the last operation that reads a value, directly or through expressions, to compute an array."""
+        last_index = -1
+        for index in self.program.readers.get(value, ()):
+            operation = self.program.operations[index]
+            expressions = [] if operation.loop_body else [v for v in operation.outputs if v not in self.array_bytes]
+            last_index = max(last_index, index, *map(self._last_read, expressions))
+        return last_index
 
     def branch_arrays(self, index: int) -> "list[Arrays]":
         """The arrays of each branch of the `cond` with this index among the operations."""

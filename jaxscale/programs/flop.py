@@ -14,6 +14,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxscale.compat import scan_counts
+from jaxscale.programs.flat import PIPE
+from jaxscale.programs.known_values import Known, callee_of, known_values, selecting_inputs, value_of
 from jaxscale.programs.walk import is_jaxpr, open_jaxpr
 
 
@@ -46,8 +51,8 @@ class Flop:
 def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
     """Count the FLOP of the matrix products, convolutions and kernels of `fn(*args)`, all devices together.
 
-    The body of a scan counts once per trip, a `cond` as its most expensive branch, and a `shard_map` once per device
-    along its manual axes.
+    The body of a scan counts once per trip, and a `shard_map` once per device along its manual axes. A `cond` counts as
+    the branch that constants and the device's index along the pipe axis select, otherwise as its most expensive branch.
 
     Args:
         fn: a function of arrays that JAX can trace.
@@ -98,7 +103,7 @@ def equation_flop(eqn: Any) -> int:
     Args:
         eqn: equation of a jaxpr; all its outputs count as used.
     """
-    return _eqn_flop(eqn, used_flags=[True] * len(eqn.outvars)).total
+    return _Count({}).equation(eqn, [True] * len(eqn.outvars), [None] * len(eqn.invars)).total
 
 
 def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
@@ -108,40 +113,100 @@ def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
         jaxpr: a jaxpr, open or closed.
         used_flags: for each output, whether it is used; by default all are used.
     """
-    opened_jaxpr = open_jaxpr(jaxpr)
-    used_flags = [True] * len(opened_jaxpr.outvars) if used_flags is None else used_flags
-    used_vars = [var for var, is_used in zip(opened_jaxpr.outvars, used_flags, strict=True) if is_used]
-    live_vars = {var for var in used_vars if not hasattr(var, "val")}
-    total = Flop()
-    for eqn in reversed(opened_jaxpr.eqns):
-        needed_flags = [var in live_vars for var in eqn.outvars]
-        if any(needed_flags) or eqn.effects:
-            total += _eqn_flop(eqn, needed_flags)
-            live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals are not hashable
-    return total
+    return _Count({}).jaxpr(jaxpr, used_flags)
 
 
-def _eqn_flop(eqn: Any, used_flags: Sequence[bool]) -> Flop:
-    """Return the FLOP of an equation, given for each of its outputs whether the output is used."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in FORMULAS:
-        return Flop({name: FORMULAS[name](eqn)})
-    if name in ("pallas_call", "mpmd_map"):  # a TPU or Triton kernel; a Mosaic GPU kernel
-        return _kernel_flop(eqn)
-    if name == "scan":
-        return jaxpr_flop(params["jaxpr"]) * params["length"]
-    if name == "while":
-        flop = jaxpr_flop(params["body_jaxpr"])  # of one trip
-        return dataclasses.replace(flop, unknown_loops=flop.unknown_loops + 1) if flop.total else flop
-    if name == "cond":
-        return max((jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
-    if name == "shard_map":
-        shard_count = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        return jaxpr_flop(params["jaxpr"]) * shard_count
-    callee_jaxprs = [value for value in params.values() if is_jaxpr(value)]
-    # jit, remat, custom_vjp and similar calls run one program, with the outputs of the equation
-    has_same_outputs = len(callee_jaxprs) == 1 and len(open_jaxpr(callee_jaxprs[0]).outvars) == len(used_flags)
-    return sum((jaxpr_flop(jaxpr, used_flags if has_same_outputs else None) for jaxpr in callee_jaxprs), Flop())
+@dataclasses.dataclass(frozen=True)
+class _Count:
+    """A count of FLOP on a device whose indices along some mesh axes are known.
+
+    Args:
+        axis_indices: index of the device along each mesh axis for which it is known.
+        flop_by_key: FLOP of jaxprs by jaxpr, used outputs and the values that select branches.
+    """
+
+    axis_indices: Mapping[str, int]
+    flop_by_key: dict[Any, Flop] = dataclasses.field(default_factory=dict)
+
+    def jaxpr(self, jaxpr: Any, used_flags: Sequence[bool] | None = None, inputs: Sequence[Known] = ()) -> Flop:
+        """Return the FLOP of a jaxpr, given its used outputs and the known values of its arguments."""
+        opened_jaxpr = open_jaxpr(jaxpr)
+        used_flags = [True] * len(opened_jaxpr.outvars) if used_flags is None else used_flags
+        inputs = inputs or [None] * len(opened_jaxpr.invars)
+        selectors = {i: value for i in selecting_inputs(jaxpr) if (value := inputs[i]) is not None}
+        key = (id(opened_jaxpr), *used_flags, *((index, value.tobytes()) for index, value in sorted(selectors.items())))
+        if key not in self.flop_by_key:
+            selecting_values = [selectors.get(index) for index in range(len(inputs))]
+            self.flop_by_key[key] = self._sum(jaxpr, used_flags, selecting_values)
+        return self.flop_by_key[key]
+
+    def _sum(self, jaxpr: Any, used_flags: Sequence[bool], inputs: Sequence[Known]) -> Flop:
+        """Return the sum of the FLOP of a jaxpr's operations, given the known values of its arguments."""
+        opened_jaxpr = open_jaxpr(jaxpr)
+        values = known_values(jaxpr, inputs, self.axis_indices)
+        used_vars = [var for var, is_used in zip(opened_jaxpr.outvars, used_flags, strict=True) if is_used]
+        live_vars = {var for var in used_vars if not hasattr(var, "val")}
+        total = Flop()
+        for eqn in reversed(opened_jaxpr.eqns):
+            needed_flags = [var in live_vars for var in eqn.outvars]
+            if any(needed_flags) or eqn.effects:
+                total += self.equation(eqn, needed_flags, [value_of(atom, values) for atom in eqn.invars])
+                live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals are not hashable
+        return total
+
+    def equation(self, eqn: Any, used_flags: Sequence[bool], operands: Sequence[Known]) -> Flop:
+        """Return the FLOP of an equation, given its used outputs and the known values of its operands."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in FORMULAS:
+            return Flop({name: FORMULAS[name](eqn)})
+        if name in ("pallas_call", "mpmd_map"):  # a TPU or Triton kernel; a Mosaic GPU kernel
+            return _kernel_flop(eqn)
+        if name == "scan":
+            return self._scan(params, operands)
+        if name == "while":
+            flop = self.jaxpr(params["body_jaxpr"])  # of one trip
+            return dataclasses.replace(flop, unknown_loops=flop.unknown_loops + 1) if flop.total else flop
+        if name == "cond":
+            branches = params["branches"]
+            if operands[0] is not None:
+                branches = [branches[min(max(int(operands[0]), 0), len(branches) - 1)]]
+            return max((self.jaxpr(branch, None, operands[1:]) for branch in branches), key=lambda flop: flop.total)
+        if name == "shard_map":
+            return self._shard_map(params, operands)
+        callee_jaxprs = [value for value in params.values() if is_jaxpr(value)]
+        # jit, remat, custom_vjp and similar calls run one program, with the outputs of the equation
+        has_same_outputs = len(callee_jaxprs) == 1 and len(open_jaxpr(callee_jaxprs[0]).outvars) == len(used_flags)
+        inputs = () if callee_of(eqn) is None else operands
+        return sum(
+            (self.jaxpr(jaxpr, used_flags if has_same_outputs else None, inputs) for jaxpr in callee_jaxprs), Flop()
+        )
+
+    def _scan(self, params: Mapping[str, Any], operands: Sequence[Known]) -> Flop:
+        """Return the FLOP of a scan; each trip counts by itself if the scanned arrays select its branches."""
+        body, length = params["jaxpr"], params["length"]
+        const_count, state_count = scan_counts(params)
+        consts = [*operands[:const_count], *[None] * state_count]
+        scanned_start = len(consts)
+        scanned_arrays = operands[scanned_start:]
+        selectors = [index for index in selecting_inputs(body) if index >= scanned_start]
+        if all(operands[index] is None for index in selectors):
+            return self.jaxpr(body, None, [*consts, *[None] * len(scanned_arrays)]) * length
+        trips = reversed(range(length)) if params["reverse"] else range(length)
+        trip_inputs = (
+            [None if array is None else np.asarray(array[trip]) for array in scanned_arrays] for trip in trips
+        )
+        return sum((self.jaxpr(body, None, [*consts, *slices]) for slices in trip_inputs), Flop())
+
+    def _shard_map(self, params: Mapping[str, Any], operands: Sequence[Known]) -> Flop:
+        """Return the FLOP of all devices along the manual axes; along the pipe axis, devices may run other branches."""
+        body, sizes = params["jaxpr"], {axis: params["mesh"].shape[axis] for axis in params["newly_manual_axes"]}
+        whole_values = [None if any(spec) else value for value, spec in zip(operands, params["in_specs"], strict=True)]
+        if PIPE not in sizes:
+            return self.jaxpr(body, None, whole_values) * math.prod(sizes.values())
+        rank_count = sizes.pop(PIPE)
+        device_counts = (_Count({**self.axis_indices, PIPE: rank}) for rank in range(rank_count))
+        flop = sum((count.jaxpr(body, None, whole_values) for count in device_counts), Flop())
+        return flop * math.prod(sizes.values())
 
 
 def _dot_flop(eqn: Any) -> int:

@@ -1,16 +1,24 @@
-"""Results that a TPU's compiler computes late: the gradient of a head's weight, if summed around a ring of devices.
+"""Results that compilers compute late: gradients of weights, which nothing in the backward pass reads.
 
-A product around a ring is computed in steps, between which partial sums move to the next device. The operands of this
-gradient are available after the loss. Yet XLA schedules some or all steps of the ring after the backward pass of the
-blocks, because nothing reads the gradient sooner and the blocks hide its messages. The logits, or the gradient of the
-logits in the compute type, stay alive until then. Programs differ in which of these arrays stays alive and in how many
-steps are late. This module assumes that the logits, which are larger, stay alive. Left out: rings that XLA finishes
-before the blocks.
+On a TPU this is the gradient of a head's weight, if it is summed around a ring of devices. A product around a ring is
+computed in steps, between which partial sums move to the next device. The operands of this gradient are available after
+the loss. Yet XLA schedules some or all steps of the ring after the backward pass of the blocks, because nothing reads
+the gradient sooner and the blocks hide its messages. The logits, or the gradient of the logits in the compute type,
+stay alive until then. Programs differ in which of these arrays stays alive and in how many steps are late. This module
+assumes that the logits, which are larger, stay alive. Left out: rings that XLA finishes before the blocks.
+
+XLA's latency-hiding scheduler for GPUs orders operations from the last to the first. An operation is ready when all its
+readers are placed, so that gradients of weights are placed first, which means late in the program, and their operands
+stay alive until then. A loop over layers limits this to the layer; blocks outside of loops have no such limit. Left
+out: the order of a program that would not fit, in which the scheduler saves memory instead.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from jaxscale.programs.flat import FlatProgram, Operation
+from jaxscale.programs.flop import FORMULAS
+from jaxscale.programs.kinds import has_both_passes
 
 
 def late_arrays(
@@ -46,3 +54,51 @@ def late_arrays(
         else:
             pending_values += producer_by_value[value].inputs
     return last_reader_by_array
+
+
+def with_late_gradients(program: FlatProgram) -> FlatProgram:
+    """Return a program in which operations that no product of the backward pass needs run after that pass.
+
+    Args:
+        program: program of a step; the body of its loop over microbatches is changed, too. Passes with a loop over
+            layers remain unchanged.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.programs.flat import flatten
+        >>> fn = jax.grad(lambda v, w: jnp.sum((2.0 * v @ w) @ w), argnums=(0, 1))
+        >>> program = flatten(jax.make_jaxpr(fn)(jnp.ones((2, 4)), jnp.ones((4, 4))))
+        >>> len(with_late_gradients(program).operations) == len(program.operations)
+        True
+    """
+    operations = [
+        operation
+        if operation.loop_body is None
+        else dataclasses.replace(operation, loop_body=with_late_gradients(operation.loop_body))
+        for operation in program.operations
+    ]
+    if has_both_passes(program) and not any(operation.params.get("reverse") for operation in operations):
+        operations = _with_late_operations(operations)
+    return dataclasses.replace(program, operations=operations)
+
+
+def _with_late_operations(operations: list[Operation]) -> list[Operation]:
+    """Return the operations of both passes in an order in which those that no backward product needs run late."""
+    needed_values: set[int | None] = set()  # a product of the backward pass depends on them
+    for operation in reversed(operations):
+        is_product = operation.is_backward and operation.kind in FORMULAS
+        if is_product or not needed_values.isdisjoint(operation.outputs):
+            needed_values.update(operation.inputs)
+    ordered_operations: list[Operation] = []
+    late_operations: list[Operation] = []
+    late_values: set[int] = set()
+    for operation in operations:
+        if operation.is_backward and needed_values.isdisjoint(operation.outputs):
+            late_operations.append(operation)
+            late_values.update(operation.outputs)
+        else:
+            if not late_values.isdisjoint(operation.inputs):
+                ordered_operations += late_operations
+                late_operations, late_values = [], set()
+            ordered_operations.append(operation)
+    return ordered_operations + late_operations

@@ -8,6 +8,7 @@ keep the axis and the weight is gathered. Values are represented by their number
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,8 @@ from jaxscale.programs.dims import (
     shape_of,
     summed_dims,
 )
-from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
+from jaxscale.programs.elementwise import ELEMENTWISE
+from jaxscale.programs.flat import LOOPS, FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.tiles import TileDims, Tiles, padding
 from jaxscale.sharding.partition import dim_axes
 
@@ -39,10 +41,7 @@ _LIKE_FIRST_OPERAND = (
 )  # fmt: skip
 """Operations that place the result like their first operand, in the dims that have the same size in both."""
 
-_PLACED_BY_READERS = (
-    "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
-    "optimization_barrier",
-)  # fmt: skip
+_PLACED_BY_READERS = ELEMENTWISE | {"transpose", "sharding_constraint"}
 """Operations that place their operands like the result, which is placed where its readers need it."""
 
 
@@ -69,6 +68,12 @@ class Placements:
     summed_products: set[int] = dataclasses.field(default_factory=set)
     loop_placements: dict[int, "Placements"] = dataclasses.field(default_factory=dict)
     branch_placements: dict[int, "tuple[Placements, ...]"] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def fixed_values(self) -> frozenset[int]:
+        """The values whose placement the program specifies: its inputs, and the results of sharding constraints."""
+        constraints = (operation for operation in self.program.operations if operation.kind == "sharding_constraint")
+        return frozenset((*self.program.inputs, *(constraint.outputs[0] for constraint in constraints)))
 
     def part_count(self, axes: Sequence[str]) -> int:
         """Return the number of parts into which a dim with these mesh axes is split."""
@@ -125,9 +130,14 @@ def place(
     for index, operation in enumerate(program.operations):  # forward, from operands to results
         output_dims = _output_dims(operation, index, placements)
         placements.dims |= zip(operation.outputs, output_dims, strict=True)
-    for operation in reversed(program.operations):  # backward, so that a value is computed where its reader needs it
+    for index, operation in reversed(list(enumerate(program.operations))):
+        # backward, so that a value is computed where its reader needs it
         if operation.kind == "dot_general":
             _place_product_operands(operation, placements)
+        elif operation.kind in LOOPS:
+            _place_loop_state(operation, index, placements)
+        elif operation.kind == "enter":
+            _place_entered(operation, placements)
         elif operation.kind in _PLACED_BY_READERS:
             _place_operands(operation, placements)
     return placements
@@ -146,6 +156,14 @@ def _operand_avals(operation: Operation, placements: Placements) -> list[Any]:
     ]
 
 
+def _operand_dims(operation: Operation, placements: Placements) -> list[Dims]:
+    """Return the dims of each operand."""
+    return [
+        _unsharded(aval) if value is None else placements.dims[value]
+        for aval, value in zip(_operand_avals(operation, placements), operation.inputs, strict=True)
+    ]
+
+
 def _shard_count(placements: Placements, dims: Dims) -> int:
     """Return the number of shards of a value with these dims."""
     return math.prod(part_counts(dims, placements.axis_sizes))
@@ -155,7 +173,7 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
     """Place each operand like the result, if that splits the operand into more shards."""
     program = placements.program
     for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
-        if value is None or value in program.inputs:
+        if value is None or value in placements.fixed_values:
             continue
         output_dims = operand_dims = placements.dims[output]
         if operation.kind == "transpose":
@@ -167,12 +185,42 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
             placements.dims[value] = operand_dims
 
 
+def _place_entered(operation: Operation, placements: Placements) -> None:
+    """Place an array like its parts in a region over manual axes, if that splits the array into more shards."""
+    value, part_dims = operation.inputs[0], placements.dims[operation.outputs[0]]
+    if value is None or value in placements.fixed_values:
+        return
+    manual_dims = dim_axes(operation.params["spec"], len(part_dims))
+    whole_dims = tuple((*manual_axes, *axes) for manual_axes, axes in zip(manual_dims, part_dims, strict=True))
+    if _shard_count(placements, whole_dims) > _shard_count(placements, placements.dims[value]):
+        placements.dims[value] = whole_dims
+
+
+def _place_loop_state(operation: Operation, index: int, placements: Placements) -> None:
+    """Place a loop's state, from before the loop to after it, where the readers of the final state need it."""
+    body, body_dims = operation.loop_body, placements.loop_placements[index].dims
+    assert body is not None
+    initial_state = carries(operation)
+    final_state = operation.outputs[: len(initial_state)]
+    final_dims = [placements.dims[value] for value in final_state]
+    operand_dims = _operand_dims(operation, placements)
+    const_count = len(loop_parts(operation, operand_dims)[0])
+    body_state = body.inputs[const_count : const_count + len(initial_state)]
+    if final_dims == [body_dims[value] for value in body_state]:
+        return
+    state_dims = _place_loop(operation, index, operand_dims, placements, final_dims)[: len(initial_state)]
+    for values in (final_state, initial_state):
+        for value, dims in zip(values, state_dims, strict=True):
+            if value is not None and value not in placements.program.inputs:
+                placements.dims[value] = max(placements.dims[value], dims, key=partial(_shard_count, placements))
+
+
 def _place_product_operands(operation: Operation, placements: Placements) -> None:
     """Shard the unsharded dims of a product's operands like the linked dims of its result."""
     output, shapes = operation.outputs[0], [shape_of(aval) for aval in _operand_avals(operation, placements)]
     for operand_index, dim, output_dim in _links(operation, shapes, placements.program.avals[output].shape):
         value = operation.inputs[operand_index]
-        if value is None or value in placements.program.inputs:
+        if value is None or value in placements.fixed_values:
             continue
         dims, axes = placements.dims[value], placements.dims[output][output_dim]
         if not dims[dim] and not set(axes) & {axis for other_axes in dims for axis in other_axes}:
@@ -185,11 +233,7 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
     In `placements`, record the bytes that the operation gathers, whether it sums over devices, and the placements
     inside it.
     """
-    operand_avals = _operand_avals(operation, placements)
-    operand_dims = [
-        _unsharded(aval) if value is None else placements.dims[value]
-        for aval, value in zip(operand_avals, operation.inputs, strict=True)
-    ]
+    operand_avals, operand_dims = _operand_avals(operation, placements), _operand_dims(operation, placements)
     kind, avals = operation.kind, placements.program.avals
     if kind in ("scan", "while"):
         output_dims = _place_loop(operation, index, operand_dims, placements)
@@ -291,12 +335,24 @@ def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> 
             yield 0, dim, result_dim
 
 
-def _place_loop(operation: Operation, index: int, operand_dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place a loop's body until the loop's state has the same dims before and after it; return each result's dims."""
+def _place_loop(
+    operation: Operation,
+    index: int,
+    operand_dims: list[Dims],
+    placements: Placements,
+    final_dims: Sequence[Dims] | None = None,
+) -> list[Dims]:
+    """Place a loop's body until the loop's state has the same dims before and after it; return each result's dims.
+
+    `final_dims` are the dims in which the final state is needed.
+    """
     body = operation.loop_body
     assert body is not None
     axis_sizes = _automatic_sizes(operation, placements)
     const_dims, state_dims, stacked_operand_dims = map(list, loop_parts(operation, operand_dims))
+    shard_count = partial(_shard_count, placements)
+    if final_dims is not None:
+        state_dims = [max(pair, key=shard_count) for pair in zip(state_dims, final_dims, strict=True)]
     slice_dims = [dims[1:] for dims in stacked_operand_dims]
     body_tiles = None if placements.tiles is None else placements.tiles.loop_tiles[index]
     body_placements = place(body, [*const_dims, *state_dims, *slice_dims], axis_sizes, tiles=body_tiles)
@@ -305,7 +361,6 @@ def _place_loop(operation: Operation, index: int, operand_dims: list[Dims], plac
             _unsharded(body.avals[argument]) if value is None else body_placements.dims[value]
             for value, argument in zip(body.outputs[: len(state_dims)], body.inputs[len(const_dims) :], strict=False)
         ]
-        shard_count = partial(_shard_count, placements)
         merged_dims = [max(pair, key=shard_count) for pair in zip(state_dims, next_dims, strict=True)]
         if merged_dims == state_dims:
             break

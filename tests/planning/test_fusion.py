@@ -51,6 +51,27 @@ def test_a_loop_s_stack_belongs_to_the_caller():
     assert sorted(arrays.loop_arrays(loop).array_bytes.values()) == [0, KB]
 
 
+def loop_bytes(step):
+    """Bytes of the arrays of a loop's body with a state of 4 KB."""
+    arrays = arrays_of(lambda x, w: jax.lax.scan(step, x, w)[0], X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32))
+    (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop_body is not None]
+    return sorted(arrays.loop_arrays(loop).array_bytes.values())
+
+
+def test_a_sum_over_trips_is_written_over_itself():
+    assert loop_bytes(lambda total, w: (total + w @ w, None)) == [0, KB]  # the sum, and the product
+    assert loop_bytes(lambda total, w: (total + w @ w, total[0])) == [KB, KB]  # the slice is read after it
+
+
+def test_a_state_that_is_read_later_is_not_written_over():
+    def step(total, w):
+        next_total = total + w
+        return next_total, (next_total @ w) @ total
+
+    assert loop_bytes(step) == [0, KB, KB]  # the stacked product, the next sum, and the product of it
+    assert loop_bytes(lambda total, w: (total @ w, None)) == [KB]  # a product reads its operand until it is computed
+
+
 def test_a_scatter_of_one_element_a_row_is_an_expression():
     def loss(x, index):
         return jnp.take_along_axis(jax.nn.log_softmax(x @ x), index[:, None], 1).sum()

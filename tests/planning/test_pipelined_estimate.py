@@ -112,6 +112,15 @@ def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
 
 
 @pytest.mark.slow
+def test_flop_are_those_of_the_passes_whatever_the_schedule(piped, experiment):
+    one_f_one_b, gpipe, zero_bubble = (estimate(piped(f"{name}:4x8"), V5E).flop for name in ("1f1b", "gpipe", "zb-h1"))
+    plain_plan = plan_of(experiment.plan, microbatches=8, precision="bfloat16", memory="none")
+    plain = estimate(dataclasses.replace(experiment, plan=plain_plan, batch=32), V5E).flop / 4  # four rows a microbatch
+    assert one_f_one_b == gpipe == zero_bubble
+    assert plain < one_f_one_b < 4 / 3 * plain  # the head's products are recomputed
+
+
+@pytest.mark.slow
 def test_seconds_and_margin(piped):
     found = fit(piped("1f1b:4x8"), V5E)
     assert found.simulation is not None

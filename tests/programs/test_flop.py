@@ -234,3 +234,22 @@ def test_flop_adds_and_scales():
 def test_no_device_holds_the_model():
     huge = struct(2**20, 2**20)
     assert model_flop(lambda x: x @ x, huge) == 2 * 2**60
+
+
+def test_devices_of_a_pipeline_run_the_branches_of_their_table():
+    table = jnp.asarray([[1, 0, 2], [2, 1, 0]])  # ranks and ticks: two actions of each rank, and an idle tick
+    mesh = jax.sharding.AbstractMesh((2, 2), ("pipe", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec(("pipe", "data"))
+
+    def run(x):
+        row = table[jax.lax.axis_index("pipe")]
+        branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x]
+
+        def tick(x, code):
+            return jax.lax.cond(code > 0, lambda x: jax.lax.switch(code, branches, x), lambda x: x, x), None
+
+        return jax.lax.scan(tick, x, row)[0]
+
+    fn = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"pipe", "data"}, check_vma=False)
+    product = 2 * 8**3
+    assert count_flop(fn, struct(4 * 8, 8)).total == 2 * 2 * (1 + 2) * product

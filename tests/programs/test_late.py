@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.programs.flat import FlatProgram, flatten
-from jaxscale.programs.late import late_arrays
+from jaxscale.programs.late import late_arrays, with_late_gradients
 
 ARRAYS = ("dot_general", "scan", "reduce_sum")
 
@@ -43,3 +43,49 @@ def test_without_a_loop_of_blocks_nothing_waits() -> None:
     program = flatten(jax.make_jaxpr(jax.grad(lambda x, head: jnp.sum(jnp.exp(x @ head)), (0, 1)))(*shapes))
     rings = range(len(program.operations))
     assert late_arrays(program, rings, lambda one: one.kind in ARRAYS) == {}
+
+
+def blocks(x, weights):
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x.sum()
+
+
+def layer_loop(x, weights):
+    return jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights)[0].sum()
+
+
+def flat_gradients(loss, microbatches=1):
+    def fn(x, weights):
+        def add(total, rows):
+            return total + jax.grad(loss, argnums=1)(rows, weights), None
+
+        return jax.lax.scan(add, jnp.zeros_like(weights), x)[0] if microbatches > 1 else add(0.0, x)[0]
+
+    shape = (4, 16, 32) if microbatches > 1 else (16, 32)
+    return flatten(jax.make_jaxpr(fn)(jnp.zeros(shape), jnp.zeros((3, 32, 32))))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_of_weights_come_after_the_products_that_need_none_of_them(microbatches):
+    program = flat_gradients(blocks, microbatches)
+    late_program = with_late_gradients(program)
+    if microbatches > 1:
+        program, late_program = (
+            next(op.loop_body for op in p.operations if op.loop_body) for p in (program, late_program)
+        )
+    assert sorted(map(id, late_program.operations)) == sorted(map(id, program.operations))
+    known_values = {None, *late_program.inputs}
+    shapes = []
+    for operation in late_program.operations:
+        assert known_values >= set(operation.inputs)
+        known_values.update(operation.outputs)
+        if operation.is_backward and operation.kind == "dot_general":
+            shapes.append(late_program.avals[operation.outputs[0]].shape)
+    assert shapes == [(16, 32)] * 2 + [(32, 32)] * 3  # of activations, then of weights
+
+
+def test_a_loop_over_layers_keeps_its_order():
+    program = flat_gradients(layer_loop)
+    late_program = with_late_gradients(program)
+    assert [op.outputs for op in late_program.operations] == [op.outputs for op in program.operations]

@@ -86,6 +86,64 @@ def test_a_constraint_reaches_back_to_what_it_places(mesh):
     assert found.dims[product.outputs[0]] == (("fsdp",), ())
 
 
+def test_sums_of_gradients_are_sharded_like_the_state_that_they_update(mesh):
+    whole, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("fsdp"))
+
+    def fn(param, xs, dys):
+        def add(total, rows):
+            gradient = jax.lax.with_sharding_constraint(rows[0].T @ rows[1], whole)  # ZeRO 1
+            return total + gradient, None
+
+        zeros = jax.lax.with_sharding_constraint(jnp.zeros((24, 32)), whole)
+        return param + 0.1 * jax.lax.scan(add, zeros, (xs, dys))[0]
+
+    shapes_and_shardings = [
+        ((24, 32), sharded), ((3, 8, 24), NamedSharding(mesh, P(None, "fsdp"))),
+        ((3, 8, 32), NamedSharding(mesh, P(None, "fsdp"))),
+    ]  # fmt: skip
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s) for shape, s in shapes_and_shardings]
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    placements = place(program, [dims_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
+    (index,) = placements.loop_placements
+    (total,) = program.operations[index].outputs
+    body_placements = placements.loop_placements[index]
+    body = body_placements.program
+    gradient = next(op.outputs[0] for op in body.operations if op.kind == "sharding_constraint")
+    assert placements.dims[total] == body_placements.dims[body.inputs[0]] == (("fsdp",), ())
+    assert body_placements.dims[gradient] == ((), ())
+    loop_lines = [line for line in jax.jit(fn).lower(*args).compile().as_text().splitlines() if " while(" in line]
+    assert "f32[12,32]" in loop_lines[0]
+    assert "f32[24,32]" not in loop_lines[0]
+
+
+def test_the_state_of_a_while_loop_is_placed_too():
+    def fn(param, step, stop):
+        total = jax.lax.while_loop(lambda s: s[0] < stop, lambda s: (s[0] + 1, s[1] + step), (0, jnp.zeros((24, 32))))[
+            1
+        ]
+        return param + total
+
+    args = [jnp.zeros((24, 32)), jnp.zeros((24, 32)), 3]
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    placements = place(program, [(("fsdp",), ()), ((), ()), ()], SIZES)
+    (index,) = placements.loop_placements
+    assert placements.dims[program.operations[index].outputs[1]] == (("fsdp",), ())
+
+
+def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "tensor"))
+
+    def fn(x, dy):
+        scale = jax.shard_map(lambda part: part * 2.0, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"),
+                              axis_names={"replica"})  # fmt: skip
+        return scale(x.T @ dy)
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 16)), jnp.ones((8, 32))))
+    placements = place(program, [((), ()), ((), ())], {"replica": 4, "tensor": 2})
+    product = next(operation for operation in program.operations if operation.kind == "dot_general")
+    assert placements.dims[product.outputs[0]] == (("replica",), ())
+
+
 @pytest.mark.parametrize(("shape", "factor"), [((512, 128), 1.0), ((512, 257, 64), 1.0), ((1024, 100), 1.04)])
 def test_padding_takes_the_best_layout(shape, factor):
     assert padding(shape) == factor
