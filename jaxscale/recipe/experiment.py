@@ -104,9 +104,9 @@ class Guard:
         spike: a step is skipped if its gradient norm is more than this many times the running mean of the norms; 0
             turns this check off.
         warmup: number of steps before the running mean is used.
-        update: a step is skipped if the root mean square of its update (of an estimate from the learning rate, for rules
-            that bound it) is more than this many times that of the parameters, which counts as at least 0.01; 0 turns
-            this check off.
+        update: a step is skipped if the root mean square of its update (of an estimate from the learning rate, for a
+            rule that bounds it) is more than this many times that of the parameters, which counts as at least 0.01; 0
+            turns this check off.
         patience: number of steps skipped in a row after which the run stops, with exit code 4.
     """
 
