@@ -213,10 +213,10 @@ def _class_in_json(name: str, hint: Any, path: str) -> type:
 
     Alternatives that the declared type lists need no import: the program's own source names them.
     """
-    listed_types = (alternative for alternative in alternatives(hint) if dataclasses.is_dataclass(alternative))
-    return next((cls for cls in listed_types if type_name(_code_name(cls)) == type_name(name)), None) or type_of(
-        name, path
-    )
+    for cls in alternatives(hint):
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and type_name(_code_name(cls)) == type_name(name):
+            return cls
+    return type_of(name, path)
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
