@@ -32,10 +32,3 @@ def test_what_is_not_finite_is_always_bad(value):
     verdicts, watch = follow([1, 1, 1], losses=[1, value, value])
     assert verdicts == [True, False, False]
     assert (int(watch.in_row), float(watch.norm)) == (2, 1.0)
-
-
-@pytest.mark.parametrize(("update", "allowed"), [(2.0, [True, True, False, False]), (0.0, [True, True, True, False])])
-def test_a_learning_rate_is_judged_where_an_update_is_not(update, allowed):
-    guard, one = dataclasses.replace(GUARD, update=update), jnp.float32(1.0)
-    verdicts = [bool(Watch.start().judge(one, one, guard, jnp.float32(rate))) for rate in (1e-3, 2.0, 2.1, np.inf)]
-    assert verdicts == allowed

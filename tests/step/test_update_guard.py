@@ -78,6 +78,19 @@ def test_the_condition_on_an_update() -> None:
     assert not allows(5.8 * ZERO_RMS, 0.0, 5.0)
 
 
+@pytest.mark.parametrize(("bound", "allowed"), [(2.0, [True, True, False, False]), (0.0, [True, True, True, False])])
+def test_a_learning_rate_is_judged_where_an_update_is_not(bound: float, allowed: list[bool]) -> None:
+    guard, one, params = UpdateGuard(bound), jnp.float32(1.0), {"w": jnp.ones(4)}
+    rates = (1e-3, 2.0, 2.1, np.inf)
+    assert [bool(guard.allows_rate(jnp.float32(rate), "ones", one, params)) for rate in rates] == allowed
+    # parameters on the host are not read, and count as 0.01
+    rates = tuple(rate * ZERO_RMS for rate in rates)
+    verdicts = [
+        bool(guard.allows_rate(jnp.float32(rate), "ones", one, params, are_params_read=False)) for rate in rates
+    ]
+    assert verdicts == allowed
+
+
 def test_devices_of_a_manual_region_agree() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
     updates, params = jnp.array([0.0, 8.0]), jnp.ones(2)  # 8 / sqrt(2) = 5.7 over both
