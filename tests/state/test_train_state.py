@@ -1,4 +1,3 @@
-import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
