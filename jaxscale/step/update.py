@@ -6,6 +6,7 @@ state in few bits is divided into blocks within each device's shard, and all mom
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from jaxscale.typing import Params, PyTree
 
 _SMALLEST_EPS = 1e-30
 """An `eps` below this may vanish in float32."""
+_LARGEST_GROWTH = 36.0
+"""Largest update of a rule that counts as bounded, over the size that its entry in `RULES` specifies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +146,17 @@ class Update:
 
 
 def _bounds_updates(optimizer: Optimizer) -> bool:
-    """Return whether a rule of `RULES` bounds its updates, which it does not with an `eps` of 0."""
-    return RULES[optimizer.name].is_bounded and optimizer.options().get("eps", 1.0) >= _SMALLEST_EPS
+    """Return whether a rule of `RULES` bounds its updates, which it does not with an `eps` of 0.
+
+    Gradients that have been small make an update of Adam `(1 - b1) / sqrt(1 - b2)` times as large as usual at most, and
+    gradients that stay the same one with momentum `1 / (1 - momentum)` times.
+    """
+    options = optimizer.options()
+    momentum, b1, b2 = (options.get(name, 0.0) for name in ("momentum", "b1", "b2"))
+    momentum_growth = 1.0 / (1.0 - momentum) if momentum < 1 else math.inf
+    growth = max(momentum_growth, (1.0 - b1) / math.sqrt(1.0 - b2))
+    has_eps = options.get("eps", 1.0) >= _SMALLEST_EPS
+    return RULES[optimizer.name].is_bounded and has_eps and growth <= _LARGEST_GROWTH
 
 
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
