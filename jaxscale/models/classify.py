@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import is_class
+from jaxscale.models.field_checks import check_batch
 from jaxscale.typing import Array, Batch, Float, Int, Shaped
 
 
@@ -79,6 +80,7 @@ def correct_targets(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
     """Return the weighted sum of the cross-entropies between `module(batch["images"])` and `batch["labels"]`."""
+    check_batch(batch, ("images", "labels"), "a classifier of images")
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
     return weighted_sum(cross_entropy(logits, labels, smoothing), batch, is_class(labels, logits.shape[-1]))
 
@@ -87,6 +89,7 @@ def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return (summed weights of the rows whose label has the largest logit, summed weights of all labeled rows)."""
+    check_batch(batch, ("images", "labels"), "a classifier of images")
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
     sums = weighted_sum(correct_targets(logits, labels), batch, is_class(labels, logits.shape[-1]))
     return sums.total, sums.weight

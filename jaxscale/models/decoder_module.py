@@ -22,6 +22,7 @@ from jaxscale.layers.norm import LayerNorm, RMSNorm
 from jaxscale.layers.rotary import Rotary
 from jaxscale.layers.stack import Stack
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.field_checks import check_batch
 from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Batch, Float, Int
 
@@ -219,6 +220,7 @@ class DecoderModule(nnx.Module):
 
 def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
     """Return the summed cross-entropy of a batch, as `Decoder.loss` documents."""
+    check_batch(batch, ("tokens", "targets"), "a decoder")
     settings = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
     weights = batch.get("weights")
     if weights is not None and jnp.ndim(weights) == 1:  # one for each row

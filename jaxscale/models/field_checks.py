@@ -1,11 +1,29 @@
 """Checks of the fields of model values; this file imports neither JAX nor Flax."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.values.limits import MAX_OF_FIELD, check_at_most
+
+
+def check_batch(batch: Mapping[str, Any], names: Sequence[str], model_kind: str) -> None:
+    """Raise UserError if a batch lacks an array that a model reads.
+
+    Args:
+        batch: the arrays of a batch, by name.
+        names: names of the arrays that the model reads.
+        model_kind: what the model is, with its article, for the message.
+
+    Example:
+        >>> check_batch({"tokens": 0, "targets": 1}, ("tokens", "targets"), "a decoder")
+    """
+    if not set(names) <= set(batch):
+        raise UserError(
+            f"data: a batch holds {', '.join(sorted(batch)) or 'nothing'}, but {model_kind} reads "
+            f"{' and '.join(names)}: give the arrays these names, or train a model that reads yours"
+        )
 
 
 def check_counts(model: Any, names: Iterable[str]) -> None:
