@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # the runs that tests train are trusted by records (`records/trusted_sources.py`) outside of the user's own cache
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".jax_cache" / "user")
@@ -61,3 +62,27 @@ gc.set_threshold(200_000, 20, 100)
 # compiling takes as long as it takes, and a machine may be busy
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+MOST_MAPS = 20_000
+"""Number of memory maps of this process above which compiled programs are freed; Linux allows about 65,000.
+
+Each compiled program of the CPU has several. A worker that reaches the limit fails in every test, and aborts.
+"""
+
+
+def count_maps() -> int:
+    """Return the number of memory maps of this process; 0 where the system does not list them."""
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Free the compiled programs of tests that have ended, once there are many."""
+    yield
+    if count_maps() > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
