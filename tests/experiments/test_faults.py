@@ -36,7 +36,7 @@ def test_spoiled_runs_end_as_promised(part, count):
 
 def test_every_flag_of_every_command_can_be_drawn(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "experiments"))
-    from fault_injection.commands import COMMANDS, draw_line
+    from fault_injection.command_lines import COMMANDS, draw_line
 
     commands = {draw_line(number, seed)[0] for seed in range(4) for number in range(600)}
     assert commands == set(COMMANDS)
