@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 import signal
-import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -86,6 +85,4 @@ def _free_programs():
     yield
     if count_maps() > MOST_MAPS:
         jax.clear_caches()
-        with warnings.catch_warnings():  # of files that tests of other modules left open
-            warnings.simplefilter("ignore")
-            gc.collect()
+        gc.collect()

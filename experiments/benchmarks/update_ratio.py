@@ -10,7 +10,8 @@ Most recipes warm up over 50 or 100 updates, so that the first 120 steps contain
 
 With `--cost`, the recipe of Shakespeare and one of 21 million parameters are compiled with the verdict on updates
 and without it. Then both steps of the recipe are run in turn, and the losses are compared in every bit. On an
-accelerator, models and plans of `steps_on_device.py` take the place of the two recipes, and all of them are run.
+accelerator, models and plans of `steps_on_device.py` take the place of the two recipes, and all of them are run. Each
+recipe follows with AdamW as a rule of the user's own, whose updates are judged by their own size.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from figures import Figure, show
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -138,6 +140,15 @@ def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
 
 def recipes_of_cost() -> Iterator[tuple[str, Any, bool]]:
     """Name and experiment of each recipe under `--cost`, and whether its steps are run."""
+    for name, experiment, is_run in _named_recipes():
+        yield name, experiment, is_run
+        if not experiment.plan.offload.any and experiment.plan.state.moments == "float32":
+            rule = dataclasses.replace(experiment.optimizer, custom=lambda rate: optax.adamw(rate, weight_decay=0.1))
+            yield f"{name}, judged whole", dataclasses.replace(experiment, optimizer=rule), is_run
+
+
+def _named_recipes() -> Iterator[tuple[str, Any, bool]]:
+    """Name and experiment of each recipe, and whether its steps are run."""
     from jaxscale.values import override
 
     if jax.devices()[0].platform != "cpu":

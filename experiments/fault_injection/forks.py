@@ -213,9 +213,9 @@ class Worker:
             code, result = 1, None
             try:
                 code, result = self._act(json.loads(line))
-            except BaseException:  # whatever ends an action is reported; the fork serves the next request
+            except (Exception, SystemExit):  # the error is reported, and the fork serves the next request
                 traceback.print_exc()
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())

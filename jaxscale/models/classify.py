@@ -80,8 +80,7 @@ def correct_targets(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
     """Return the weighted sum of the cross-entropies between `module(batch["images"])` and `batch["labels"]`."""
-    check_batch(batch, ("images", "labels"), "a classifier of images")
-    logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
+    logits, labels = _logits_and_labels(module, batch, context)
     return weighted_sum(cross_entropy(logits, labels, smoothing), batch, is_class(labels, logits.shape[-1]))
 
 
@@ -89,7 +88,12 @@ def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return (summed weights of the rows whose label has the largest logit, summed weights of all labeled rows)."""
-    check_batch(batch, ("images", "labels"), "a classifier of images")
-    logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
+    logits, labels = _logits_and_labels(module, batch, context)
     sums = weighted_sum(correct_targets(logits, labels), batch, is_class(labels, logits.shape[-1]))
     return sums.total, sums.weight
+
+
+def _logits_and_labels(module: Callable[..., Any], batch: Batch, context: Context) -> tuple[Array, Array]:
+    """Return the logits of a batch's images [B, V], and their labels [B]."""
+    check_batch(batch, ("images", "labels"), "a classifier of images")
+    return module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])

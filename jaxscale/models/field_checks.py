@@ -1,4 +1,4 @@
-"""Checks of the fields of model values; this file imports neither JAX nor Flax."""
+"""Checks of the fields of model values, and of the arrays that models read; this file imports neither JAX nor Flax."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from jaxscale.errors import UserError, near_miss
 
 Rate = Callable[[Any], Any]
+UpdateUnit = Literal["ones", "gradients", "weights"]
+"""Size of a rule's update at learning rate 1: 1 for each number, or the size of the gradients or of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,7 @@ class RuleEntry:
         schedules: schedules that the rule accepts.
         over_replicas: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
             replicas.
-        update_unit: how large an update is at learning rate 1, apart from weight decay: about 1 for each number
-            ("ones"), or about as large as the gradients or as the weights.
+        update_unit: about how large an update is at learning rate 1, apart from weight decay.
         is_bounded: whether finite gradients and a positive `eps` bound the update by a few dozen times that size, by
             the rule's definition.
     """
@@ -58,7 +59,7 @@ class RuleEntry:
     schedule: str = "cosine"
     schedules: tuple[str, ...] = ("cosine", "linear", "constant")
     over_replicas: bool = False
-    update_unit: Literal["ones", "gradients", "weights"] = "ones"
+    update_unit: UpdateUnit = "ones"
     is_bounded: bool = False
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:

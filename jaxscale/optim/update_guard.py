@@ -11,18 +11,17 @@ kernel, in slices, or on the host).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.optim.rules import UpdateUnit
 from jaxscale.typing import Array, Bool, Float, Params
 
 ZERO_RMS = 0.01
 """Root mean square of parameters below which they count as this large, for parameters that start from zero."""
-UpdateUnit: TypeAlias = Literal["ones", "gradients", "weights"]
-"""Size of a rule's update at learning rate 1: 1 for each number, or the size of the gradients or of the weights."""
 GuardedAdvance: TypeAlias = Callable[
     [Params, optax.OptState, Params, Array, Bool[Array, ""]], tuple[Params, optax.OptState, Bool[Array, ""]]
 ]

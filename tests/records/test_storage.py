@@ -128,8 +128,8 @@ def test_a_run_in_a_bucket_stops_and_continues_and_is_used(toy, whole, buckets, 
     (event,) = [row for row in returned.events if row.get("returned")]
     assert event["aside"] == ["00000010.aside", "00000012.aside"]
     assert (folder / "returns.json").exists()
-    found = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert {"00000005", "00000010", "00000012", "00000010.aside", "00000012.aside"} <= found
+    folder_names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert {"00000005", "00000010", "00000012", "00000010.aside", "00000012.aside"} <= folder_names
     # a new start leaves the old run aside
     loop.train(toy(), steps=1, out=out, resume="never", quiet=True)
     assert Run.open(f"{out}.1").step == 12
