@@ -9,6 +9,7 @@
 | cudnn | attention_kernel | no scores | NVIDIA GPUs; selected only by name |
 """
 
+import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -127,16 +128,47 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
     grouped_shape = (batch_size, query_count, kv_head_count, head_count // kv_head_count, head_dim)
     scaled_q, remaining_scale = _scale_queries(q.reshape(grouped_shape) if is_grouped else q, scale)
     attention_scores = scores(scaled_q, k, remaining_scale, soft_cap)
-    if visibility.is_trivial:
-        probabilities = jax.nn.softmax(attention_scores, -1)
-    else:
+    is_visible, may_be_blind = None, False
+    if not visibility.is_trivial:
         is_visible = visibility.mask(jnp.arange(query_count), jnp.arange(key_count))
         is_visible = jnp.expand_dims(is_visible, (1, 2) if is_grouped else 1)
-        probabilities = jax.nn.softmax(jnp.where(is_visible, attention_scores, UNSEEN), -1)
-        if visibility.may_be_blind(query_count, key_count):
-            probabilities = jnp.where(jnp.any(is_visible, -1, keepdims=True), probabilities, 0.0)
-    output = jnp.einsum("bkgts,bskh->btkgh" if is_grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
+        may_be_blind = visibility.may_be_blind(query_count, key_count)
+    probabilities = _softmax(attention_scores, is_visible, may_be_blind, v.dtype)
+    output = jnp.einsum("bkgts,bskh->btkgh" if is_grouped else "bnts,bsnh->btnh", probabilities, v)
     return checkpoint_name(output.reshape(batch_size, query_count, head_count, head_dim), "attention_out")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _softmax(attention_scores: Any, is_visible: Any, may_be_blind: bool, dtype: Any) -> Any:
+    """Return the softmax over the visible keys in the type `dtype`, which alone is kept for the backward pass.
+
+    Args:
+        attention_scores: scores of the keys, float32 [..., T, S].
+        is_visible: bool array that broadcasts to the scores; `None` if all keys are visible.
+        may_be_blind: whether some query may see no key; its probabilities are 0.
+        dtype: type of the probabilities.
+    """
+    if is_visible is None:
+        return jax.nn.softmax(attention_scores, -1).astype(dtype)
+    probabilities = jax.nn.softmax(jnp.where(is_visible, attention_scores, UNSEEN), -1)
+    if may_be_blind:
+        probabilities = jnp.where(jnp.any(is_visible, -1, keepdims=True), probabilities, 0.0)
+    return probabilities.astype(dtype)
+
+
+def _softmax_forward(attention_scores: Any, is_visible: Any, may_be_blind: bool, dtype: Any) -> Any:
+    probabilities = _softmax(attention_scores, is_visible, may_be_blind, dtype)
+    return probabilities, probabilities
+
+
+def _softmax_backward(may_be_blind: bool, dtype: Any, probabilities: Any, gradient: Any) -> Any:
+    """Return the gradient of the scores, p * (g - sum(p * g)); an unseen key has p = 0."""
+    probabilities, gradient = probabilities.astype(jnp.float32), gradient.astype(jnp.float32)
+    products = probabilities * gradient
+    return products - probabilities * jnp.sum(products, -1, keepdims=True), None
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def _choose_implementation(

@@ -23,12 +23,76 @@ class _Kind(NamedTuple):
     """A kind of MLP.
 
     Args:
-        activation: elementwise function.
+        activation: elementwise function of the values; for gated kinds of the gate and the values.
         is_gated: whether the activation of a gate multiplies the values; otherwise it is applied to the values.
     """
 
-    activation: Callable[[Any], Any]
+    activation: Callable[..., Any]
     is_gated: bool
+
+
+def _plain(function: Callable[[Any], Any]) -> _Kind:
+    """Return the kind that applies a function to the values."""
+    return _Kind(with_kept_slope(function), False)
+
+
+def _gated(function: Callable[[Any], Any]) -> _Kind:
+    """Return the kind in which a function of the gate multiplies the values."""
+    return _Kind(gate_with_kept_slope(function), True)
+
+
+def with_kept_slope(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return an elementwise function that keeps one array for its gradient: its derivative f'(x).
+
+    JAX keeps the operands of each step by which f(x) is computed: three arrays of the GELU, and five of its tanh
+    approximation. The values are the same, and the gradients up to rounding.
+
+    Args:
+        function: an elementwise function of one array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(jax.grad(with_kept_slope(jnp.square))(3.0))
+        6.0
+    """
+
+    @jax.custom_jvp
+    def activation(x: Any) -> Any:
+        return function(x)
+
+    @activation.defjvp
+    def differentiate(inputs: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        (x,), (dx,) = inputs, tangents
+        y, slope = jax.jvp(function, (x,), (jax.numpy.ones_like(x),))
+        return y, slope * dx
+
+    return activation
+
+
+def gate_with_kept_slope(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the function `f(gate) * up`, which keeps two arrays for its gradient: f'(gate) * up, and f(gate).
+
+    Args:
+        function: an elementwise function f of one array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> multiply = gate_with_kept_slope(jnp.square)
+        >>> [float(gradient) for gradient in jax.grad(multiply, (0, 1))(3.0, 2.0)]
+        [12.0, 9.0]
+    """
+
+    @jax.custom_jvp
+    def activation(gate: Any, up: Any) -> Any:
+        return function(gate) * up
+
+    @activation.defjvp
+    def differentiate(inputs: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        (gate, up), (dgate, dup) = inputs, tangents
+        y, slope = jax.jvp(function, (gate,), (jax.numpy.ones_like(gate),))
+        return y * up, (slope * up) * dgate + y * dup
+
+    return activation
 
 
 def _gelu(x: Any) -> Any:
@@ -40,16 +104,16 @@ def _gelu_tanh(x: Any) -> Any:
 
 
 _KINDS: dict[str, _Kind] = {
-    "swiglu": _Kind(jax.nn.silu, True),
-    "geglu": _Kind(_gelu, True),
-    "geglu_tanh": _Kind(_gelu_tanh, True),
-    "reglu": _Kind(jax.nn.relu, True),
-    "gelu": _Kind(_gelu, False),
-    "gelu_tanh": _Kind(_gelu_tanh, False),
-    "quick_gelu": _Kind(lambda x: x * jax.nn.sigmoid(1.702 * x), False),
+    "swiglu": _gated(jax.nn.silu),
+    "geglu": _gated(_gelu),
+    "geglu_tanh": _gated(_gelu_tanh),
+    "reglu": _gated(jax.nn.relu),
+    "gelu": _plain(_gelu),
+    "gelu_tanh": _plain(_gelu_tanh),
+    "quick_gelu": _plain(lambda x: x * jax.nn.sigmoid(1.702 * x)),
     "relu": _Kind(jax.nn.relu, False),
-    "relu_squared": _Kind(lambda x: jax.numpy.square(jax.nn.relu(x)), False),
-    "silu": _Kind(jax.nn.silu, False),
+    "relu_squared": _plain(lambda x: jax.numpy.square(jax.nn.relu(x))),
+    "silu": _plain(jax.nn.silu),
 }
 assert set(_KINDS) == set(get_args(Nonlinearity))
 
@@ -107,5 +171,5 @@ class MLP(nnx.Module):
             hidden = activation(up)
         else:
             gate = constrain(checkpoint_name(self.gate(x, context), "mlp_gate"), "batch", "inner_seq", "mlp")
-            hidden = activation(gate) * up
+            hidden = activation(gate, up)
         return self.dropout(constrain(self.down(hidden, context), "batch", "seq", "embed"), context)

@@ -1,6 +1,11 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and gain are in
 float32; the result has the type of the input.
+
+A norm keeps its input for the backward pass, which computes the norm again. JAX would keep two arrays in float32.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +41,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalize `x` over its last dim, in the type of `x`."""
-        x_float32 = x.astype(jnp.float32)
-        # jnp.square would keep 2 * x_float32 for the backward pass, besides x_float32
-        normalized = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + self.eps)
         gain = as_row(self.weight[...], x)
-        return (normalized * (1 + gain if self.plus_one else gain)).astype(x.dtype)
+        return _norm(x, 1 + gain if self.plus_one else gain, None, self.eps, False)
 
 
 class LayerNorm(nnx.Module):
@@ -65,10 +67,32 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalize `x` over its last dim, in the type of `x`."""
-        x_float32 = x.astype(jnp.float32)
-        centered = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
-        normalized = centered * jax.lax.rsqrt(jnp.mean(centered * centered, -1, keepdims=True) + self.eps)
-        y = normalized * as_row(self.weight[...], x)
-        if self.bias is not None:
-            y = y + as_row(self.bias[...], x)
-        return y.astype(x.dtype)
+        bias = None if self.bias is None else as_row(self.bias[...], x)
+        return _norm(x, as_row(self.weight[...], x), bias, self.eps, True)
+
+
+def _normalized(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
+    """Return `x / sqrt(mean(x^2) + eps) * gain + bias` in the type of `x`; `is_centered`: of `x - mean(x)`."""
+    x_float32 = x.astype(jnp.float32)
+    if is_centered:
+        x_float32 = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
+    y = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + eps) * gain
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _norm(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
+    """Compute `_normalized`, which keeps its arguments alone for the backward pass."""
+    return _normalized(x, gain, bias, eps, is_centered)
+
+
+def _norm_forward(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
+    return _normalized(x, gain, bias, eps, is_centered), (x, gain, bias)
+
+
+def _norm_backward(eps: float, is_centered: bool, inputs: Any, dy: Any) -> Any:
+    """Return the gradients of `x`, `gain` and `bias`, which are `inputs`; `dy` is the gradient of the result."""
+    return jax.vjp(lambda *arrays: _normalized(*arrays, eps, is_centered), *inputs)[1](dy)
+
+
+_norm.defvjp(_norm_forward, _norm_backward)

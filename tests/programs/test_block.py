@@ -100,7 +100,7 @@ def test_bytes_and_flop_are_those_of_one_device(mesh, heads, rows):
     for value in whole.values:
         if value.name in ("mlp_up", "mlp_gate", "attention_q", "attention_k", "attention_v"):
             assert bytes_of[value.name] == value.bytes // (heads * rows), value.name
-        if value.name == "mul.3":  # the norm's result
+        if value.name == "norm":
             assert bytes_of[value.name] == value.bytes // rows
     assert graph.flop == whole.flop // (heads * rows)
     assert graph.carried_bytes == whole.carried_bytes // rows
