@@ -10,10 +10,18 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.blocks import Context
-from jaxscale.generation.draw import kind_of, settings_of
-from jaxscale.generation.programs import RowKeys, chunk_sizes, padded_length, programs
+from jaxscale.generation.draw import DrawKind, kind_of, settings_of
+from jaxscale.generation.layer_programs import LayeredModule, layer_programs, layered_params
+from jaxscale.generation.programs import Programs, RowKeys, chunk_sizes, padded_length, programs
 from jaxscale.generation.sampling import Sampling
-from jaxscale.generation.unrolled import is_on_cpus, join_projections, on_first_device, split_layers, stack_paths
+from jaxscale.generation.unrolled import (
+    has_few_layers,
+    is_on_cpus,
+    join_projections,
+    on_first_device,
+    split_layers,
+    stack_paths,
+)
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
 
@@ -36,7 +44,9 @@ class Generator:
             module = join_projections(module)
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
-        self.split_paths = stack_paths(module)
+        self.split_paths, self.is_unrolled = stack_paths(module), has_few_layers(module)
+        can_call_layers = layout is None and bool(self.split_paths)
+        self.layered = LayeredModule.of(module) if can_call_layers else None
         self.dtype = jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
 
     @classmethod
@@ -53,9 +63,28 @@ class Generator:
         return cls(module, step.experiment.model, context, layout)
 
     @functools.cached_property
+    def split_params(self) -> Any:
+        """The parameters, of the layers one by one if they are views of the stacked arrays."""
+        return split_layers(self.params, self.split_paths)
+
+    @property
+    def prefill_params(self) -> Any:
+        """The parameters as `Programs.prefill` takes them."""
+        return self.params if self.layered is None else layered_params(self.split_params)
+
+    @property
     def step_params(self) -> Any:
-        """The parameters as the steps take them: those of the layers one by one, if the layers are not scanned."""
-        return split_layers(self.params, self.split_paths) if self.split_paths else self.params
+        """The parameters as `Programs.advance` takes them."""
+        return self.split_params if self.is_unrolled else self.prefill_params
+
+    def programs(self, kind: DrawKind) -> Programs:
+        """Return the programs that run the model: by layers, of layers one after another, or with a loop over them."""
+        paths = self.split_paths if self.is_unrolled else ()
+        whole = programs(self.graphdef, self.model, self.context, self.layout, self.dtype, kind, paths)
+        if self.layered is None:
+            return whole
+        by_layers = layer_programs(self.layered, self.model, self.context, self.dtype, kind)
+        return by_layers._replace(advance=whole.advance) if self.is_unrolled else by_layers
 
     @property
     def devices(self) -> list[Any]:
@@ -104,9 +133,8 @@ class Session:
         sampling, choice_count = draws
         self.generator, self.copies = generator, copies
         self.settings, self.seed = settings_of(sampling), sampling.seed
-        settings = (generator.graphdef, generator.model, generator.context, generator.layout)
         self.kind = kind_of(sampling, choice_count)
-        self.programs = programs(*settings, self.kind, generator.split_paths)
+        self.programs = generator.programs(self.kind)
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest_length = int(self.lengths.max())
         chunk_count, chunk_length = chunk_sizes(longest_length, generator.model.context)
@@ -126,7 +154,7 @@ class Session:
         keys = None if self.kind.is_greedy else _row_keys(self.seed, np.asarray(indices, np.int32))
         self.row_keys = RowKeys(keys, offsets)
         named = {"slots": self.slots, "copies": self.copies}
-        arguments = (self.generator.params, self.prompts, self.lengths, self.row_keys, self.settings)
+        arguments = (self.generator.prefill_params, self.prompts, self.lengths, self.row_keys, self.settings)
         self.rows = self.programs.prefill(*arguments, **named)
         return np.asarray(self.rows.tokens)
 

@@ -9,7 +9,7 @@ and streaming runs the same programs as a call for the whole text.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +98,7 @@ def programs(
     model: Any,
     context: Context,
     layout: MeshAndRules | None,
+    dtype: Any,
     kind: DrawKind,
     paths: Paths,
 ) -> Programs:
@@ -108,6 +109,7 @@ def programs(
         model: the model value, which has `context` and `init_cache`.
         context: context of the forward pass.
         layout: the mesh and the rules that place rows and caches; `None` for one device.
+        dtype: type of the cached keys and values: the one that the model computes in.
         kind: static settings of the draws.
         paths: paths of the layers that `advance` takes one by one (`unrolled.stack_paths`); `()` scans over them.
     """
@@ -122,13 +124,6 @@ def programs(
 
         return jax.jit(run, **settings)
 
-    def draw_next(logits: Any, positions: Any, row_keys: RowKeys, settings: DrawSettings) -> Any:
-        """Draw the tokens that follow those at `positions` of the windows."""
-        keys = row_keys.keys
-        if not kind.is_greedy:
-            keys = jax.vmap(jax.random.fold_in)(keys, row_keys.offsets + positions)
-        return draw(logits, keys, kind, settings)
-
     def carried(cache: Any) -> Any:
         """Return the cache as the loop carries it: a tuple with a cache for each layer, or one for all layers."""
         if not paths:
@@ -136,7 +131,7 @@ def programs(
         layer_caches = [_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0])]
         if layout is None or layout[0].size == 1:  # two dims that axes may shard cannot be one
             layer_caches = [layer_cache.with_heads_as_rows() for layer_cache in layer_caches]
-        return layer_caches[0], *(_without_slots(layer_cache) for layer_cache in layer_caches[1:])
+        return with_slots_once(layer_caches)
 
     def prefill(
         params: Any, prompts: Any, lengths: Any, row_keys: RowKeys, settings: DrawSettings, *, slots: int, copies: int
@@ -144,7 +139,7 @@ def programs(
         """Feed the prompts, int32 [chunks, R, T], and draw the first token of each of R * copies rows."""
         module = nnx.merge(graphdef, params, copy=True)
         chunk_count, prompt_count, chunk_length = prompts.shape
-        cache = _placed(model.init_cache(prompt_count, slots, _cache_type(module, context)))
+        cache = _placed(model.init_cache(prompt_count, slots, dtype))
         starts = jnp.arange(chunk_count, dtype=jnp.int32) * chunk_length
 
         def fed(tokens: Any, start: Any, cache: Any) -> tuple[Any, Any]:
@@ -179,8 +174,7 @@ def programs(
         logits = _logits(module, last_states)[:, 0]
         if copies > 1:
             cache, logits, lengths = _copied(cache, copies), jnp.repeat(logits, copies, 0), jnp.repeat(lengths, copies)
-        tokens = _whole(draw_next(logits, lengths - 1, row_keys, settings))
-        is_done = jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
+        tokens, is_done = draw_next(logits, lengths - 1, row_keys, kind, settings)
         return DecodingRows(carried(cache), tokens, lengths.astype(jnp.int32), is_done)
 
     def advance(
@@ -202,16 +196,34 @@ def programs(
             with blocks.wrapping(_traced_once):
                 states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
             logits = _logits(module, states)[:, -1]
-            tokens = _whole(draw_next(logits, rows.positions, row_keys, settings))
-            is_done = rows.is_done | jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
+            tokens, is_stop = draw_next(logits, rows.positions, row_keys, kind, settings)
             drawn_ids = jax.lax.dynamic_update_index_in_dim(drawn_ids, tokens, index, 0)
-            return index + 1, DecodingRows(carried(cache), tokens, rows.positions + 1, is_done), drawn_ids
+            rows = DecodingRows(carried(cache), tokens, rows.positions + 1, rows.is_done | is_stop)
+            return index + 1, rows, drawn_ids
 
         first_carry = (jnp.int32(0), rows, jnp.full((slots, rows.tokens.shape[0]), -1, jnp.int32))
         _, rows, drawn_ids = jax.lax.while_loop(is_going_on, step, first_carry)
         return rows, drawn_ids
 
     return Programs(traced(prefill, static_argnames=("slots", "copies")), traced(advance, donate_argnums=(1,)))
+
+
+def draw_next(
+    logits: Any, positions: Any, row_keys: RowKeys, kind: DrawKind, settings: DrawSettings
+) -> tuple[Any, Any]:
+    """Draw the tokens that follow those at `positions` of the windows; return them and whether each is a stop id."""
+    keys = row_keys.keys
+    if not kind.is_greedy:
+        keys = jax.vmap(jax.random.fold_in)(keys, row_keys.offsets + positions)
+    # every device has all tokens, so that every process can read them
+    tokens = constrain(draw(logits, keys, kind, settings), None)
+    return tokens, jnp.any(tokens[:, None] == settings.stop_ids[None, :], -1)
+
+
+def with_slots_once(layer_caches: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the caches of the layers, of which the first alone describes the slots."""
+    no_slots = dict.fromkeys(_SLOT_FIELDS)
+    return layer_caches[0], *(dataclasses.replace(layer_cache, **no_slots) for layer_cache in layer_caches[1:])
 
 
 def _states(module: Any, tokens: Any, **settings: Any) -> tuple[Any, Any]:
@@ -229,11 +241,6 @@ def _traced_once(block: Any, rolled: bool) -> Any:
     return block if rolled else jax.jit(block)
 
 
-def _cache_type(module: Any, context: Context) -> Any:
-    """Return the type of cached keys and values: the one that the model computes in."""
-    return jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
-
-
 def _placed(cache: Any) -> Any:
     """Return the cache of all layers, or of one, with its rows and heads placed by the layout in force."""
     layer_axes = ("layers",) if cache.k.ndim == 5 else ()
@@ -247,11 +254,6 @@ _SLOT_FIELDS = ("positions", "valid", "length")
 """The fields of a cache that describe its slots, and that are the same in all layers."""
 
 
-def _without_slots(layer_cache: Any) -> Any:
-    """Return the cache of a layer with the keys and values alone."""
-    return dataclasses.replace(layer_cache, **dict.fromkeys(_SLOT_FIELDS))
-
-
 def _stacked(layer_caches: Any) -> Any:
     """Return the cache of all layers, of which the first describes the slots of all."""
     slot_fields = {name: getattr(layer_caches[0], name) for name in _SLOT_FIELDS}
@@ -262,8 +264,3 @@ def _copied(cache: Any, copies: int) -> Any:
     """Return the cache with `copies` rows for each row, next to one another."""
     arrays = {name: jnp.repeat(getattr(cache, name), copies, 1) for name in ("k", "v", "positions", "valid")}
     return dataclasses.replace(cache, **arrays)
-
-
-def _whole(tokens: Any) -> Any:
-    """Return the drawn tokens, of which every device has all, so that every process can read them."""
-    return constrain(tokens, *(None,) * tokens.ndim)

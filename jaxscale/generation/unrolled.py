@@ -6,7 +6,8 @@ one core. So queries, keys and values are projected by one product.
 A `Stack` scans over its layers, and XLA copies the weights of a layer out of the stacked array before it multiplies by
 them. In training the products take much longer than the copies. A step of generation does little but read the weights,
 and takes more than twice as long with the copies. So its program takes the weights of each layer as arrays of their
-own. They share the memory of the stacked array, and cost compile time in proportion to the number of layers.
+own. They share the memory of the stacked array, and cost compile time in proportion to the number of layers. A model of
+many layers is called layer by layer instead (`layer_programs.py`).
 """
 
 from collections.abc import Callable
@@ -29,14 +30,18 @@ Paths = tuple[tuple[Any, ...], ...]
 def stack_paths(module: Any) -> Paths:
     """Return the paths of the stacked layers in the pure state of a module: of each group of each `Stack`.
 
-    Returns `()`, for a scan, if the layers together are more than `MAX_LAYERS`, are not in the memory of CPUs, or are
-    sharded along the dim of layers.
+    Returns `()`, for a scan, if the layers are not in the memory of CPUs, or are sharded along the dim of layers.
     """
     stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Stack)]
     leaves = [leaf for _, stack in stacks for leaf in jax.tree.leaves(nnx.state(stack))]
-    if sum(stack.count for _, stack in stacks) > MAX_LAYERS or not all(map(_has_layer_views, leaves)):
+    if not all(map(_has_layer_views, leaves)):
         return ()
     return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
+
+
+def has_few_layers(module: Any) -> bool:
+    """Return whether all layers of a module may be compiled one after another."""
+    return sum(part.count for _, part in nnx.iter_modules(module) if isinstance(part, Stack)) <= MAX_LAYERS
 
 
 def is_on_cpus(module: Any) -> bool:

@@ -175,12 +175,16 @@ class DecoderModule(nnx.Module):
     ) -> Any:
         """Return the normed residual stream (B, T, D) after all blocks; with a cache, the pair (stream, new cache)."""
         x = self.embed(tokens, positions=positions, cache=cache, context=context)
-        settings = {"positions": positions, "segments": segments, "context": context}
-        settings["cycle"] = [{"window": window} for window in self.config.windows]
+        settings = {"positions": positions, "segments": segments, "context": context, "cycle": self.block_cycle}
         if cache is None:
             return self.norm(self.blocks(x, **settings))
         x, cache = self.blocks(x, per_layer={"cache": cache}, outputs=True, **settings)
         return self.norm(x), cache
+
+    @property
+    def block_cycle(self) -> list[dict[str, Any]]:
+        """Keyword arguments that differ from block to block; they repeat over the blocks."""
+        return [{"window": window} for window in self.config.windows]
 
     @property
     def table(self) -> Array:

@@ -76,7 +76,7 @@ def start_backend(*, is_watched: bool = False) -> None:
         cache_dir = make_cache_folder()
         if cache_dir is not None:
             config.update("jax_compilation_cache_dir", str(cache_dir))
-            config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+            config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def make_cache_folder() -> Path | None:

@@ -7,6 +7,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Context
 from jaxscale.data.tokenizer import Bytes, Characters
 from jaxscale.errors import UserError
+from jaxscale.generation import generator as generators
 from jaxscale.generation import memory, programs, unrolled
 from jaxscale.generation.decode import Decoding
 from jaxscale.generation.generator import Generator
@@ -68,17 +69,46 @@ def test_a_prompt_fed_in_chunks_gives_the_same_tokens(generator, monkeypatch):
 
 
 @pytest.mark.parametrize("groups", [(3,), (2, 1)], ids=str)
-def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, monkeypatch):
-    model = Decoder(**FIELDS)
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(9, samples=2, top_k=20, stop_ids=(7, 200))], ids=["greedy", "2"])
+def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, changes, sampling, monkeypatch):
+    model = Decoder(**FIELDS, **changes)
     with blocks.grouping(groups):
         module = model.build(nnx.Rngs(0))
+    monkeypatch.setattr(programs, "CHUNK", 16)
     prompts = prompts_of((5, 17))
-    drawn_ids = decode(Generator(module, model), prompts, GREEDY)
+
+    def drawn_ids():
+        return [ids.tolist() for ids in decode(Generator(module, model), prompts, sampling)]
+
+    unrolled_ids = drawn_ids()
     monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
-    scanning = Generator(module, model)
-    assert scanning.split_paths == ()
-    expected = decode(scanning, prompts, GREEDY)
-    assert [ids.tolist() for ids in drawn_ids] == [ids.tolist() for ids in expected]
+    called_ids = drawn_ids()
+    monkeypatch.setattr(generators, "stack_paths", lambda module: ())
+    assert Generator(module, model).layered is None
+    assert drawn_ids() == unrolled_ids == called_ids
+
+
+def test_the_number_of_compiled_programs_does_not_depend_on_the_number_of_layers(monkeypatch):
+    monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
+    events = []
+    counts = []
+
+    def record(name, seconds, **settings):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        for layers in (3, 4, 8):
+            model = Decoder(**{**FIELDS, "layers": layers})
+            generator = Generator(model.build(nnx.Rngs(0)), model)
+            events.clear()
+            decode(generator, prompts_of((5,)), GREEDY)
+            counts.append(len(events))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
+    assert counts[1] == counts[2] < 12
 
 
 def step_text(generator):
@@ -92,7 +122,7 @@ def step_text(generator):
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_step_copies_no_weights_out_of_stacked_layers(generator, is_split, monkeypatch):
     if not is_split:
-        monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
+        monkeypatch.setattr(generators, "stack_paths", lambda module: ())
     module = nnx.merge(generator.graphdef, generator.params, copy=True)
     stacked_weights = f"f32[{FIELDS['layers']},{FIELDS['embed']},{FIELDS['mlp']}]"
     assert (stacked_weights in step_text(Generator(module, generator.model))) is not is_split
@@ -112,8 +142,6 @@ def test_lengths_are_rounded_up_by_at_most_64_or_an_eighth():
 
 
 def test_there_are_at_most_tokens_minus_one_steps_after_the_prefill(generator, monkeypatch):
-    from jaxscale.generation import generator as generators
-
     step_counts = []
     advance = generators.Session.advance
     monkeypatch.setattr(
