@@ -1,20 +1,26 @@
 """How fast batches come, and how long it takes to get to the first.
 
-    python experiments/benchmarks/data.py [--tiny]
+    python experiments/benchmarks/data.py [--tiny] [--torch PYTHON]
 
 Tokens per second are of one core's time (the process is pinned to it, and the CPU time of all its threads counts, so
 that other processes do not), context 64, batch 12; their bar is 20 times what the default experiment trains on.
 Encoding is timed against the tokenizer's own `encode_batch` of the paragraphs, turn by turn in one run on all cores;
-ours includes reading, checking, hashing and writing the cache.
+ours includes reading, checking, hashing and writing the cache. Images of 256 x 256 pixels are decoded, cut to 224 x
+224, mirrored and normalized by two threads, and by two workers of PyTorch's DataLoader with the same random cuts, turn
+by turn in wall seconds (`--torch`: an interpreter with torch and Pillow; this one by default).
 
 Measured on 2 cores: windows 4.2 million tokens/s, packed 3.9, mixture 2.9; encoding 20 MB for windows 0.68x, for packed
 rows, document by document, 0.89x; opening a cached text 0.03 s.
 """
 
 import argparse
+import importlib.util
 import itertools
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,8 +30,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 from figures import Figure, show
+from PIL import Image
 
-from jaxscale.data import Mixture, Text
+from jaxscale.data import ImageFolder, Mixture, Text
+from jaxscale.data.image_folder import FolderImages, decoded_image
 from jaxscale.data.pack import best_fit
 
 DATA = Path(__file__).parents[1] / "data"
@@ -90,13 +98,77 @@ def encoding(folder: Path, size: int, repeats: int) -> tuple[float, float, float
     return of_windows, of_packed, seconds(lambda: windows.open(BATCH, 0))
 
 
+class SameCuts(FolderImages):
+    """The images of a folder with the cuts of `cuts.npy`, as the peer makes them."""
+
+    cuts: np.ndarray
+
+    def _pixels(self, row: int) -> np.ndarray:
+        left, top, is_mirrored = self.cuts[row % len(self)]
+        pixels = np.asarray(decoded_image(self.files[row % len(self)]))[top : top + 224, left : left + 224]
+        return pixels[:, ::-1] if is_mirrored else pixels
+
+
+def write_photos(folder: Path, count: int) -> None:
+    """Write images of 256 x 256 pixels with the detail of photos, and their cuts."""
+    rng = np.random.default_rng(0)
+    (folder / "class").mkdir(parents=True)
+    for index in range(count):
+        coarse = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)).resize((256, 256))
+        noise = rng.normal(0, 8, (256, 256, 3))
+        pixels = np.clip(np.asarray(coarse) + noise, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "class" / f"{index:05d}.jpg", quality=90)
+    cuts = np.concatenate([rng.integers(0, 33, (count, 2)), rng.integers(0, 2, (count, 1))], 1)
+    np.save(folder / "cuts.npy", cuts.astype(np.int32))
+
+
+def images(folder: Path, count: int, rounds: int, python: str | None) -> list[Figure]:
+    """Images per second of both sides, and the largest difference of their arrays."""
+    write_photos(folder, count)
+    opened = ImageFolder(folder, size=224, crop=None, held_out=0.0, workers=2).open(32, 0)
+    files = sorted(str(file) for file in folder.rglob("*.jpg"))
+    peer_file = folder / "peer.npy"
+    rates, ratios = [], []
+
+    def read_all() -> None:
+        """Read each image once; no batch is read before the time runs."""
+        with opened.train() as train:
+            for _ in range(count // 32):
+                next(train)
+
+    for turn in range(rounds):
+        rates.append(count // 32 * 32 / seconds(read_all))
+        if python is None:
+            continue
+        words = [python, str(Path(__file__).with_name("images_torch.py")), str(folder), "2"]
+        words += ["--save", str(peer_file)] if turn == 0 else []
+        ended = subprocess.run(words, capture_output=True, text=True, check=True)
+        peer_rates = json.loads(ended.stdout.splitlines()[-1])["rates"]
+        ratios.append(rates[-1] / peer_rates[-1])  # its workers run since the first round
+    figures = [Figure("images_per_second", statistics.median(rates), "images/s")]
+    if not ratios:
+        return figures
+    same = SameCuts(opened.parts[0].settings, files, np.zeros(count, np.int32), 0)
+    same.cuts = np.load(folder / "cuts.npy")
+    difference = float(np.abs(same.read(np.arange(count))["images"] - np.load(peer_file)).max())
+    print(f"images, jaxscale / DataLoader: {min(ratios):.2f}x to {max(ratios):.2f}x", flush=True)
+    return [
+        *figures,
+        Figure("images_over_dataloader", statistics.median(ratios), "x", 0.9, ">="),
+        Figure("images_difference", difference, "", 1e-5),
+    ]
+
+
 def main() -> None:
     """Measure and show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tiny", action="store_true", help="small sizes, to see that it works; its figures mean nothing"
     )
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--torch", default=None, metavar="PYTHON", help="an interpreter that has torch and Pillow")
+    arguments = parser.parse_args()
+    tiny = arguments.tiny
+    python = arguments.torch or (sys.executable if importlib.util.find_spec("torch") else None)
     batches, repeats, size, pieces = (20, 1, 100_000, 1_000) if tiny else (2_000, 5, 20_000_000, 1_000_000)
 
     windows = Text(SHAKESPEARE, "char", CONTEXT)
@@ -120,6 +192,7 @@ def main() -> None:
                 Figure("open_cached_seconds", opening, "s"),
                 Figure("pack_a_million_seconds", seconds(lambda: best_fit(lengths, 2048)), "s"),
                 Figure("pack_a_million_filled", float(fill), "share of slots"),
+                *images(Path(name) / "photos", 64 if tiny else 640, min(repeats, 3), python),
             ],
             f"Data: {len(os.sched_getaffinity(0))} cores, {size / 1e6:g} MB of text" + (", tiny" if tiny else ""),
         )

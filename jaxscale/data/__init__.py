@@ -5,6 +5,7 @@
 | `Text` | text files, a tokenizer and a layout: windows, or packed documents |
 | `Mixture` | several texts, mixed by weight |
 | `Images` | labeled images from an .npz file |
+| `ImageFolder` | labeled images from the folders of their classes, decoded and augmented by threads |
 | `Arrays` | NumPy arrays of equally many rows |
 | `Rows` | a dataset with `len(rows)` and `rows[i]` |
 | `Stream` | an iterable of batches that are ready to use |
@@ -15,6 +16,7 @@ An experiment takes a dict of arrays as `Arrays`, and an iterable of batches as 
 `facts`. `tokenizer.from_json` restores a tokenizer from the text that its `to_json` returned.
 """
 
+from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.loader import Batches, HeldOut, Opened
 from jaxscale.data.rows import Arrays, Rows
@@ -26,6 +28,7 @@ __all__ = [
     "Arrays",
     "Batches",
     "HeldOut",
+    "ImageFolder",
     "Images",
     "Mixture",
     "Opened",

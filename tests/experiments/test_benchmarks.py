@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "experiments" / "benchmarks"
 PARTS = {
     *("figures", "results", "page", "plain_loop", "many_leaves", "nanogpt_torch", "fit_models", "update_program"),
-    *("stale_weights", "schedules", "async_pipeline", "transformers_peer"),
+    *("stale_weights", "schedules", "async_pipeline", "transformers_peer", "vision_torch", "images_torch"),
 }
 """Parts of benchmarks, and what draws pages and prints tables without figures as JSON."""
 BENCHMARKS = sorted(

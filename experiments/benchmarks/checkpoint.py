@@ -1,0 +1,126 @@
+"""What a save of a gigabyte costs the steps that run beside it, and a restore beside `dd` of the same files.
+
+    python experiments/benchmarks/checkpoint.py [--tiny] [--rounds 3]
+
+A decoder of 83 million parameters with AdamW in float32: 1 GB of state. In each round some steps run alone, then the
+state is saved, and steps run until it is committed: they are compared with the steps alone, their number by the
+seconds of the save. Then the page cache of the files is dropped and `dd` reads them, it is dropped again and the
+state is restored, up to the arrays on the device; both in turns. On a CPU a save and the steps share the cores, so what
+it computes (hashes, copies) slows the steps; on an accelerator it does not.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, show
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def drop_from_cache(files: list[Path]) -> None:
+    """Drop the pages of files from the page cache."""
+    os.sync()
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_by_dd(files: list[Path]) -> None:
+    """Read files by `dd`, one after another."""
+    for file in files:
+        command = ["dd", f"if={file}", "of=/dev/null", "bs=4M"]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def main() -> None:
+    """Print the table; exit with 1 if a bar does not hold at full size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it works, not the figures")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; figures are medians of them (default: 3)")
+    arguments = parser.parse_args()
+
+    from jaxscale.training.backend import start_backend
+
+    start_backend()
+    import jax
+    import numpy as np
+
+    import jaxscale as jx
+
+    sizes = {"layers": 2, "embed": 64} if arguments.tiny else {"layers": 10, "embed": 768}
+    model = jx.models.Decoder(vocab=8192, context=64, heads=4, tied=True, mlp_kind="gelu_tanh", **sizes)
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 8192, (2, 64), dtype=np.int32) for name in ("tokens", "targets")}
+    experiment = jx.Experiment(name="saved", model=model, data=batch, steps=100, batch=2)
+    step = jx.build(experiment)
+    placed = step.place(batch)
+    state, metrics = step(step.init(), placed)
+    jax.block_until_ready((state, metrics))
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in step.canonical_abstract().values())
+    folder = Path(tempfile.mkdtemp())
+
+    def run_step() -> None:
+        """Run one step, and wait for it."""
+        nonlocal state
+        state, metrics = step(state, placed)
+        jax.block_until_ready((state, metrics))
+
+    stalls, slowdowns, save_seconds, ratios, restore_seconds = [], [], [], [], []
+    for turn in range(1 + (1 if arguments.tiny else arguments.rounds)):
+        if turn == 1:  # the first round imports and compiles
+            for measured in (stalls, slowdowns, save_seconds, ratios, restore_seconds):
+                measured.clear()
+        checkpoints = jx.Checkpoints(folder / str(turn), keep=1)
+        alone = statistics.median(seconds(run_step) for _ in range(8))
+        start = time.perf_counter()
+        checkpoints.save(step, state)
+        stalls.append(time.perf_counter() - start)
+        beside = []
+        while checkpoints.poll() is None:
+            beside.append(seconds(run_step))
+        save_seconds.append(time.perf_counter() - start)
+        slowdowns.append(sum(beside) / len(beside) / alone)
+        files = sorted(file for file in (folder / str(turn)).rglob("*") if file.is_file())
+        drop_from_cache(files)
+        dd_seconds = seconds(lambda files=files: read_by_dd(files))
+        drop_from_cache(files)
+        reader = jx.Checkpoints(folder / str(turn), write=False)
+        restore_seconds.append(seconds(lambda reader=reader: jax.block_until_ready(reader.restore(step).state)))
+        ratios.append(dd_seconds / restore_seconds[-1])
+        print(
+            f"round {turn}: step {alone:.3f} s, {len(beside)} steps beside the save {slowdowns[-1]:.3f}x; it took "
+            f"{save_seconds[-1]:.2f} s, of which the next step waited {stalls[-1]:.2f} s; dd {dd_seconds:.2f} s, "
+            f"restore {restore_seconds[-1]:.2f} s",
+            flush=True,
+        )
+        shutil.rmtree(folder / str(turn))
+    shutil.rmtree(folder)
+    figures = [
+        Figure("state", state_bytes / 1e9, "GB"),
+        Figure("save: the next step waits", statistics.median(stalls), "s"),
+        Figure("save: until it is committed", statistics.median(save_seconds), "s"),
+        Figure("steps beside a save / steps alone", statistics.median(slowdowns), "x", 1.05),
+        Figure("restore", statistics.median(restore_seconds), "s"),
+        Figure("dd / restore", statistics.median(ratios), "x", 0.8, ">="),
+    ]
+    print(f"{os.cpu_count()} cores, {jax.default_backend()}, JAX {jax.__version__}")
+    if not show(figures, "A checkpoint of a gigabyte") and not arguments.tiny:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
