@@ -6,29 +6,28 @@ A block of a Llama of 1B parameters (D 2048, F 5632, 16 and 8 heads, 2 x 2048 to
 them, on a v5p: what is kept on the device against the modelled seconds that the backward pass takes longer. Nothing is
 compiled and no device is needed. It gives
 
-    MiB kept on the device a layer            8     16     72    129    242    488    960   1904
-    save, the optimal save set           +63.3% +29.9% +24.2% +20.2% +16.4% +11.0%  +4.1%  +0.0%
-    chain, Rotor                         +50.2% +29.9% +24.6% +20.2% +15.8% +11.0%  +4.1%  +0.0%
-    greedy                                    - +29.9% +24.9% +21.6% +17.0% +17.0%  +6.5%  +3.2%
-    dtr_static                                - +29.9% +29.4% +26.1% +16.8% +16.4%  +6.2%  +3.2%
-    offload:pofo                              - +26.2% +22.1% +17.5% +15.3% +10.8%  +3.9%  +0.0%
-    offload:capuchin                          - +29.9% +25.2% +21.9% +17.3% +14.4% +14.4%  +0.0%
-    offload:vdnn                              - +3216% +3136% +3057% +2841% +2783% +1628%  +0.0%
-    offload:tflms                             - +3216% +3136% +3057% +2819% +2646% +2169%  +0.0%
-    offload:autoswap                          - +3216% +3133% +3089% +2851% +2440% +1747%  +0.0%
-    offload:swapadvisor                       - +3216% +3118% +3013% +2809% +2368% +1516%  +0.0%
-    full (nothing_saveable)                   - +29.9% +29.9% +29.9% +29.9% +29.9% +29.9% +29.9%
-    dots_with_no_batch_dims_saveable          -      -      -      - +19.7% +19.7% +19.7% +19.7%
-    dots (dots_saveable)                      -      -      -      -      -      - +15.7% +15.7%
-    none (everything_saveable)                -      -      -      -      -      -      -  +0.0%
-    sqrt, periodic:4                          -      -      -      -      - +33.3% +33.3% +33.3%
-    periodic:2                                -      -      -      -      - +33.3% +33.3% +33.3%
-    revolve:4                                 -      -      - +56.3% +56.3% +56.3% +56.3% +56.3%
+    MiB kept on the device a layer            8     16     31     45     75    138    260    382    504
+    save, the optimal save set           +62.2% +28.9% +27.1% +25.2% +21.9% +15.9%  +9.7%  +4.9%  +0.0%
+    chain, Rotor                         +49.2% +28.9% +27.1% +25.2% +21.8% +15.6%  +9.1%  +4.5%  +0.0%
+    greedy                                    - +28.9% +28.9% +25.3% +21.9% +16.8% +11.1% +11.1% +11.1%
+    dtr_static                                - +28.9% +28.9% +27.2% +27.2% +22.6% +10.8% +10.8% +10.8%
+    offload:pofo                              - +25.2% +24.4% +22.6% +19.4% +13.1%  +8.3%  +4.2%  +0.0%
+    offload:capuchin                          - +27.1% +27.1% +24.7% +20.5% +16.2% +11.2% +11.2%  +0.0%
+    offload:vdnn                              - +2241% +2241% +2241% +2138% +1997% +1997% +1997%  +0.0%
+    offload:tflms                             - +2241% +2241% +2203% +2203% +1997% +1819% +1819%  +0.0%
+    offload:autoswap                          - +2241% +2241% +2203% +2203% +2039% +1701% +1701%  +0.0%
+    offload:swapadvisor                       - +2241% +2218% +2180% +2105% +1956% +1701% +1384% +1101%
+    full (nothing_saveable)                   - +28.9% +28.9% +28.9% +28.9% +28.9% +28.9% +28.9% +28.9%
+    dots_with_no_batch_dims_saveable          -      -      -      -      -      - +15.6% +15.6% +15.6%
+    none (everything_saveable)                -      -      -      -      -      -      -      -  +0.0%
+    sqrt                                      -      -      -      -      - +33.3% +33.3% +33.3% +33.3%
+    periodic:2                                -      -      -      - +33.3% +33.3% +33.3% +33.3% +33.3%
+    revolve:4                                 -      -      - +56.3% +56.3% +56.3% +56.3% +56.3% +56.3%
 
-POFO's combination of keeping, recomputing and offloading is ahead wherever blocks' inputs fit, with 37 MiB a layer on
+POFO's combination of keeping, recomputing and offloading is ahead wherever blocks' inputs fit, with 28 MiB a layer on
 the host, which is what the host link moves while the block computes. The rules that only swap (vDNN, TFLMS, AutoSwap,
-SwapAdvisor) move up to 1838 MiB a layer and add 7 to 32 times the time of the step: a v5p computes far faster than its
-host link moves, and plain attention has scores to move.
+SwapAdvisor) move up to 998 MiB a layer and add 11 to 22 times the time of the step: a v5p computes far faster than its
+host link moves, and plain attention has scores to move. `dots` keeps these scores, and so more than `none` does.
 """
 
 import argparse

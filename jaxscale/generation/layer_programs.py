@@ -21,13 +21,7 @@ from flax import nnx
 
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import DrawKind, DrawSettings
-from jaxscale.generation.programs import (
-    DecodingRows,
-    Programs,
-    RowKeys,
-    draw_next,
-    with_slots_once,
-)
+from jaxscale.generation.programs import DecodingRows, Programs, RowKeys, draw_next, with_slots_once
 from jaxscale.layers.cache import KVCache
 from jaxscale.layers.layer_group import unstack
 from jaxscale.layers.stack import Stack, in_one_stack
@@ -63,11 +57,12 @@ class LayeredModule:
     def of(cls, module: Any) -> "LayeredModule | None":
         """Return the definition of a module; `None` unless its layers can be called one by one.
 
-        They can if the module has `embed`, a `Stack` named `blocks` with its `block_cycle`, `norm` and `logits`, as
+        They can if the module has `embed`, one `Stack`, named `blocks`, with its `block_cycle`, `norm` and `logits`, as
         `models.decoder_module.DecoderModule` has.
         """
         stack = getattr(module, "blocks", None)
-        if not isinstance(stack, Stack) or not hasattr(module, "block_cycle"):
+        stack_count = sum(isinstance(part, Stack) for _, part in nnx.iter_modules(module))
+        if not isinstance(stack, Stack) or stack_count > 1 or not hasattr(module, "block_cycle"):
             return None
         layers = [nnx.graphdef(getattr(stack, name)) for name in stack.group_names]
         if any(layer != layers[0] for layer in layers):
