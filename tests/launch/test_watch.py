@@ -213,8 +213,10 @@ def test_a_process_that_failed_but_stays_in_a_barrier_is_ended(tmp_path, monkeyp
 
 
 def test_a_stop_signal_is_passed_on_once(tmp_path):
-    watchdog = _watchdog(tmp_path, "wait()", stepping=30)
-    timer = subprocess.Popen(["bash", "-c", f"sleep 1; kill -TERM {os.getpid()}"])
+    # a signal before a process handles it would end that process without a line
+    watchdog = _watchdog(tmp_path, f"open(f'{tmp_path}/waiting.{{rank}}', 'w').close(); wait()", stepping=30)
+    all_wait = f"until [ $(ls {tmp_path} | grep -c waiting) = 3 ]; do sleep 0.05; done"
+    timer = subprocess.Popen(["bash", "-c", f"{all_wait}; kill -TERM {os.getpid()}"])
     assert watchdog.run() == 75
     timer.wait()
     assert watchdog.was_interrupted
