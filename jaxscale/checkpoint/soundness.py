@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.checkpoint.checksum import copies_on_one_cpu
 from jaxscale.checkpoint.verified import Description
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.state.canonical import PARAMS
@@ -54,7 +55,9 @@ def parameter_rms(arrays: Mapping[str, Any]) -> float:
         and jnp.issubdtype(array.dtype, jnp.floating)
         and (array.ndim > 0 or not name.startswith("optimizer/"))
     }
-    figures = [_judged({name: array for name, array in judged_arrays.items() if not on_host(array)})]
+    on_devices = {name: array for name, array in judged_arrays.items() if not on_host(array)}
+    on_one_cpu = copies_on_one_cpu(on_devices)
+    figures = [_judged(on_one_cpu), _judged({name: on_devices[name] for name in on_devices if name not in on_one_cpu})]
     figures += [_judged({name: array}) for name, array in judged_arrays.items() if on_host(array)]
     verdicts, square_sums = zip(*jax.device_get(figures), strict=True)
     number_count = sum(array.size for name, array in judged_arrays.items() if name.startswith(f"{PARAMS}/"))

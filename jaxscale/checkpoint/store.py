@@ -23,12 +23,12 @@ from jaxscale.checkpoint.verified import (
     DamagedError,
     Description,
     Restored,
-    digest,
     first_line,
     is_out_of_device_memory,
     is_step_name,
     read_content,
     restore_silently,
+    start_save,
 )
 from jaxscale.errors import UserError
 from jaxscale.records.processes import is_first, send_from_first, wait_for_all
@@ -222,8 +222,6 @@ class Checkpoints:
         Raises:
             UserError: the previous save failed or, with `wait`, this save; older checkpoints are intact.
         """
-        from orbax.checkpoint import v1 as ocp
-
         from jaxscale.checkpoint.checksum import checksums
 
         self.wait()
@@ -235,10 +233,9 @@ class Checkpoints:
         logging.getLogger("absl").addFilter(_is_not_about_save)  # adding it again changes nothing
         drop_late_messages()
         with self._explain_disk_errors():
-            metadata = {"jaxscale": content, "sha256": digest(content)}
             checkpoint_path = self._folder(description.step)
             write_path = make_staging_path(checkpoint_path) if is_mirrored(checkpoint_path) else checkpoint_path
-            orbax_save: Any = ocp.save_async(str(write_path), dict(arrays), custom_metadata=metadata)
+            orbax_save = start_save(write_path, arrays, content)
             save = orbax_save if write_path is checkpoint_path else upload(orbax_save, write_path, checkpoint_path)
             self._running_save = (description, save)
         if wait:

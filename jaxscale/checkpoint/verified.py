@@ -372,3 +372,22 @@ def _single_process_context() -> Any:
     context.multiprocessing.active_processes = {process_index}
     context.multiprocessing.barrier_sync_key_prefix = f"process_{process_index}"
     return context
+
+
+def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
+    """Start to write a checkpoint in the background, and return Orbax's future.
+
+    Files are not compressed: the numbers of a train state shrink by 8 %, which costs a save and a restore 0.4 of their
+    processor time.
+
+    Args:
+        path: folder of the checkpoint.
+        arrays: the canonical tree.
+        content: description of the checkpoint, as JSON values.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context: Any = ocp.Context()
+    context.array.saving.use_compression = False
+    with context:
+        return ocp.save_async(str(path), dict(arrays), custom_metadata={"jaxscale": content, "sha256": digest(content)})
