@@ -61,7 +61,7 @@ def main() -> None:
 
     import jaxscale as jx
 
-    sizes = {"layers": 2, "embed": 64} if arguments.tiny else {"layers": 10, "embed": 768}
+    sizes: dict[str, Any] = {"layers": 2, "embed": 64} if arguments.tiny else {"layers": 10, "embed": 768}
     model = jx.models.Decoder(vocab=8192, context=64, heads=4, tied=True, mlp_kind="gelu_tanh", **sizes)
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 8192, (2, 64), dtype=np.int32) for name in ("tokens", "targets")}
@@ -78,6 +78,12 @@ def main() -> None:
         nonlocal state
         state, metrics = step(state, placed)
         jax.block_until_ready((state, metrics))
+
+    def restored_state(reader: jx.Checkpoints) -> Any:
+        """Return the state of the newest checkpoint."""
+        restored = reader.restore(step)
+        assert restored is not None
+        return restored.state
 
     stalls, slowdowns, save_seconds, ratios, restore_seconds = [], [], [], [], []
     for turn in range(1 + (1 if arguments.tiny else arguments.rounds)):
@@ -99,7 +105,7 @@ def main() -> None:
         dd_seconds = seconds(lambda files=files: read_by_dd(files))
         drop_from_cache(files)
         reader = jx.Checkpoints(folder / str(turn), write=False)
-        restore_seconds.append(seconds(lambda reader=reader: jax.block_until_ready(reader.restore(step).state)))
+        restore_seconds.append(seconds(lambda reader=reader: jax.block_until_ready(restored_state(reader))))
         ratios.append(dd_seconds / restore_seconds[-1])
         print(
             f"round {turn}: step {alone:.3f} s, {len(beside)} steps beside the save {slowdowns[-1]:.3f}x; it took "

@@ -74,8 +74,8 @@ def train(name: str, steps: int, threads: int) -> dict[str, Any]:
         seconds["processor"].append(time.process_time() - start[1])
     parameters = jax.tree.leaves(nnx.state(step.module(state), nnx.Param))
     parameter_count = sum(leaf.size for leaf in parameters)
-    devices = len(step.layout.mesh.devices.flat)
-    return {**seconds, "loss": float(metrics["loss"]), "parameters": parameter_count, "devices": devices}
+    device_count = len(parameters[0].sharding.device_set)
+    return {**seconds, "loss": float(metrics["loss"]), "parameters": parameter_count, "devices": device_count}
 
 
 def run(words: list[str]) -> dict[str, Any]:

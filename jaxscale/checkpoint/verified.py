@@ -389,5 +389,6 @@ def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any])
 
     context: Any = ocp.Context()
     context.array.saving.use_compression = False
+    metadata: Any = {"jaxscale": content, "sha256": digest(content)}
     with context:
-        return ocp.save_async(str(path), dict(arrays), custom_metadata={"jaxscale": content, "sha256": digest(content)})
+        return ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)

@@ -92,7 +92,7 @@ def _norm_forward(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -
 
 def _norm_backward(eps: float, is_centered: bool, inputs: Any, dy: Any) -> Any:
     """Return the gradients of `x`, `gain` and `bias`, which are `inputs`; `dy` is the gradient of the result."""
-    return jax.vjp(lambda *arrays: _normalized(*arrays, eps, is_centered), *inputs)[1](dy)
+    return jax.vjp(lambda x, gain, bias: _normalized(x, gain, bias, eps, is_centered), *inputs)[1](dy)
 
 
 _norm.defvjp(_norm_forward, _norm_backward)
