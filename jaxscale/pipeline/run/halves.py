@@ -2,8 +2,9 @@
 
 The first half runs the equations that its results need. The second half runs the other equations. There is one
 exception: the first half also computes a sum, such as the gradient of a bias, if the operands of the sum have more
-bytes than the sum itself. The second half also runs cheap equations again (moves, casts, comparisons) if no more bytes
-cross because of this. The set of values that cross is small, but not always the smallest possible.
+bytes than the sum itself. The second half also runs cheap equations again (moves, casts, elementwise steps) if no more
+bytes cross or are read because of this, since what it reads stays in memory until it runs. The set of values that cross
+is small, but not always the smallest possible.
 
 A step is an equation of the program without nested calls (`programs/inline.py`). Each value of a program has a number
 (a key, not a quantity), and sets of values are sets of these numbers. An atom is an input of a step: the number of a
@@ -105,11 +106,13 @@ def program_halves(
     hidden_inputs = _selected(inputs, hidden_flags or [False] * len(inputs))
     unready_inputs = _selected(inputs, unready_flags or [False] * len(inputs))
     first_outputs, second_outputs = _selected(program.outputs, first_flags), _selected(program.outputs, second_flags)
-    # values that the second half can make from its inputs by cheap steps
-    cheap_values = set(program.inputs) - hidden_inputs
+    # values that the second half can make from its inputs by cheap steps, and the inputs that it reads for each
+    inputs_of_cheap = {number: {number} for number in set(program.inputs) - hidden_inputs}
     for step in program.steps:
-        if step.primitive in CHEAP and _inputs(step) <= cheap_values:
-            cheap_values.update(_outputs(step))
+        if step.primitive in CHEAP and _inputs(step) <= inputs_of_cheap.keys():
+            read_inputs = set().union(*(inputs_of_cheap[number] for number in _inputs(step)))
+            inputs_of_cheap |= dict.fromkeys(_outputs(step), read_inputs)
+    cheap_values = set(inputs_of_cheap)
     first_values = _closure(program, first_outputs)
     if first_values:
         early_sums = _early_sums(program, first_values, second_outputs, cheap_values, unready_inputs)
@@ -141,10 +144,12 @@ def program_halves(
             is_in_second = True
             second_values |= _inputs(step)
         else:
-            # outputs that the second half needs, and operands that would cross if it computes them
+            # outputs that the second half needs, and what would cross and stay in memory for it if it computes them
             needed_outputs = [number for number in _outputs(step) if number in second_values]
-            operand_bytes = _bytes(program, _inputs(step) - cheap_values - second_values)
-            is_cheap = step.primitive in CHEAP and operand_bytes <= _bytes(program, needed_outputs)
+            new_operands = _inputs(step) - second_values
+            new_inputs = set().union(*(inputs_of_cheap.get(number, ()) for number in new_operands)) - second_values
+            held_bytes = _bytes(program, (new_operands - cheap_values) | new_inputs)
+            is_cheap = step.primitive in CHEAP and held_bytes <= _bytes(program, needed_outputs)
             is_in_second = bool(needed_outputs) and is_cheap
             if is_in_second:
                 second_values |= _inputs(step)

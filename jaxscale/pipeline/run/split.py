@@ -8,7 +8,8 @@ and the results are the same. A scan is divided like its body, and its crossing 
 so a stage may scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like its program,
 with the recomputation in the first half.
 
-Equations that only move or compare numbers run again in the second half if no more bytes cross because of this.
+Cheap equations, which move, compare or compute elementwise, run again in the second half if no more bytes cross or are
+read because of this.
 
 Left out: other calls that contain programs (`while`, `shard_map`, kernels). Such a call is not divided; it runs in the
 first half if that half needs one of its results. Effects (`jax.debug.print`) on which no result depends are dropped.
