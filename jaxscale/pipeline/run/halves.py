@@ -3,8 +3,7 @@
 The first half runs the equations that its results need. The second half runs the other equations. There is one
 exception: the first half also computes a sum, such as the gradient of a bias, if the operands of the sum have more
 bytes than the sum itself. The second half also runs cheap equations again (moves, casts, elementwise steps) if no more
-bytes cross or are read because of this, since what it reads stays in memory until it runs. The set of values that cross
-is small, but not always the smallest possible.
+bytes cross or stay in memory for it. The set of values that cross is small, but not always the smallest possible.
 
 A step is an equation of the program without nested calls (`programs/inline.py`). Each value of a program has a number
 (a key, not a quantity), and sets of values are sets of these numbers. An atom is an input of a step: the number of a
@@ -105,17 +104,16 @@ def program_halves(
     inputs = program.inputs[len(consts) :]
     hidden_inputs = _selected(inputs, hidden_flags or [False] * len(inputs))
     unready_inputs = _selected(inputs, unready_flags or [False] * len(inputs))
-    first_outputs, second_outputs = _selected(program.outputs, first_flags), _selected(program.outputs, second_flags)
+    first_outputs, second_outputs = (_selected(program.outputs, flags) for flags in (first_flags, second_flags))
     # values that the second half can make from its inputs by cheap steps, and the inputs that it reads for each
     inputs_of_cheap = {number: {number} for number in set(program.inputs) - hidden_inputs}
     for step in program.steps:
         if step.primitive in CHEAP and _inputs(step) <= inputs_of_cheap.keys():
             read_inputs = set().union(*(inputs_of_cheap[number] for number in _inputs(step)))
             inputs_of_cheap |= dict.fromkeys(_outputs(step), read_inputs)
-    cheap_values = set(inputs_of_cheap)
     first_values = _closure(program, first_outputs)
     if first_values:
-        early_sums = _early_sums(program, first_values, second_outputs, cheap_values, unready_inputs)
+        early_sums = _early_sums(program, first_values, second_outputs, set(inputs_of_cheap), unready_inputs)
         first_values |= _closure(program, early_sums)
     ready_values = first_values | set(program.inputs) - unready_inputs
 
@@ -144,22 +142,20 @@ def program_halves(
             is_in_second = True
             second_values |= _inputs(step)
         else:
-            # outputs that the second half needs, and what would cross and stay in memory for it if it computes them
             needed_outputs = [number for number in _outputs(step) if number in second_values]
+            # what would cross or stay in memory if the second half computes them
             new_operands = _inputs(step) - second_values
             new_inputs = set().union(*(inputs_of_cheap.get(number, ()) for number in new_operands)) - second_values
-            held_bytes = _bytes(program, (new_operands - cheap_values) | new_inputs)
+            held_bytes = _bytes(program, (new_operands - inputs_of_cheap.keys()) | new_inputs)
             is_cheap = step.primitive in CHEAP and held_bytes <= _bytes(program, needed_outputs)
-            is_in_second = bool(needed_outputs) and is_cheap
-            if is_in_second:
+            if is_in_second := bool(needed_outputs) and is_cheap:
                 second_values |= _inputs(step)
         if halves is not None or not is_in_second:
             for number, is_early in zip(step.outputs, early_flags, strict=True):
                 if is_early and number is not None and number in second_values:
                     crossing_of[number] = _crossing(program.avals[number])
         placements.append(_Placement(step, any(early_flags), is_in_second, halves, crossing_numbers))
-    needed_hidden_inputs = [number for number in inputs if number in hidden_inputs and number in second_values]
-    crossing_of |= {number: _crossing(program.avals[number]) for number in needed_hidden_inputs}
+    crossing_of |= {n: _crossing(program.avals[n]) for n in inputs if n in hidden_inputs and n in second_values}
     placements.reverse()
 
     def run_half(
@@ -198,8 +194,8 @@ def program_halves(
         if placement.is_in_first:
             step, halves = placement.step, placement.halves
             values_read_by_first |= _inputs(step) if halves is None else _selected(step.inputs, halves.is_read_by_first)
-    is_read_by_first = tuple(number in values_read_by_first for number in inputs)
-    is_read_by_second = tuple(number in second_values and number not in hidden_inputs for number in inputs)
+    is_read_by_first = tuple(_membership(inputs, values_read_by_first))
+    is_read_by_second = tuple(_membership(inputs, second_values - hidden_inputs))
     return Halves(tuple(crossing_of.values()), is_read_by_first, is_read_by_second, run_first, run_second)
 
 
