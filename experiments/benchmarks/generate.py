@@ -11,9 +11,8 @@ compiled programs, and in the next one, which reads them. Without an interpreter
 weights is missing and only the small size is drawn, with random weights of its own. A first call includes the tokens
 that it draws.
 
-On 2026-11-28, on 2 cores of an Intel Xeon beside work of lower priority, and torch 2.13: wall 1.63x to 2.15x and
-processor 1.14x to 1.99x (27M, 40 + 30); 1.74x to 2.14x and 1.65x to 2.02x (27M, 100 + 100); 0.79x to 0.83x and 0.74x to
-0.78x (SmolLM2's size, two rounds), which has more layers than are compiled one after another.
+On 2026-11-28, on 2 cores of an Intel Xeon, and torch 2.13: wall 1.24x to 1.67x and processor 1.34x to 1.85x (27M, 40 +
+30); 1.30x to 1.61x and 1.54x to 1.88x (27M, 100 + 100); 0.72x to 0.78x and 0.90x to 0.99x (SmolLM2's size).
 """
 
 import argparse
