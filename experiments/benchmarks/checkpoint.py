@@ -6,7 +6,8 @@ A decoder of 83 million parameters with AdamW in float32: 1 GB of state. In each
 state is saved, and steps run until it is committed: they are compared with the steps alone, their number by the
 seconds of the save. Then the page cache of the files is dropped and `dd` reads them, it is dropped again and the
 state is restored, up to the arrays on the device; both in turns. On a CPU a save and the steps share the cores, so what
-it computes (hashes, copies) slows the steps; on an accelerator it does not. The first round is not counted: it imports.
+it computes (hashes, copies) slows the steps; on an accelerator it does not. The first round, which imports, is not
+counted.
 
 On 2026-11-28, on 2 cores of an Intel Xeon, JAX 0.10.2: the next step waits 0.81 s, the steps beside the save take 1.33x,
 it is committed after 4.0 to 7.4 s; a restore takes 1.3 to 1.6 s, 0.35x of the speed of `dd`. Both bars are missed.
