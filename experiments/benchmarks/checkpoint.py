@@ -9,7 +9,7 @@ state is restored, up to the arrays on the device; both in turns. On a CPU a sav
 it computes (hashes, copies) slows the steps; on an accelerator it does not. The first round, which imports, is not
 counted.
 
-On 2026-11-28, on 2 cores of an Intel Xeon, JAX 0.10.2: the next step waits 0.81 s, the steps beside the save take 1.33x,
+On 2026-11-28, on 2 cores of an Intel Xeon, JAX 0.10.2: the next step waits 0.81 s, steps beside the save take 1.33x,
 it is committed after 4.0 to 7.4 s; a restore takes 1.3 to 1.6 s, 0.35x of the speed of `dd`. Both bars are missed.
 """
 
