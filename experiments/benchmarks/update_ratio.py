@@ -140,11 +140,19 @@ def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
 
 def recipes_of_cost() -> Iterator[tuple[str, Any, bool]]:
     """Name and experiment of each recipe under `--cost`, and whether its steps are run."""
+    from jaxscale.optim.optimizer import OPTIONS
+
     for name, experiment, is_run in _named_recipes():
         yield name, experiment, is_run
         if not experiment.plan.offload.any and experiment.plan.state.moments == "float32":
-            rule = dataclasses.replace(experiment.optimizer, custom=lambda rate: optax.adamw(rate, weight_decay=0.1))
+            options = dict.fromkeys(OPTIONS)
+            rule = dataclasses.replace(experiment.optimizer, custom=_adamw, **options)
             yield f"{name}, judged whole", dataclasses.replace(experiment, optimizer=rule), is_run
+
+
+def _adamw(rate: Any) -> optax.GradientTransformation:
+    """AdamW as a rule of one's own, whose updates are judged whole."""
+    return optax.adamw(rate, weight_decay=0.1)
 
 
 def _named_recipes() -> Iterator[tuple[str, Any, bool]]:
