@@ -17,10 +17,8 @@ second, 0.77x to 0.86x of the DataLoader, whose workers run already when the tim
 import argparse
 import importlib.util
 import itertools
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from figures import Figure, show
+from figures import Figure, figures_of_command, show
 from PIL import Image
 
 from jaxscale.data import ImageFolder, Mixture, Text
@@ -143,8 +141,7 @@ def images(folder: Path, count: int, rounds: int, python: str | None) -> list[Fi
             continue
         words = [python, str(Path(__file__).with_name("images_torch.py")), str(folder), "2"]
         words += ["--save", str(peer_file)] if turn == 0 else []
-        ended = subprocess.run(words, capture_output=True, text=True, check=True)
-        peer_rates = json.loads(ended.stdout.splitlines()[-1])["rates"]
+        peer_rates = figures_of_command(words)["rates"]
         ratios.append(rates[-1] / peer_rates[-1])  # its workers run since the first round
     figures = [Figure("images_per_second", statistics.median(rates), "images/s")]
     if not ratios:

@@ -6,9 +6,11 @@ With `BENCHMARK_RESULTS=append` in the environment the figures also go to `resul
 import dataclasses
 import json
 import operator
+import os
+import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import results
 
@@ -73,6 +75,19 @@ def show(figures: Iterable[Figure], title: str) -> bool:
         records = [{**dataclasses.asdict(figure), "holds": figure.holds} for figure in figures]
         results.append(results.FILE, title, records, sys.argv)
     return all(figure.holds for figure in figures)
+
+
+def figures_of_command(words: list[str], **environment: str) -> dict[str, Any]:
+    """Run a command, and return the JSON object that is its last line; {} if it prints nothing.
+
+    Args:
+        words: the command.
+        environment: variables of the environment that differ for it.
+    """
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    if ended.returncode != 0:
+        raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+    return json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
 
 
 def _short(number: float) -> str:

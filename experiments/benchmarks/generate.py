@@ -21,14 +21,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, show
+from figures import Figure, figures_of_command, show
 
 HERE = Path(__file__).resolve().parent
 CASES = {
@@ -87,14 +86,9 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def run(words: list[str], cache: str | None = None) -> dict[str, Any]:
-    """Return what a command prints as its last line."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if cache is not None:
-        environment["JAXSCALE_CACHE"] = cache
-    ended = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    if ended.returncode != 0:
-        raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
-    return json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
+    """Return what a command prints as its last line; `cache`: its folder of compiled programs."""
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return figures_of_command(words, **environment, **({} if cache is None else {"JAXSCALE_CACHE": cache}))
 
 
 def measure(name: str, peer: str | None, rounds: int, folder: Path) -> list[Figure]:

@@ -15,13 +15,12 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, show
+from figures import Figure, figures_of_command, show
 
 HERE = Path(__file__).resolve().parent
 BARS = {"ViT 6 x 256": 1.0, "ResNet-18": 0.95}
@@ -78,14 +77,6 @@ def train(name: str, steps: int, threads: int) -> dict[str, Any]:
     return {**seconds, "loss": float(metrics["loss"]), "parameters": parameter_count, "devices": device_count}
 
 
-def run(words: list[str]) -> dict[str, Any]:
-    """Return what a command prints as its last line."""
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
 def measure(name: str, peer: str | None, rounds: int, steps: int) -> list[Figure]:
     """Return the figures of a case, in wall seconds and in processor seconds."""
     figures = []
@@ -93,12 +84,12 @@ def measure(name: str, peer: str | None, rounds: int, steps: int) -> list[Figure
         own_seconds, ratios = [], []
         for turn in range(rounds):
             words = [name, str(steps), str(thread_count)]
-            own_result = run([sys.executable, __file__, "--train", *words])
+            own_result = figures_of_command([sys.executable, __file__, "--train", *words])
             own_seconds.append(statistics.median(own_result[kind][WARM:]))
             line = f"{name}, {kind}, round {turn + 1}: {1000 * own_seconds[-1]:.1f} ms"
             line += f" on {own_result['devices']} device(s)"
             if peer is not None:
-                peer_result = run([peer, str(HERE / "vision_torch.py"), *words])
+                peer_result = figures_of_command([peer, str(HERE / "vision_torch.py"), *words])
                 peer_seconds = statistics.median(peer_result[kind][WARM:])
                 ratios.append(peer_seconds / own_seconds[-1])
                 line += f", PyTorch {1000 * peer_seconds:.1f} ms, {ratios[-1]:.2f}x; parameters "

@@ -15,6 +15,7 @@ from jaxscale.sharding.mesh import MeshSpec
 DECODER = "Decoder(vocab=257, context=8, layers=2, embed=8, heads=2)"
 TEXT = "Text(path=FOLDER / 'text.txt', context=8)"
 IMAGES = "Images(path=FOLDER / 'images.npz')"
+PHOTOS = "ImageFolder(path=FOLDER / 'photos', size=8, workers=1)"
 MODELS = (
     *((model, TEXT) for model in (DECODER, DECODER, DECODER, f"LoRA(model={DECODER}, rank=2)")),
     (DECODER, f"Mixture(parts=({TEXT}, {TEXT}), weights=(1.0, 2.0))"),
@@ -25,6 +26,7 @@ MODELS = (
     ("Pretrained(folder=FOLDER / 'llama')", TEXT),
     ("ViT(classes=10, image=8, patch=4, channels=1, layers=2, embed=8, heads=2)", IMAGES),
     ("ResNet(classes=10, channels=1, stages=(1, 1), width=8)", IMAGES),
+    ("ResNet(classes=2, stages=(1, 1), width=8, stem='small')", PHOTOS),
     ("ForeignModel(make=Net, score=CrossEntropy(inputs='images', labels='labels'))", IMAGES),
 )
 """Tiny models and their data."""

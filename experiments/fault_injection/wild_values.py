@@ -28,7 +28,9 @@ from fault_injection.value_pools import (
     TEXT_FORMS,
 )
 from flax import nnx
+from PIL import Image
 
+from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.rows import Arrays, Rows
 from jaxscale.data.stream import Stream
@@ -58,9 +60,9 @@ from jaxscale.values.annotations import alternatives, field_types
 
 RECORDS: tuple[type, ...] = (
     *(Arrays, AxisRules, Checkpointing, Cluster, CompilerOptions, CrossEntropy, Decoder, Diloco, Evaluation),
-    *(Experiment, ForeignModel, FromLinen, Guard, Images, JobSet, Kernels, Llama3Scaling, Local, LoRA, MemoryPlan),
-    *(MeshSpec, Mixture, OffloadPlan, Optimizer, PipelinePlan, Plan, Pretrained, QueuedResource, ResNet, Rows, Samples),
-    *(Sampling, Slurm, Ssh, StatePlan, Stream, Text, ViT, *CODECS.values()),
+    *(Experiment, ForeignModel, FromLinen, Guard, ImageFolder, Images, JobSet, Kernels, Llama3Scaling, Local, LoRA),
+    *(MemoryPlan, MeshSpec, Mixture, OffloadPlan, Optimizer, PipelinePlan, Plan, Pretrained, QueuedResource, ResNet),
+    *(Rows, Samples, Sampling, Slurm, Ssh, StatePlan, Stream, Text, ViT, *CODECS.values()),
 )
 """Classes whose calls a draw contains; their fields become wild."""
 CLASS_BY_NAME = {cls.__name__: cls for cls in RECORDS}
@@ -120,6 +122,10 @@ def write_data(folder: Path) -> None:
     (folder / "odd.csv").write_text("0F0,²,1F99999999999\n")
     pixels = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), dtype=np.uint8)
     np.savez(folder / "images.npz", x=pixels, y=np.arange(64) % 10)
+    for index, name in enumerate(["cat", "dog"] * 8):
+        (folder / "photos" / name).mkdir(parents=True, exist_ok=True)
+        values = np.full((10, 12, 3), 16 * index, np.uint8)
+        Image.fromarray(values).save(folder / "photos" / name / f"{index}.png")
     (folder / "llama").mkdir()
     config: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "vocab_size": 257, "hidden_size": 8}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}

@@ -377,8 +377,8 @@ def _single_process_context() -> Any:
 def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
     """Start to write a checkpoint in the background, and return Orbax's future.
 
-    Files are not compressed: the numbers of a train state shrink by 8 %, which costs a save and a restore 0.4 of their
-    processor time.
+    Files are not compressed: the numbers of a train state shrink by 8 %, for which a restore of 0.93 GB takes 2.9 to
+    3.7 processor seconds instead of 1.9 to 2.5 (two cores of an Intel Xeon, 2026-11-28).
 
     Args:
         path: folder of the checkpoint.

@@ -17,6 +17,7 @@ from jaxscale.data.loader import Opened
 from jaxscale.data.shuffle import derive, split_rows
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
+from jaxscale.platforms.cores import usable_cores
 from jaxscale.values import check_types
 from jaxscale.values.limits import check_at_most
 
@@ -46,7 +47,7 @@ class ImageFolder:
         flip: whether half of the images are mirrored, left to right.
         mean: mean of each channel (red, green, blue), for values from 0 to 1.
         std: standard deviation of each channel.
-        workers: number of threads that decode; `None` for one per core.
+        workers: number of threads that decode; `None` for one per core that this process may use.
 
     Raises:
         UserError: a value is out of range; or, on `open`, a folder is missing or has no images; or, while it is read, a
@@ -168,7 +169,7 @@ class FolderImages:
     @functools.cached_property
     def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
         """The threads that decode."""
-        worker_count = self.settings.workers or os.cpu_count() or 1
+        worker_count = self.settings.workers or usable_cores()
         return concurrent.futures.ThreadPoolExecutor(worker_count, thread_name_prefix="images")
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:

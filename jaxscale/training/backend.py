@@ -12,24 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxscale.platforms.cores import usable_cores
 from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 from jaxscale.platforms.join import join, place_of
-
-
-def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of CPU cores that this process may use, given its affinity and its container's quota.
-
-    Args:
-        quota_file: the cgroup's file that states the CPU time the container may use in each period, and the length of
-            the period, both in microseconds.
-    """
-    core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota_text, period_text = quota_file.read_text().split()
-        # without a quota the file holds "max", for which `int` raises
-        core_count = min(core_count, max(1, int(quota_text) // int(period_text)))
-    return core_count
-
 
 SLOW_COLLECTIVE_SECONDS = 3600
 """Seconds in one collective after which XLA:CPU aborts a watched process; its own default is 40."""

@@ -165,8 +165,8 @@ def doctor() -> Diagnosis:
 
 def examine() -> Machine:
     """Start JAX's backend, and collect the facts about this machine."""
+    from jaxscale.platforms.cores import usable_cores
     from jaxscale.platforms.detect import detect, host_memory
-    from jaxscale.training.backend import usable_cores
 
     jax_platforms = os.environ.get("JAX_PLATFORMS", "")
     platform, failure, process_count, cache_folder = None, "", 1, None

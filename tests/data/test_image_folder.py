@@ -47,8 +47,8 @@ def test_every_image_is_trained_on_or_held_out_with_the_class_of_its_folder(fold
     assert labels == {index: 0 if index % 3 else 1 for index in range(12)}
 
 
-def test_an_evaluation_sees_the_middle_of_an_image(folder):
-    # the shorter side of 24 x 16 is 8 / 7 of 14 as it is
+def test_an_evaluation_takes_the_middle_of_an_image(folder):
+    # images of 24 x 16 need no scaling for a size of 14: 16 is 8 / 7 of it
     images = next(iter(raw(folder, size=14).open(1, 0).evaluation()))["images"]
     np.testing.assert_allclose(images[0, :, :, 0], np.broadcast_to(np.arange(5, 19), (14, 14)), atol=1e-3)
     np.testing.assert_allclose(images[0, :, :, 1], np.broadcast_to(np.arange(1, 15)[:, None], (14, 14)), atol=1e-3)

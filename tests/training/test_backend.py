@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxscale.platforms.cores import usable_cores
 from jaxscale.platforms.detect import accelerators
-from jaxscale.training.backend import make_cache_folder, usable_cores
+from jaxscale.training.backend import make_cache_folder
 
 SHOW = """
 import json, jax
