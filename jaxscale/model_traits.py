@@ -1,7 +1,7 @@
 """What plans and checks of data read from a model besides its module and its loss."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +57,16 @@ class ModelTraits:
             if field.name != "generates"
         }
         return cls(**traits, generates=hasattr(model, "init_cache"))
+
+
+class TensorDims(NamedTuple):
+    """Dims of a parameter whose layer is known, in order: those of a stack, those of the rows, those of the columns.
+
+    Args:
+        stack: number of leading dims along which tensors of one shape are stacked.
+        rows: number of the next dims, which are the inputs of a projection or convolution; 0 for a gain or a bias, and
+            `None` if only the stack is known.
+    """
+
+    stack: int
+    rows: int | None

@@ -32,7 +32,7 @@ def checked_batch(batch: Any, where: str) -> NumpyBatch:
     return {name: checked_array(name, array, where) for name, array in batch.items()}
 
 
-def common_row_count(batch: NumpyBatch, where: str) -> int:
+def common_row_count(batch: Mapping[str, Any], where: str) -> int:
     """Return the number of rows that all arrays of a batch have."""
     row_counts = {name: len(array) for name, array in batch.items()}
     if len(set(row_counts.values())) > 1:

@@ -31,6 +31,7 @@ from jaxscale.models.foreign_blocks import (
     run_as_one_block,
 )
 from jaxscale.models.foreign_chain import needs_chain, run_chain
+from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
@@ -48,7 +49,7 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
 
 
 Score = Callable[[Callable[..., Any], Batch], Any]
-"""`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
+"""`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), neither summed nor averaged.
 
 It may return a pair of such losses and weights of the same shape, by which the weights of the batch are multiplied: a
 target of weight 0 is ignored, and the loss of the step is the weighted mean. The function calls the module like any
@@ -142,9 +143,11 @@ class ForeignModel:
         over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed of whole
             batches only. "rows" if the loss of a row may be computed without the others. With `None`, that is measured
             before it matters: with microbatches, codecs and DiLoCo, and in a held-out batch that is filled up.
+        unit: unit of the loss in summaries, reports and plots, such as "mse"; by default that of the score, which is
+            nats per target for cross-entropy, and none for a function of your own.
 
     Raises:
-        UserError: `over` or `blocks` is something else, or `axes` maps a name to what is no logical axis.
+        UserError: `over`, `blocks` or `unit` is something else, or `axes` maps a name to what is no logical axis.
 
     Example:
         >>> import jax
@@ -160,6 +163,7 @@ class ForeignModel:
     blocks: str | tuple[str, ...] | None = None
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     over: Literal["rows", "batch"] | None = None
+    unit: str = ""
 
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
@@ -174,6 +178,8 @@ class ForeignModel:
                 "a tuple of paths of submodules"
             )
         check_types(self)
+        if len(self.unit) > 40 or not self.unit.isprintable():
+            raise UserError(f"unit: got {self.unit[:60]!r}, expected a unit of at most 40 characters, such as 'mse'")
         check_parameters(self.make, "make", 1, "lambda rngs: MyModule(rngs)")
         check_parameters(self.score, "score", 2, "classification()")
         for logical_axis in self.axes.values():
@@ -192,8 +198,10 @@ class ForeignModel:
                 f"make returned a {type(module).__name__} without any nnx.Param to train; "
                 "a Linen module gets its parameters by lazy_init, as linen_model(...) does"
             )
-        for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        dims_by_name = tensor_dims(module)
+        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
             _set_logical_axes(variable, self.axes)
+            variable.set_metadata(tensor_dims=dims_by_name["/".join(map(str, path))])
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
@@ -314,7 +322,7 @@ class FromLinen:
         return module
 
 
-def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
+def linen_model(module: Any, *inputs: Any, score: Score, unit: str = "") -> ForeignModel:
     """Return a Flax Linen module as a model value. The whole model is one block: the bridge exposes no submodules.
 
     Training updates the collections that the module has after initialization ("batch_stats", ...).
@@ -324,6 +332,7 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
         inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays. Do not pass JAX
             arrays: JAX arrays in an experiment file start the backend before the plan sets the number of devices.
         score: function of module and batch that returns the losses, as in `ForeignModel`.
+        unit: unit of the loss, as in `ForeignModel`.
 
     Example:
         >>> import jax
@@ -333,7 +342,7 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
         (2, 3)
     """
     abstract_inputs = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs)
-    return ForeignModel(FromLinen(module, abstract_inputs), score)
+    return ForeignModel(FromLinen(module, abstract_inputs), score, unit=unit)
 
 
 def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> None:

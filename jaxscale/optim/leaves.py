@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxscale.model_traits import TensorDims
 from jaxscale.trees import path_name
 from jaxscale.typing import Params
 
@@ -40,6 +41,8 @@ class ParamInfo:
         decays: whether weight decay applies to the parameter.
         parts: number of matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys
             and values, otherwise 1.
+        column_dims: number of the last dims that are the columns of a matrix, such as 2 for a projection of shape
+            (embed, heads, head).
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
 
     Example:
@@ -54,6 +57,7 @@ class ParamInfo:
     decays: bool = True
     parts: int = 1
     sharding: Any = None
+    column_dims: int = 1
 
     @property
     def tensors(self) -> int:
@@ -62,16 +66,22 @@ class ParamInfo:
 
     @property
     def rows(self) -> int:
-        """Number of rows of one tensor as a matrix: the product of all dims but the last."""
-        return math.prod(self.shape[self.stack : -1])
+        """Number of rows of one tensor as a matrix: the product of all dims but those of the columns."""
+        return math.prod(self.shape[self.stack : len(self.shape) - self.column_dims])
 
     @property
     def columns(self) -> int:
-        """Number of columns of one tensor as a matrix: the size of the last dim; 1 for a tensor without dims."""
-        return self.shape[-1] if len(self.shape) > self.stack else 1
+        """Number of columns of one tensor as a matrix: the product of the last `column_dims` dims."""
+        return math.prod(self.shape[max(self.stack, len(self.shape) - self.column_dims) :])
 
 
-def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> ParamInfo:
+def leaf_of(
+    name: str,
+    axes: Sequence[str | None] | None,
+    shape: Sequence[int],
+    sharding: Any = None,
+    dims: TensorDims | None = None,
+) -> ParamInfo:
     """Return the `ParamInfo` of a parameter.
 
     Args:
@@ -79,22 +89,34 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
         axes: logical axis of each dim; `None` for a parameter without named axes.
         shape: global shape of the parameter.
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
+        dims: dims of the parameter, if its layer is known; `None` derives them from names and shape.
+
+    Example:
+        >>> from jaxscale.model_traits import TensorDims
+        >>> leaf_of("query/kernel", None, (64, 4, 16), dims=TensorDims(0, 1)).columns
+        64
+        >>> leaf_of("layers/norm/scale", None, (12, 64), dims=TensorDims(1, 0)).decays
+        False
     """
     path_words = name.lower().split("/")
-    stacked_dim_count = 0
+    stacked_dim_count = 0 if dims is None else dims.stack
     if axes is not None:
-        stacked_dim_count = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
+        named_count = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
+        stacked_dim_count = max(stacked_dim_count, named_count)
     tensor_axes = () if axes is None else axes[stacked_dim_count:]
     is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(word in _TABLE_MODULES for word in path_words)
     if axes is None:
         is_table = is_table or any("emb" in word for word in path_words)
-    if len(shape) - stacked_dim_count < 2 or "norm" in tensor_axes:
+    row_dims = None if dims is None else dims.rows
+    if len(shape) - stacked_dim_count < 2 or "norm" in tensor_axes or row_dims == 0:
         kind: LeafKind = "vector"
     else:
         kind = "table" if is_table else "matrix"
     has_fused_name = any(fragment in word for word in path_words for fragment in _FUSED_MODULES)
     part_count = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
-    return ParamInfo(tuple(shape), kind, stacked_dim_count, is_decayed(axes, shape), part_count, sharding)
+    decays = is_decayed(axes, shape) if dims is None else kind != "vector"
+    column_dims = 1 if dims is None or not row_dims else len(shape) - dims.stack - row_dims
+    return ParamInfo(tuple(shape), kind, stacked_dim_count, decays, part_count, sharding, column_dims)
 
 
 def leaves_of(params: Params) -> Any:

@@ -135,8 +135,12 @@ class RunRecord:
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the loss, such as "nats per target token"; empty if the score is a user's own."""
+        """Unit of the loss, such as "nats per target token"; empty if the score is a user's own that declares none."""
         model = self.experiment.get("model")
+        while isinstance(model, dict) and isinstance(model.get("model"), dict):  # adapters around a model
+            model = model["model"]
+        if isinstance(model, dict) and isinstance(unit := model.get("unit"), str) and unit:
+            return unit
         score = model.get("score") if isinstance(model, dict) else None
         is_own = score is not None and not (isinstance(score, dict) and score.get("type") == "models.CrossEntropy")
         return "" if is_own else "nats per target token"

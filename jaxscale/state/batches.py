@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxscale.data.arrays import common_row_count
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import IGNORED
 from jaxscale.recipe.experiment import Experiment
@@ -52,6 +53,18 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, rows_at)
 
     return {name: put_array(np.asarray(local_rows)) for name, local_rows in batch.items()}
+
+
+def check_rows(batch: Batch) -> None:
+    """Raise an error for arrays that differ in their numbers of rows, and for a number in place of an array.
+
+    Example:
+        >>> check_rows({"x": np.ones((2, 3)), "labels": np.array([0, 1])})
+    """
+    for name, array in batch.items():
+        if not np.shape(array):
+            raise UserError(f"batch: {name} is a single number, expected an array with one row for each example")
+    common_row_count(batch, "the batch")
 
 
 def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:

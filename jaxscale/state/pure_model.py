@@ -22,6 +22,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import group_name
+from jaxscale.model_traits import TensorDims
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
 
@@ -69,6 +70,7 @@ class PureModel:
         train: pattern of the names of the parameters that are trained; `None` if all are.
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
+        tensor_dims: dims of each trained parameter of a foreign model whose layer is known, by the parameter's name.
     """
 
     model: Model
@@ -85,6 +87,7 @@ class PureModel:
     train: str | None = None
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
+    tensor_dims: Mapping[str, TensorDims] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -145,6 +148,11 @@ class PureModel:
             train=train,
             frozen_dtype=frozen_dtype,
             frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
+            tensor_dims={
+                "/".join(map(str, path)): dims
+                for path, variable in nnx.to_flat_state(param_state)
+                if (dims := variable.get_metadata().get("tensor_dims")) is not None
+            },
         )
         if not layer_of_row:
             return pure_model

@@ -45,7 +45,7 @@ from jaxscale.step.replicas import Replicas
 from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decision, resolve
 from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import StepParts, TrainStep
-from jaxscale.step.update import Update, describe_state
+from jaxscale.step.update import Update, describe_kinds, describe_state
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
 
@@ -195,6 +195,8 @@ class Assembly:
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
         lines += describe_products(plan, devices[0])
+        if self.pure_model.tensor_dims and experiment.optimizer.custom is None:
+            lines.append(describe_kinds(update))
         lines += describe_state(plan, layout.abstract.optimizer, self.pure_model.parameters)
         objective = self.objective(treatment_of(plan, decision, layout.platform))
         extras: tuple[StateExtra, ...] = ()

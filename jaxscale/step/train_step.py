@@ -249,8 +249,9 @@ class TrainStep:
         """Put the rows of this process on the devices, and return the arrays of the global batch.
 
         Raises:
-            UserError: the batch holds tokens or labels that the model does not have.
+            UserError: the arrays differ in their numbers of rows, or hold tokens or labels that the model lacks.
         """
+        batches.check_rows(batch)
         if self._class_counts is None:
             self._class_counts = self._count_classes(batch)
         batches.check_values(batch, self._class_counts)

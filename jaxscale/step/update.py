@@ -5,8 +5,10 @@ state in few bits is divided into blocks within each device's shard, and all mom
 `Layout` places the state, and `step/host.py` selects the device or the host for the update.
 """
 
+import collections
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.quantized import quantize_state, state_bytes
 from jaxscale.lowbit.split_weights import split, split_weights
 from jaxscale.offload.updates import Advance
-from jaxscale.optim.leaves import leaf_of
+from jaxscale.optim.leaves import LeafKind, ParamInfo, leaf_of
 from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
@@ -51,6 +53,7 @@ class Update:
         is_bounded: whether the rule bounds its updates, so that their size need not be measured.
         is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
             `None` for a rule of the user's own, for which this is unknown.
+        stacks_by_kind: number of arrays of each kind of parameter, and how many of these hold the layers of a stack.
     """
 
     float32_rule: optax.GradientTransformation
@@ -63,6 +66,7 @@ class Update:
     unfused_reason: str | None = None
     is_bounded: bool = False
     is_by_layer: PyTree[bool] | None = None
+    stacks_by_kind: Mapping[LeafKind, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
@@ -78,7 +82,11 @@ class Update:
         )
         param_infos = map_with_path(
             lambda path, leaf, sharding: leaf_of(
-                path_name(path), pure_model.axis_names.get(path_name(path)), leaf.shape, sharding
+                name := path_name(path),
+                pure_model.axis_names.get(name),
+                leaf.shape,
+                sharding,
+                pure_model.tensor_dims.get(name),
             ),
             pure_model.abstract_params,
             shardings,
@@ -120,6 +128,7 @@ class Update:
             unfused_reason=unfused_reason,
             is_bounded=is_known_rule and plan.state.moments == "float32" and _bounds_updates(experiment.optimizer),
             is_by_layer=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
+            stacks_by_kind=_stacks_by_kind(jax.tree.leaves(param_infos)),
         )
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
@@ -200,6 +209,31 @@ def _fused_adamw(
     decay_mask = jax.tree.map(lambda info: info.decays, param_infos) if optimizer.decay == "matrices" else None
     adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=decay_mask)
     return fused(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
+
+
+def _stacks_by_kind(param_infos: Sequence[ParamInfo]) -> dict[LeafKind, tuple[int, int]]:
+    """Return the number of parameters of each kind, and of those among them that are stacks."""
+    are_stacked = collections.defaultdict[LeafKind, list[bool]](list)
+    for param_info in param_infos:
+        are_stacked[param_info.kind].append(param_info.stack > 0)
+    return {kind: (len(flags), sum(flags)) for kind, flags in sorted(are_stacked.items())}
+
+
+def describe_kinds(update: Update) -> str:
+    """Return a line for the user on what an update rule takes for matrices, tables and vectors.
+
+    Example:
+        >>> import optax
+        >>> sgd = optax.sgd(0.1)
+        >>> describe_kinds(Update(sgd, sgd, sgd, None, stacks_by_kind={"matrix": (6, 4), "vector": (9, 0)}))
+        'parameters: 6 matrices (4 stacks of layers), 9 vectors'
+    """
+    names = {"matrix": "matrices", "table": "tables", "vector": "vectors"}
+    texts = [
+        f"{count} {kind if count == 1 else names[kind]}" + (f" ({stacks} stacks of layers)" if stacks else "")
+        for kind, (count, stacks) in update.stacks_by_kind.items()
+    ]
+    return f"parameters: {', '.join(texts)}"
 
 
 def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:

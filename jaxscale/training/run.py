@@ -95,13 +95,13 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """Loss of the last step in nats per target; NaN before the first step."""
+        """Loss of the last step, in nats per target or the unit of the model; NaN before the first step."""
         rows = self.metrics
         return rows[-1]["loss"] if rows else float("nan")
 
     @property
     def held_out_loss(self) -> float:
-        """The newest held-out loss in nats per target; NaN if none was measured."""
+        """The newest held-out loss, in nats per target or the unit of the model; NaN if none was measured."""
         rows = self.evaluations
         return rows[-1]["loss"] if rows else float("nan")
 
