@@ -212,7 +212,7 @@ def merged_entries(
 
 
 def median_seconds(
-    arg_shapes: tuple[Any, ...], programs: Sequence[Any], device: Any, donated: tuple[int, ...] = ()
+    arg_structs: tuple[Any, ...], programs: Sequence[Any], device: Any, donated: tuple[int, ...] = ()
 ) -> list[float]:
     """Time compiled programs in turns on the same random arguments; return the median seconds of each program."""
     import jax
@@ -221,19 +221,19 @@ def median_seconds(
 
     rng = np.random.default_rng(0)
 
-    def random_array(shape: Any) -> Any:
-        low, high = (-1.0, 1.0) if jnp.issubdtype(shape.dtype, jnp.floating) else (0, 127)
-        return jax.device_put(jnp.asarray(rng.uniform(low, high, shape.shape)).astype(shape.dtype), device)
+    def random_array(struct: Any) -> Any:
+        low, high = (-1.0, 1.0) if jnp.issubdtype(struct.dtype, jnp.floating) else (0, 127)
+        return jax.device_put(jnp.asarray(rng.uniform(low, high, struct.shape)).astype(struct.dtype), device)
 
-    args = list(jax.tree.map(random_array, arg_shapes))
+    args = list(jax.tree.map(random_array, arg_structs))
     seconds_by_program: list[list[float]] = [[] for _ in programs]
     for round_index in range(ROUNDS + 1):
         for program, program_seconds in zip(programs, seconds_by_program, strict=True):
             start = time.perf_counter()
             results = jax.block_until_ready(program(*args))
             program_seconds.append(time.perf_counter() - start)
-            for arg_index, changed_arg in zip(donated, results, strict=False):
-                args[arg_index] = changed_arg
+            for arg_index, updated_arg in zip(donated, results, strict=False):
+                args[arg_index] = updated_arg
         if round_index == 0:  # the first round only warms up
             seconds_by_program = [[] for _ in programs]
     return [statistics.median(program_seconds) for program_seconds in seconds_by_program]

@@ -88,28 +88,29 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     sizes, slice_axes = megascale.split_axes(mesh_sizes, megascale.slices_of(program.text))
     device_count = math.prod(sizes.values())
     axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
-    continuations = _continuations(program)
+    continuation_names = _continuations(program)
     program_collectives = []
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
-        if not count or (computation.name, op.name) in continuations:
+        if not count or (computation.name, op.name) in continuation_names:
             continue
-        axes, group_size = None, 0
-        bytes_by_kind: Iterable[tuple[tuple[Any, str], int]] = ()
+        axes, group_size, is_sending = None, 0, False
+        bytes_by_kind_and_dtype: Iterable[tuple[tuple[Any, str], int]] = ()
         if op.opcode == "send" and (send_kind := megascale.kind_of(op.attributes)):
             axes, dtype = slice_axes, op.arrays[0][0]
-            bytes_by_kind = [((send_kind, dtype), nbytes) for nbytes in _message_sizes(computation, op)]
+            bytes_by_kind_and_dtype = [((send_kind, dtype), nbytes) for nbytes in _message_sizes(computation, op)]
         elif kind == "collective-permute":
             pairs = _pairs(op)
             axes = _permuted_axes(pairs, sizes)
-            group_size = 0 if all(source == target for source, target in pairs) else device_count
+            group_size, is_sending = device_count, any(source != target for source, target in pairs)
         elif kind is not None:
             groups = parse_groups(op.attributes, device_count)
             axes, group_size = axes_by_groups.get(groups), max(map(len, groups))
-        if kind is not None and group_size > 1:
-            bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
-        for (array_kind, dtype), nbytes in bytes_by_kind:
+            is_sending = group_size > 1
+        if kind is not None and is_sending:
+            bytes_by_kind_and_dtype = _bytes_by_kind(program, computation, op, kind, group_size).items()
+        for (array_kind, dtype), nbytes in bytes_by_kind_and_dtype:
             program_collectives.append(
                 Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known)
             )

@@ -29,7 +29,7 @@ from jaxscale.platforms.platform import Platform
 
 
 def main() -> None:
-    """Read the request for a report from the folder that the command line names, and write the reply into it."""
+    """Read a request from the folder that the command line names, and write the reply to the same folder."""
     folder = pathlib.Path(sys.argv[2])
     request = pickle.loads((folder / "request").read_bytes())
     try:

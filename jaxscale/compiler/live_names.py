@@ -16,7 +16,7 @@ Element = tuple[str, BufferIndex]
 """Name of an instruction, and index of one element of its result; `()` for the whole result."""
 
 # index of the operand that is the slice written into a stack, or the stack that a slice is read from
-_SLICE_OPERAND = {"dynamic-update-slice": 1, "dynamic-slice": 0}
+_SLICE_OR_STACK_INDEX = {"dynamic-update-slice": 1, "dynamic-slice": 0}
 # opcodes of instructions that pass on their operand
 _PASSING_OPCODES = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
 # scopes that JAX adds to an operation
@@ -156,14 +156,16 @@ class ValueNames:
         if is_unnamed and op.opcode == "fusion":
             ops = computation.instructions
             largest = max(op.operands, key=lambda name: ops[name].bytes if name in ops else 0)
-            return (self._stacked_slice(op, index) if through_stacks else None) or self._last_named(op) or (largest, ())
+            return (
+                (self._slice_or_stack(op, index) if through_stacks else None) or self._last_named(op) or (largest, ())
+            )
         if not through_stacks:
             return None
-        if op.opcode in _SLICE_OPERAND:
-            return op.operands[_SLICE_OPERAND[op.opcode]], ()
+        if op.opcode in _SLICE_OR_STACK_INDEX:
+            return op.operands[_SLICE_OR_STACK_INDEX[op.opcode]], ()
         if op.opcode in ("async-done", "async-update"):
             return op.operands[0], ()
-        return self._stacked_slice(op, index) if op.opcode in ("fusion", "async-start", "call") else None
+        return self._slice_or_stack(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
     def _is_unchanged_element(self, name: str, index: int) -> bool:
         """Return whether a value is, unchanged, element number `index` of its computation's only parameter."""
@@ -188,7 +190,7 @@ class ValueNames:
         scoped_names = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
         return (scoped_names[-1], ()) if scoped_names else None
 
-    def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
+    def _slice_or_stack(self, op: Op, index: BufferIndex) -> Element | None:
         """Return the slice that an operation writes into a stack, or the stack from which the operation reads."""
         callee = self.program.computations[callees(op.attributes)[0]]
         root = callee.root
@@ -198,8 +200,8 @@ class ValueNames:
             root, index = callee.instructions[root.operands[index[0]]], index[1:]
         root = callee.skip_back(root, ("bitcast", "copy", "convert"))
         if root.opcode == "fusion":
-            return self._stacked_slice(root, index)
-        if root.opcode not in _SLICE_OPERAND:
+            return self._slice_or_stack(root, index)
+        if root.opcode not in _SLICE_OR_STACK_INDEX:
             return None
-        slice_op = callee.instructions[root.operands[_SLICE_OPERAND[root.opcode]]]
-        return callee.skip_back(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()
+        slice_or_stack = callee.instructions[root.operands[_SLICE_OR_STACK_INDEX[root.opcode]]]
+        return callee.skip_back(slice_or_stack, ("bitcast", "copy", "reshape", "convert")).name, ()

@@ -24,10 +24,10 @@ class Arrays:
 
     Args:
         arrays: NumPy arrays [N, ...] of numbers, by name.
-        held_out: share of the rows held out for evaluation; which rows they are depends only on their number.
+        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones.
 
     Raises:
-        UserError: an array is not of numbers, or the arrays differ in their numbers of rows.
+        UserError: an array is not numeric, or the arrays differ in their numbers of rows.
 
     Example:
         >>> data = Arrays({"x": np.zeros((10, 3)), "y": np.arange(10)}, held_out=0.2)
@@ -76,7 +76,7 @@ class Rows:
 
     Args:
         rows: the dataset. All its rows have the same names, shapes and dtypes.
-        held_out: share of the rows held out for evaluation; which rows they are depends only on their number.
+        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones.
         names: names of the items if each row is a tuple, such as ("images", "labels").
 
     Raises:

@@ -232,7 +232,7 @@ def _states(module: Any, tokens: Any, **settings: Any) -> tuple[Any, Any]:
 
 
 def _logits(module: Any, states: Any) -> Any:
-    """Return the logits after some tokens; a module without `hidden` has returned them already."""
+    """Return the logits of what `_states` returned: a module without a `hidden` method has computed them there."""
     return module.logits(states) if hasattr(module, "hidden") else states
 
 

@@ -40,7 +40,7 @@ class Sampling:
         1
         >>> Sampling(top_p=1.5)
         Traceback (most recent call last):
-        jaxscale.errors.UserError: top_p: got 1.5, expected a number above 0 and at most 1; leave it out for all tokens
+        jaxscale.errors.UserError: top_p: got 1.5, expected a number above 0 and at most 1; omit it to draw from all
     """
 
     tokens: int = 200
@@ -76,10 +76,10 @@ class Sampling:
             raise UserError(f"seed: got {self.seed!r}, expected a whole number from -2**31 to 2**31 - 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(
-                f"top_p: got {self.top_p!r}, expected a number above 0 and at most 1; leave it out for all tokens"
+                f"top_p: got {self.top_p!r}, expected a number above 0 and at most 1; omit it to draw from all"
             )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p: got {self.min_p!r}, expected a share from 0 to 1; leave it out for all tokens")
+            raise UserError(f"min_p: got {self.min_p!r}, expected a share from 0 to 1; omit it to draw from all")
         if "" in self.stop:
             raise UserError("stop: got '', expected a text that ends a continuation; () stops at no text")
         for stop_id in self.stop_ids:

@@ -103,11 +103,11 @@ def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic |
 
 
 def prepare_directory(run_dir: str, experiment: Any, resume: str, *, is_returning: bool = False) -> None:
-    """Check the directory of a run before its launch; with `resume` "never", rename an earlier run there.
+    """Check the directory of a run before its launch; with `resume` "never", rename the directory of an earlier run.
 
     Raises:
-        UserError: the directory holds a run of another experiment, another process works on it, or it cannot be
-            renamed from here.
+        UserError: the directory belongs to another experiment, another process is using it, or this machine does not
+            see the parent directory, and so cannot rename it.
     """
     check_location(run_dir)
     path = run_files.run_path(run_dir)

@@ -253,9 +253,10 @@ class Watchdog:
         return beat is not None and beat.failure.startswith(PEER_FAILED)
 
     def _fail(self, ending: Ending) -> None:
-        """Take note of a failure, and publish it to the watchdogs of the other hosts if it is the first one.
+        """Record a failure, and publish it to the watchdogs of the other hosts if it is the first.
 
-        The end of a process that only follows another one's failure is not published, and gives way to that failure.
+        If the process ended only because another process failed, nothing is published, and the other failure replaces
+        this one.
         """
         is_peer_ending = self._is_peer_failure(ending)
         if self._ending is not None and is_peer_ending:

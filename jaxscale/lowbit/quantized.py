@@ -211,11 +211,11 @@ def quantize_state(
             if reshaper is None:
                 return update_float32(_decode_disguised(state, threshold=-1.0, repeated=True))[1]
             blocked_state = reshaper.to_blocks(state)
-            gradients, weights = (
+            blocked_gradients, blocked_weights = (
                 reshaper.disguise(reshaper.to_blocks(tree), blocked_state) for tree in (updates, params)
             )
             return base_rule.update(
-                gradients, _decode_disguised(blocked_state, threshold=-1.0, repeated=True), weights
+                blocked_gradients, _decode_disguised(blocked_state, threshold=-1.0, repeated=True), blocked_weights
             )[1]
 
         update_by_platform = {

@@ -279,9 +279,10 @@ class _Program:
         # the smallest set of this cost, if the solver's tolerance admits one
         smallest_solution = self._solve(self.byte_weights, budget, least_cost * (1 + 1e-9) + 1e-9)
         solutions = [solution for solution in (best_solution, smallest_solution) if solution is not None]
-        save = min(map(self._save_set_of, solutions), key=lambda save: (cost_of(save, self.objective), save.bytes))
-        is_everything_cheaper = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
-        return save_set(self.graph, (EVERYTHING,)) if is_everything_cheaper else save
+        candidates = map(self._save_set_of, solutions)
+        cheapest_set = min(candidates, key=lambda candidate: (cost_of(candidate, self.objective), candidate.bytes))
+        is_everything_cheaper = budget >= self.graph.needed_bytes and cost_of(cheapest_set, self.objective) > 0
+        return save_set(self.graph, (EVERYTHING,)) if is_everything_cheaper else cheapest_set
 
     def minimize_bytes(self, max_cost: float) -> SaveSet:
         """The smallest set with a cost of at most `max_cost`."""
@@ -292,8 +293,8 @@ class _Program:
         solution = self._solve(self.byte_weights, self.graph.needed_bytes, scaled_max_cost * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
-        save = self._save_set_of(solution)
-        return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
+        smallest_set = self._save_set_of(solution)
+        return smallest_set if cost_of(smallest_set, self.objective) <= max_cost * (1 + 1e-9) else everything
 
     def _save_set_of(self, solution: Any) -> SaveSet:
         """The save set of a solution, a float array with the value of the variable of each column."""

@@ -110,7 +110,7 @@ class Keeping:
                 policy = KeepNamed(policy.keep | self.deferred_names)
 
             def insert_name(value_number: int, value: Any) -> Any:
-                """Return the value with this number in the program; a value to keep is given its name."""
+                """Return `value`, whose number is `value_number`; a value to keep gets its checkpoint name."""
                 is_kept = value_number in inserted_names
                 return checkpoint_name(value, inserted_names[value_number]) if is_kept else value
 

@@ -36,7 +36,7 @@ def tensor_dims(module: nnx.Module) -> dict[str, TensorDims]:
         if layer is None or isinstance(layer, nnx.bridge.ToNNX):
             linen_shapes[path] = tuple(variable.shape)
             continue
-        row_and_column_dims = _layer_dims(layer).get(path[-1])
+        row_and_column_dims = _layer_dims(layer).get(str(path[-1]))
         stack = -1 if row_and_column_dims is None else len(variable.shape) - sum(row_and_column_dims)
         if row_and_column_dims is None or stack < 0:
             other_paths.append(path)

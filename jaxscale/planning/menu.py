@@ -138,12 +138,12 @@ def menu(
     plan: Plan | None = None,
     layers: int = 16,
     shares: Sequence[float] = SHARES,
-    **named: Any,
+    **kwargs: Any,
 ) -> Menu:
     """The decisions of all memory rules for a block, with their bytes and costs.
 
     Args:
-        block: a function or an NNX module, called as `block(*args, **named)`, where the last of `args` is the
+        block: a function or an NNX module, called as `block(*args, **kwargs)`, where the last of `args` is the
             activation; a `BlockGraph`; or an `Experiment`, to compare rules on a block of its model as one device
             runs it.
         args: arrays or shapes (`jax.ShapeDtypeStruct`) of the block's arguments, per device and microbatch.
@@ -152,7 +152,7 @@ def menu(
         plan: plan of the experiment; `experiment.plan` by default.
         layers: number of identical blocks in the stack; ignored for an experiment, whose model determines the number.
         shares: budgets, without a block's input, as shares of the bytes that the block keeps without a plan.
-        named: keyword arguments of the block, passed unchanged.
+        kwargs: keyword arguments of the block, passed unchanged.
 
     Raises:
         UserError: the model of an experiment exposes no blocks, no platform is given for an experiment, or a share is
@@ -183,7 +183,7 @@ def menu(
         largest_kind = max(graph_by_kind, key=lambda kind: count_by_kind[kind] * graph_by_kind[kind].needed_bytes)
         graph, layers, name = graph_by_kind[largest_kind], count_by_kind[largest_kind], block.name
     else:
-        graph = _graph(block, args, named, parsed_platform)
+        graph = _graph(block, args, kwargs, parsed_platform)
         name = f"block {graph.fingerprint}" if block is graph else getattr(block, "__name__", type(block).__name__)
     return _menu(name, graph, layers, shares, None if parsed_platform is None else parsed_platform.chip)
 
@@ -222,7 +222,7 @@ def _percentage(cost: float) -> str:
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
-def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | None) -> BlockGraph:
+def _graph(block: Any, args: Sequence[Any], kwargs: Any, platform: Platform | None) -> BlockGraph:
     """The graph of a block that is a function or an NNX module; a `BlockGraph` is returned unchanged."""
     from flax import nnx
 
@@ -230,13 +230,13 @@ def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | Non
     if isinstance(block, BlockGraph):
         return block
     if not isinstance(block, nnx.Module):
-        return block_graph(lambda *args: block(*args, **named), *args, chip=chip)
+        return block_graph(lambda *args: block(*args, **kwargs), *args, chip=chip)
     graphdef, state = nnx.split(block)
 
     def run_module(state: Any, *args: Any) -> Any:
         """Call the module with this state on the block's arguments."""
         module: Any = nnx.merge(graphdef, state, copy=True)
-        return module(*args, **named)
+        return module(*args, **kwargs)
 
     shapes = nnx.to_pure_dict(nnx.eval_shape(lambda: state))
     return block_graph(run_module, shapes, *args, chip=chip)

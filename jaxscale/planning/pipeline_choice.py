@@ -38,13 +38,13 @@ MAX_ESTIMATES = 24
 def pipeline_choice(
     experiment: Experiment, platform: Platform, limit: int | None = None, plan: Plan | None = None
 ) -> Plan:
-    """The plan with the best pipeline that fits.
+    """Return the plan with the fastest pipeline whose memory fits.
 
     Args:
         experiment: the experiment to plan for.
         platform: platform to train on.
         limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
-        plan: a plan with `pipeline auto:P`; the experiment's plan by default.
+        plan: a plan with `pipeline auto:P` for P ranks; the experiment's plan by default.
 
     Raises:
         UserError: no schedule fits the memory, or no schedule is defined for the devices and the batch.

@@ -316,10 +316,10 @@ def _with_coordinator(place: ProcessPlace, variables: Variables) -> ProcessPlace
 
 
 def join() -> ProcessPlace | None:
-    """Join the processes of the run, if the environment describes several; a second call does nothing.
+    """Join the processes of the run, if the environment describes several; a second call only returns the place.
 
     Returns:
-        The place of this process by the environment; `None` if the environment describes a single process.
+        The place of this process in the run, read from the environment; `None` if that describes a single process.
 
     Raises:
         UserError: the environment is malformed, or rank 0 does not answer within the timeout. If rank 0 answers and
@@ -376,21 +376,22 @@ def local_gpus(place: ProcessPlace, variables: Variables, folder: Path = Path("/
     Raises:
         UserError: the processes of this host cannot share the GPUs evenly.
     """
-    visible_text = variables.get("CUDA_VISIBLE_DEVICES")
-    if visible_text is not None:
-        gpu_count = len([name for name in visible_text.split(",") if name.strip()])
+    visible_devices_text = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices_text is not None:
+        gpu_count = len([name for name in visible_devices_text.split(",") if name.strip()])
     else:
         gpu_count = len([path for path in folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
-    is_own = gpu_count == 1 or _number(variables, "SLURM_GPUS_ON_NODE", 0) == gpu_count * place.local_processes
-    if place.local_processes == 1 or is_own:
+    has_own_gpus = gpu_count == 1 or _number(variables, "SLURM_GPUS_ON_NODE", 0) == gpu_count * place.local_processes
+    if place.local_processes == 1 or has_own_gpus:
         return list(range(gpu_count))
     if gpu_count % place.local_processes:
         raise UserError(
             f"{place.scheduler}: {place.local_processes} processes on this host cannot share {gpu_count} GPUs evenly: "
             f"start 1 process, or one per GPU"
         )
-    share = gpu_count // place.local_processes
-    return list(range(place.local_rank * share, (place.local_rank + 1) * share))
+    gpus_per_process = gpu_count // place.local_processes
+    first_gpu = place.local_rank * gpus_per_process
+    return list(range(first_gpu, first_gpu + gpus_per_process))
 
 
 def _has_tpu_peers() -> bool:

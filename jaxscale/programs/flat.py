@@ -164,11 +164,11 @@ class _Flattener:
         """Return the flat program of a jaxpr."""
         opened_jaxpr = open_jaxpr(jaxpr)
         self.constants += self._new_values(opened_jaxpr.constvars)
-        inputs = self._new_values(opened_jaxpr.invars)
-        results = self._append_equations(opened_jaxpr, [*self.constants, *inputs], is_backward=False)
-        outputs = tuple(_value_number(atom) for atom in results)
-        operations, _ = live_steps(self.operations, outputs)
-        return FlatProgram((*inputs, *self.constants), outputs, operations, self.avals, self.names)
+        input_numbers = self._new_values(opened_jaxpr.invars)
+        result_atoms = self._append_equations(opened_jaxpr, [*self.constants, *input_numbers], is_backward=False)
+        output_numbers = tuple(_value_number(atom) for atom in result_atoms)
+        operations, _ = live_steps(self.operations, output_numbers)
+        return FlatProgram((*input_numbers, *self.constants), output_numbers, operations, self.avals, self.names)
 
     def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:
         """Give numbers to the variables of a jaxpr; return the numbers."""

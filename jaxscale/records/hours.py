@@ -69,8 +69,8 @@ def hours(run_dir: Any) -> Hours | None:
     """
     folder = heartbeat_folder(run_dir)
     attempts = [] if folder is None else read_attempts(folder)
-    if folder is not None and attempts and (running := _running_attempt(folder, attempts[-1])) is not None:
-        attempts = [*attempts, running]
+    if folder is not None and attempts and (running_attempt := _running_attempt(folder, attempts[-1])) is not None:
+        attempts = [*attempts, running_attempt]
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, UserError):
         rows = read_rows(run_dir)

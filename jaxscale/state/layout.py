@@ -398,15 +398,15 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
 
     loaded_arrays = named_leaves(pure_model.in_rows(in_groups(load(), pure_model.group_depths)))
 
-    def loaded_leaf(path: KeyPath, drawn: Array) -> Array:
-        """Return the loaded array of a parameter; adapters, and state that is no parameter, are what was drawn."""
+    def loaded_leaf(path: KeyPath, drawn_array: Array) -> Array:
+        """Return the loaded array of a parameter; adapters, and state that is no parameter, keep their drawn array."""
         name = path_name(path)
         array = loaded_arrays.pop(name, None)
         if array is not None:
-            return place_array(array, drawn, drawn.sharding)
+            return place_array(array, drawn_array, drawn_array.sharding)
         is_param = name in layout.placements or name in pure_model.frozen
         assert not is_param or "lora" in name.split("/"), f"{name} was not loaded"
-        return drawn
+        return drawn_array
 
     params, model_state = (jax.tree_util.tree_map_with_path(loaded_leaf, tree) for tree in (params, model_state))
     assert not loaded_arrays, f"loaded, but no parameters: {', '.join(loaded_arrays)}"

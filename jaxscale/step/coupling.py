@@ -97,8 +97,8 @@ class Coupling:
             return
         raise UserError(
             f"{cut_text}: the loss of this model couples the rows of a batch (its second difference over sets of rows "
-            f"is {self._difference:.2g} of it), so the loss of parts of a batch is another loss; leave this out, or "
-            'declare ForeignModel(over="rows") if that is meant',
+            f"is {self._difference:.2g} of the loss), so parts of a batch have another loss than the whole; remove "
+            'this setting, or declare ForeignModel(over="rows") to accept that',
             page="start/own_model",
         )
 

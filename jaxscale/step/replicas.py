@@ -361,10 +361,10 @@ class Replicas:
         return dataclasses.replace(state, optimizer=optimizer_state, extra={**state.extra, self.name: outer_state})
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the `Part` of each leaf of the saved extra; leaves under `ALL_REPLICAS` have a dim for the replicas.
+        """Return the `Part` of each leaf of this state in its saved form; those of `ALL_REPLICAS` have a replica dim.
 
         Args:
-            naming: names of the arrays of leaves that are shaped like parameters.
+            naming: names for arrays in a checkpoint, for leaves that have the shape of a parameter.
             abstract: shapes of the train state in its saved form.
         """
         saved_value, optimizer_structure = abstract.extra[self.name], jax.tree.structure(abstract.optimizer)

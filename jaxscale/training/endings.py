@@ -18,7 +18,7 @@ from jaxscale.errors import INTERRUPTED, PREEMPTED, STUCK, Diverged, MostlySkipp
 from jaxscale.records import directory as run_files
 from jaxscale.training.journal import Journal
 from jaxscale.training.signals import Stop, StoppedEarly, is_interactive
-from jaxscale.training.stuck import StuckWatch, collectives_by_channel, count_collectives
+from jaxscale.training.stuck import StuckWatch, collectives_by_channel, collectives_text
 
 LAST_SECONDS = 0.5
 """Seconds for the last line of the log when a signal ends the process before the first step."""
@@ -136,7 +136,7 @@ def _end_stuck(journal: Journal, checkpoints: Checkpoints, train_step: Any, wait
         with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file, as in a notebook
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         program = train_step.program or ""
-        counts_text, channels = count_collectives(program, train_step.mesh), collectives_by_channel(program)
+        counts_text, channels = collectives_text(program, train_step.mesh), collectives_by_channel(program)
         hint = (
             "; XLA's lines above name the one that waits, by its op_id" if train_step.layout.platform == "cpu" else ""
         )

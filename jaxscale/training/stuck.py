@@ -142,7 +142,7 @@ def collectives_by_channel(program: str) -> dict[str, str]:
     return {match["channel"]: f"{match['kind']} {match['name'] or ''}".strip() for match in matches if match}
 
 
-def count_collectives(program: str, mesh: Any) -> str:
+def collectives_text(program: str, mesh: Any) -> str:
     """Return the collectives of a compiled program as text, such as "all-reduce over data (3)"; "none" without any."""
     from jaxscale.compiler.collectives import collectives
 

@@ -257,20 +257,20 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
         UserError: no alternative accepts the JSON or text. If only one alternative is not `None`, the message is based
             on the error of that alternative.
     """
-    other_types = [alternative for alternative in alternatives(hint) if alternative is not types.NoneType]
-    other_types.sort(key=lambda alternative: alternative is str)  # str is the last, because it accepts any text
+    non_none_types = [alternative for alternative in alternatives(hint) if alternative is not types.NoneType]
+    non_none_types.sort(key=lambda alternative: alternative is str)  # str is the last, because it accepts any text
     if is_optional(hint):
         if data is None or (isinstance(data, str) and data.strip().lower() == "none"):
             return None
-        if len(other_types) == 1:
+        if len(non_none_types) == 1:
             try:
-                return load_as(other_types[0])
+                return load_as(non_none_types[0])
             except UserError as error:
                 message = str(error)
-                start, expected_text, end = message.partition(f", expected {describe(other_types[0])}")
+                start, expected_text, end = message.partition(f", expected {describe(non_none_types[0])}")
                 raise UserError(f"{start}{expected_text}, or none{end}" if expected_text else message) from None
     text_form_error: UserError | None = None
-    for alternative in other_types:
+    for alternative in non_none_types:
         try:
             return load_as(alternative)
         except UserError as error:
@@ -281,7 +281,7 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
     if text_form_error is None or suggestion:
         raise wrong_type(path, data, hint, suggestion)
     literal_text = ", or ".join(
-        describe(alternative) for alternative in other_types if get_origin(alternative) is Literal
+        describe(alternative) for alternative in non_none_types if get_origin(alternative) is Literal
     )
     is_word = isinstance(data, str) and data.strip().isalnum()
     raise UserError(f"{text_form_error}; or set {literal_text}") if is_word and literal_text else text_form_error

@@ -126,7 +126,7 @@ def _clip_sizes(sizes: Any, rows: int) -> Any:
 
 
 def _case(x: Any, w: Any, sizes: Any) -> Case:
-    """The shapes of a call; raises a ValueError if they do not fit."""
+    """The shapes of a call; raises a ValueError if the arguments do not match."""
     arguments.check_arrays("grouped_matmul", x=x, w=w, sizes=sizes)
     _check_arguments(x, w, sizes)
     groups, inner, outer = w.shape

@@ -128,7 +128,7 @@ def layer_norm(
 def explain_rms(
     x: Any, weight: Any, residual: Any = None, *, eps: float = 1e-6, implementation: str | None = None, platform: str
 ) -> dispatch.Explanation:
-    """Explain which implementation `rms_norm` would run on a platform, and why the others do not.
+    """Explain which implementation `rms_norm` would run on a platform, and why it would not run the others.
 
     Args:
         x, weight, residual, eps, implementation: as in `rms_norm`; arrays may be `jax.ShapeDtypeStruct`.

@@ -109,17 +109,18 @@ def _forward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_re
     first_row, row_count = _block_rows(rows, tile)
     weight = _load(weight_ref, width)
     bias = _load(optional_refs[0], width) if has_bias else None
+    residual_ref = optional_refs[-1] if has_residual else None
 
     def normalize_row(k: Any, _: None) -> None:
         r = first_row + k
         row = _load(x.at[r], width)
-        if has_residual:
-            h_row = (row + _load(optional_refs[-1].at[r], width)).astype(y.dtype)
+        if residual_ref is not None:
+            h_row = (row + _load(residual_ref.at[r], width)).astype(y.dtype)
             h_refs[0].at[r][...] = h_row
             row = h_row.astype(F32)
         f, scale = _statistics(row, width, eps, center)
-        norm = f * scale * weight
-        y.at[r][...] = (norm if bias is None else norm + bias).astype(y.dtype)
+        y_row = f * scale * weight
+        y.at[r][...] = (y_row if bias is None else y_row + bias).astype(y.dtype)
 
     lax.fori_loop(0, row_count, normalize_row, None)
 

@@ -47,9 +47,9 @@ def forward(
 def backward(
     h: Any, weight: Any, bias: Any, dy: Any, dh: Any = None, *, eps: float, center: bool
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of x + residual, weight and bias from h alone; the statistics are recomputed.
+    """Compute the gradients of x + residual, weight and bias; of the forward pass only h is kept.
 
-    With `u = f / sqrt(mean(f^2) + eps)` and `g = dy * weight`:
+    With `f = h - center * mean(h)`, `u = f / sqrt(mean(f^2) + eps)` and `g = dy * weight`:
     `dx = (g - center * mean(g) - u * mean(g * u)) / sqrt(mean(f^2) + eps) + dh`, `dweight = sum(dy * u)`,
     `dbias = sum(dy)`.
 

@@ -75,10 +75,10 @@ def _forward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_re
         f = h[...].astype(F32)
     if center:
         f = f - jnp.mean(f, -1, keepdims=True)
-    norm = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps) * weight[...].astype(F32)
+    y_tile = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + eps) * weight[...].astype(F32)
     if has_bias:
-        norm = norm + optional_refs[0][...].astype(F32)
-    y[...] = norm.astype(y.dtype)
+        y_tile = y_tile + optional_refs[0][...].astype(F32)
+    y[...] = y_tile.astype(y.dtype)
 
 
 def _backward_kernel(*refs: Any, eps: float, center: bool, has_bias: bool, has_dh: bool, rows: int, tile: int) -> None:

@@ -41,7 +41,7 @@ def soap(
         rate: learning rate of both SOAP and AdamW, or a schedule.
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
         every: number of updates between new bases.
-        max_dim: longest side of a matrix that has a basis.
+        max_dim: length of the longest side that gets a basis; longer sides are not rotated.
         weight_decay: factor of the decoupled weight decay.
         leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.

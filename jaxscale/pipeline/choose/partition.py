@@ -267,12 +267,12 @@ class _Search:
         chain.possible &= stage_bounds <= best_seconds * (1 + _TOLERANCE)
         best_seconds, best_cut, lower_bound = self._branch_and_bound(best_seconds, best_cut, -np.inf, [], stage_bounds)
         if best_seconds > lower_bound * (1 + _TOLERANCE):
-            game_bound, linear, game_cuts = self._play_game(best_cut, best_seconds)
+            game_bound, bound_linear, game_cuts = self._play_game(best_cut, best_seconds)
             game_seconds = self.problem.seconds(game_cuts)
             if game_seconds.min() < best_seconds:
                 best_seconds, best_cut = self._refine(float(game_seconds.min()), game_cuts[game_seconds.argmin()])
             best_seconds, best_cut, lower_bound = self._branch_and_bound(
-                best_seconds, best_cut, max(lower_bound, game_bound), [linear], stage_bounds
+                best_seconds, best_cut, max(lower_bound, game_bound), [bound_linear], stage_bounds
             )
         return self._partition(best_cut, float(best_seconds), float(min(lower_bound, best_seconds)))
 

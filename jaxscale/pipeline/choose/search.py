@@ -39,7 +39,7 @@ from jaxscale.pipeline.schedules.searched import NAME
 _BATCH_SIZE = 48  # number of changed orders that are timed at once
 _LIST_SCHEDULES = 48  # number of list schedules from which the search starts
 _TOLERANCE = 1e-9  # relative difference up to which seconds count as equal to the lower bound
-_START_HEAT = 0.01  # mean slowdown that the search accepts at first, as a share of the seconds
+_START_TEMPERATURE = 0.01  # mean slowdown that the search accepts at first, as a share of the seconds
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
@@ -240,7 +240,7 @@ class _RouteSearch:
     ) -> None:
         self._costs, self._route, self._ranks, self._microbatches = costs, route, ranks, microbatches
         # the most activations of a rank, each of one stage
-        self._stage_limit = math.floor(max_activations * len(route) / ranks + 1e-9)
+        self._max_stage_activations = math.floor(max_activations * len(route) / ranks + 1e-9)
         self._clock = BatchClock(costs, route, ranks, microbatches)
         self._rng = random.Random(seed)
         self._stages_of_ranks = [[s for s, stage_rank in enumerate(route) if stage_rank == r] for r in range(ranks)]
@@ -256,14 +256,16 @@ class _RouteSearch:
             bound_seconds: a lower bound on the seconds, at which the search stops.
         """
         has_one_stage_each = self._route == tuple(range(self._ranks))
-        if has_one_stage_each and are_few(self._ranks, self._microbatches, self._stage_limit):
-            return fastest(self._costs, self._microbatches, self._stage_limit)
+        if has_one_stage_each and are_few(self._ranks, self._microbatches, self._max_stage_activations):
+            return fastest(self._costs, self._microbatches, self._max_stage_activations)
         # for each start, the word of each rank
         start_words = [[self._word(order) for order in orders] for orders in start_orders]
         list_schedules = (self._list_schedule() for _ in range(_LIST_SCHEDULES))
         start_words += [words for words in list_schedules if words is not None]
         # int[start, rank, max_passes + 1]
-        start_rows = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in start_words])
+        start_rows = np.stack(
+            [np.stack([self._row(self._pass_numbers(word)) for word in words]) for words in start_words]
+        )
         seconds = self._clock.seconds(start_rows)
         ranking = np.argsort(seconds, kind="stable")
         best_seconds, best_words = float(seconds[ranking[0]]), start_words[ranking[0]]
@@ -276,7 +278,7 @@ class _RouteSearch:
             )
             if annealed_seconds < best_seconds:
                 best_seconds, best_words = annealed_seconds, annealed_words
-        return best_seconds, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
+        return best_seconds, tuple(tuple(map(self._action, self._pass_numbers(word) or ())) for word in best_words)
 
     def _anneal(
         self, start_seconds: float, start_words: list[Word], start_rows: np.ndarray, changes: int
@@ -293,7 +295,7 @@ class _RouteSearch:
         best_seconds, best_words = start_seconds, start_words
         round_count = max(1, changes // _BATCH_SIZE)
         for round_index in range(round_count):
-            heat = _START_HEAT * best_seconds * (1 - round_index / round_count) ** 2
+            temperature = _START_TEMPERATURE * best_seconds * (1 - round_index / round_count) ** 2
             # (rank, changed word) of each proposal, and the rows of its orders
             proposals, proposed_rows = [], np.repeat(rows[None], _BATCH_SIZE, 0)
             for index in range(_BATCH_SIZE):
@@ -305,7 +307,7 @@ class _RouteSearch:
             # the fastest proposal, ties broken at random
             tie_breaks = [self._rng.random() * 1e-9 * best_seconds for _ in range(_BATCH_SIZE)]
             fastest_index = int((seconds + np.array(tie_breaks)).argmin())
-            if seconds[fastest_index] <= current_seconds - heat * math.log(1 - self._rng.random()):
+            if seconds[fastest_index] <= current_seconds - temperature * math.log(1 - self._rng.random()):
                 rank, word = proposals[fastest_index]
                 words = [*words[:rank], word, *words[rank + 1 :]]
                 rows, current_seconds = proposed_rows[fastest_index], float(seconds[fastest_index])
@@ -319,9 +321,9 @@ class _RouteSearch:
             neighbour = list(word)
             for _ in range(self._rng.choice((1, 1, 2))):
                 self._mutate(neighbour)
-            if neighbour != word and (passes := self._passes(neighbour)) is not None:
+            if neighbour != word and (passes := self._pass_numbers(neighbour)) is not None:
                 return neighbour, passes
-        return word, self._passes(word)
+        return word, self._pass_numbers(word)
 
     def _mutate(self, word: Word) -> None:
         """Change a word in place: split a backward, join the halves of a backward, or move a pass."""
@@ -344,7 +346,7 @@ class _RouteSearch:
         """Return the word of an order."""
         return [KINDS.index(action.kind) * self._clock.stages + action.stage for action in order]
 
-    def _passes(self, word: Word) -> list[int] | None:
+    def _pass_numbers(self, word: Word) -> list[int] | None:
         """Return the pass numbers (`BatchClock`) of a word, or `None` if the word is invalid.
 
         A word is invalid if a gradient comes before its forward, if a W comes before its I, or if the rank would hold
@@ -353,7 +355,7 @@ class _RouteSearch:
         stages, activation_count = self._clock.stages, 0
         # by stage: the number of forwards and of input gradients so far, and the microbatches between I and W
         forward_counts, gradient_counts = [0] * stages, [0] * stages
-        pending: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
+        pending_microbatches: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
         pass_numbers = []
         for letter in word:
             kind, stage = divmod(letter, stages)
@@ -361,12 +363,12 @@ class _RouteSearch:
                 microbatch = forward_counts[stage]
                 forward_counts[stage] += 1
                 activation_count += 1
-                if activation_count > self._stage_limit:
+                if activation_count > self._max_stage_activations:
                     return None
             elif kind == _W:
-                if not pending[stage]:
+                if not pending_microbatches[stage]:
                     return None
-                microbatch = pending[stage].popleft()
+                microbatch = pending_microbatches[stage].popleft()
                 activation_count -= 1
             else:
                 microbatch = gradient_counts[stage]
@@ -374,7 +376,7 @@ class _RouteSearch:
                 if gradient_counts[stage] > forward_counts[stage]:
                     return None
                 if kind == _I:
-                    pending[stage].append(microbatch)
+                    pending_microbatches[stage].append(microbatch)
                 else:
                     activation_count -= 1
             pass_numbers.append(letter * self._microbatches + microbatch)
@@ -400,7 +402,7 @@ class _RouteSearch:
         gradient_kind = _B if rng.random() < 0.3 else _I
         priorities[gradient_kind] = priorities[_I]
         # for each rank, the most forwards by which a stage may be ahead of its gradients
-        limit = self._stage_limit
+        limit = self._max_stage_activations
         warmups = [limit if rng.random() < 0.3 else max(1, limit - rank) for rank in range(self._ranks)]
         seconds = [[self._costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
         unit_seconds = max(self._costs.forward) or 1.0

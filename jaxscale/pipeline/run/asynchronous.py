@@ -170,7 +170,10 @@ class Asynchronous:
         """
         entry_count, expected_count = _microbatch_count(batch), self._entry_count(in_flight)
         if entry_count != expected_count:
-            raise UserError(f"got {entry_count} microbatches, expected {expected_count} as in the empty pipe")
+            raise UserError(
+                f"got {entry_count} microbatches, expected {expected_count}, the number in the batch that `empty_pipe` "
+                "was called with: pass as many in every call"
+            )
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         batch, key = self._vary((batch, key))
         microbatch_indices = state["tick"] // self.stream.pace + jnp.arange(entry_count)

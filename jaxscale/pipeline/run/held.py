@@ -64,7 +64,7 @@ def held_shapes(
     """
 
     def initial_state(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
-        """Return the pools and sums before the first tick."""
+        """Return the state before the first tick: empty slots, and zeros for the sums of the gradients."""
         return Actions(tables, stage, weights, shared, batch, key, message_shapes, ()).initial_state()
 
     state = jax.eval_shape(initial_state, weights, shared, batch, key)

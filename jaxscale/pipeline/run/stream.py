@@ -22,7 +22,8 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Interval, Stash, lifetimes
 from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring_slots, uses
+from jaxscale.pipeline.versions import lives as version_lives
+from jaxscale.pipeline.versions import ring_slots, uses
 
 COLUMNS = ("kind", "microbatch", "has_update", "x", "g", "stash", "from_left", "from_right", "read_slot", "write_slot")
 """Columns of a row: the action's kind and microbatch, whether an update follows the action, and slots.
@@ -155,30 +156,30 @@ class _TimedRun:
         if schedule.routes != (tuple(range(schedule.ranks)),):
             raise UserError(f"schedule {schedule.name}: got routes {schedule.routes}, expected stage s on rank s")
         assert schedule.versions is not None
-        self._schedule, self._use_of = schedule, uses(schedule)
+        self._schedule, self._use_by_action = schedule, uses(schedule)
         self.has_newest_backward = schedule.versions.backward == "newest"
         pass_count = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
         self.pace = pass_count // schedule.microbatches
-        self._tick_of = ticks(schedule, pace=self.pace)
+        self._tick_by_action = ticks(schedule, pace=self.pace)
         # by (column, stage): the intervals of its values, and the number of slots for them
         intervals: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
-        self._lives = lifetimes(schedule, self._tick_of, stash)
-        for life in self._lives:
+        self._value_lives = lifetimes(schedule, self._tick_by_action, stash)
+        for life in self._value_lives:
             intervals[life.column, life.stage].append(life.interval)
-        counts = {key: ring_slots(key_intervals) for key, key_intervals in intervals.items()}
+        slot_count_by_key = {key: ring_slots(key_intervals) for key, key_intervals in intervals.items()}
         self.slot_counts = {
-            "x": max(count for (column, _), count in counts.items() if column in ("x", "residual")),
-            "g": max((count for (column, _), count in counts.items() if column == "g"), default=1),
-            "versions": max(map(ring_slots, lives(schedule, self._tick_of).values())),
+            "x": max(count for (column, _), count in slot_count_by_key.items() if column in ("x", "residual")),
+            "g": max((count for (column, _), count in slot_count_by_key.items() if column == "g"), default=1),
+            "versions": max(map(ring_slots, version_lives(schedule, self._tick_by_action).values())),
         }
 
     def rows(self) -> np.ndarray:
         """Return int32 (ticks, columns, ranks), the table of the whole run."""
-        tick_count = 1 + max(self._tick_of.values())
+        tick_count = 1 + max(self._tick_by_action.values())
         columns = {name: np.zeros((tick_count, self._schedule.ranks), np.int32) for name in COLUMNS}
         no_slot = self.slot_counts["x"] + self.slot_counts["g"]
         columns["from_left"][:] = columns["from_right"][:] = no_slot
-        for action, use in self._use_of.items():
+        for action, use in self._use_by_action.items():
             stage, microbatch = action.stage, action.microbatch
             cell: dict[str, int] = {
                 "kind": CODES[action.kind],
@@ -191,8 +192,8 @@ class _TimedRun:
                 "write_slot": (use.makes or 0) % self.slot_counts["versions"],
             }
             for name, entry in cell.items():
-                columns[name][self._tick_of[action], stage] = entry
-        for life in self._lives:
+                columns[name][self._tick_by_action[action], stage] = entry
+        for life in self._value_lives:
             if life.column == "x":
                 columns["from_left"][life.first_tick, life.stage] = life.microbatch % self.slot_counts["x"]
             elif life.column == "g":
@@ -206,14 +207,14 @@ class _TimedRun:
         The number is counted at the last update of the stage, when the pipeline is in its steady state.
         """
         delays = dict.fromkeys(range(self._schedule.stages), 0)
-        for action, use in self._use_of.items():
+        for action, use in self._use_by_action.items():
             if use.makes is not None:
                 forward = Action(Kind.F, action.stage, action.microbatch)
-                delays[action.stage] = use.makes - 1 - self._use_of[forward].reads
+                delays[action.stage] = use.makes - 1 - self._use_by_action[forward].reads
         return tuple(delays.values())
 
     def tail_ticks(self) -> int:
         """Return the number of ticks from the entry of a microbatch to its last backward, both included."""
         # for each backward, the difference of its tick and the tick in which its microbatch enters
-        differences = (tick - self.pace * a.microbatch for a, tick in self._tick_of.items() if a.kind is Kind.B)
+        differences = (tick - self.pace * a.microbatch for a, tick in self._tick_by_action.items() if a.kind is Kind.B)
         return 1 + max(differences)

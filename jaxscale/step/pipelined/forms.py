@@ -86,9 +86,9 @@ class ModelParts:
 
 def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
     """Return this rank's chunks, and after them the copies of other ranks' chunks that the schedule runs here."""
-    for sent_chunk, rank_pairs in stages.copies:
+    for home_chunk, rank_pairs in stages.copies:
         copy = jax.tree.map(
-            lambda leaf, chunk=sent_chunk, pairs=rank_pairs: jax.lax.ppermute(leaf[chunk], PIPE_AXIS, pairs)[None],
+            lambda leaf, chunk=home_chunk, pairs=rank_pairs: jax.lax.ppermute(leaf[chunk], PIPE_AXIS, pairs)[None],
             chunks,
         )
         chunks = jax.tree.map(lambda leaf, leaf_copy: jnp.concatenate([leaf, leaf_copy]), chunks, copy)
@@ -101,10 +101,10 @@ def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
 
     def sum_leaf(leaf: Array) -> Array:
         own_gradients = leaf[:own_chunk_count]
-        for copy_chunk, (sent_chunk, rank_pairs) in enumerate(stages.copies, own_chunk_count):
-            copy_to_home = [(copy_rank, home) for home, copy_rank in rank_pairs]
+        for copy_chunk, (home_chunk, rank_pairs) in enumerate(stages.copies, own_chunk_count):
+            copy_to_home = [(copy_rank, home_rank) for home_rank, copy_rank in rank_pairs]
             copy_gradient = jax.lax.ppermute(leaf[copy_chunk], PIPE_AXIS, copy_to_home)
-            own_gradients = own_gradients.at[sent_chunk].add(copy_gradient)
+            own_gradients = own_gradients.at[home_chunk].add(copy_gradient)
         return own_gradients
 
     return jax.tree.map(sum_leaf, gradients)
@@ -302,14 +302,14 @@ class MessageForm:
             flat_leaves[str(leaf.dtype)].append(leaf.reshape(-1))
         return {dtype: concatenate_padded(flat_leaves[dtype], length, dtype) for dtype, length in self.lengths.items()}
 
-    def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
+    def unpack(self, flat_arrays: Mapping[str, Array], boundary: int) -> PyTree:
         """Return the message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
-        end_by_dtype = dict.fromkeys(packed, 0)  # end of the leaves that have been read from each flat array
+        end_by_dtype = dict.fromkeys(flat_arrays, 0)  # end of the leaves that have been read from each flat array
 
         def unpack_leaf(leaf: jax.ShapeDtypeStruct) -> Array:
-            dtype, size = str(leaf.dtype), math.prod(leaf.shape)
-            end_by_dtype[dtype] += size
-            return packed[dtype][end_by_dtype[dtype] - size : end_by_dtype[dtype]].reshape(leaf.shape)
+            dtype, element_count = str(leaf.dtype), math.prod(leaf.shape)
+            end_by_dtype[dtype] += element_count
+            return flat_arrays[dtype][end_by_dtype[dtype] - element_count : end_by_dtype[dtype]].reshape(leaf.shape)
 
         return jax.tree.map(unpack_leaf, self.abstract_messages[boundary])
 
@@ -357,8 +357,8 @@ class ChainForm:
 
     def _home_of(self, stage: int) -> tuple[int, int]:
         """Return the home rank of a stage, and the index of the stage among the chunks of that rank."""
-        home = self.stages.schedule.routes[0][stage]
-        return home, self.stages.homes[home].index(stage)
+        home_rank = self.stages.schedule.routes[0][stage]
+        return home_rank, self.stages.homes[home_rank].index(stage)
 
     def chunks(self, stage_params: Arrays) -> Arrays:
         """Return this rank's stages as flat arrays (chunks, length), and after them the copies that this rank runs."""
