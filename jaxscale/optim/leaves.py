@@ -8,6 +8,7 @@ without named axes, as in a foreign module, is classified by its shape and its p
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ class ParamInfo:
         parts: number of matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys
             and values, otherwise 1.
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
+        name: path of the parameter, joined by slashes, as patterns of groups are searched for in it.
+        variable: name of the parameter's type of variable, such as "Param" or "LoRAParam"; "" if it is unknown.
 
     Example:
         >>> leaf = leaf_of("blocks/layers/mlp/up/weight", ("layers", "embed", "mlp"), (2, 8, 24))
@@ -54,6 +57,8 @@ class ParamInfo:
     decays: bool = True
     parts: int = 1
     sharding: Any = None
+    name: str = ""
+    variable: str = ""
 
     @property
     def tensors(self) -> int:
@@ -70,8 +75,18 @@ class ParamInfo:
         """Number of columns of one tensor as a matrix: the size of the last dim; 1 for a tensor without dims."""
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
+    def has(self, pattern: str) -> bool:
+        """Return whether a pattern of parameters is found in the name, or is the name of the type of variable."""
+        return self.variable == pattern or re.search(pattern, self.name) is not None
 
-def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> ParamInfo:
+
+def leaf_of(
+    name: str,
+    axes: Sequence[str | None] | None,
+    shape: Sequence[int],
+    sharding: Any = None,
+    variable: str = "",
+) -> ParamInfo:
     """Return the `ParamInfo` of a parameter.
 
     Args:
@@ -79,6 +94,7 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
         axes: logical axis of each dim; `None` for a parameter without named axes.
         shape: global shape of the parameter.
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
+        variable: name of the parameter's type of variable.
     """
     path_words = name.lower().split("/")
     stacked_dim_count = 0
@@ -94,7 +110,8 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
         kind = "table" if is_table else "matrix"
     has_fused_name = any(fragment in word for word in path_words for fragment in _FUSED_MODULES)
     part_count = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
-    return ParamInfo(tuple(shape), kind, stacked_dim_count, is_decayed(axes, shape), part_count, sharding)
+    decays = is_decayed(axes, shape)
+    return ParamInfo(tuple(shape), kind, stacked_dim_count, decays, part_count, sharding, name, variable)
 
 
 def leaves_of(params: Params) -> Any:

@@ -21,7 +21,7 @@ from jax.tree_util import KeyPath
 from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import group_name
+from jaxscale.layers.stack import group_name, in_one_stack
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
 
@@ -69,6 +69,7 @@ class PureModel:
         train: pattern of the names of the parameters that are trained; `None` if all are.
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
+        variables: name of the type of variable of each trained parameter, by the parameter's name.
     """
 
     model: Model
@@ -85,6 +86,7 @@ class PureModel:
     train: str | None = None
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -145,6 +147,10 @@ class PureModel:
             train=train,
             frozen_dtype=frozen_dtype,
             frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
+            variables={
+                "/".join(map(str, path)): _variable_type(variable).__name__
+                for path, variable in nnx.to_flat_state(param_state)
+            },
         )
         if not layer_of_row:
             return pure_model
@@ -248,12 +254,19 @@ def _trained(train: str | None) -> nnx.filterlib.Predicate:
     """
 
     def is_trained(path: PathParts, variable: nnx.Variable) -> bool:
-        variable_type = getattr(variable, "type", type(variable))
+        variable_type = _variable_type(variable)
         if train is None or not issubclass(variable_type, nnx.Param):
             return issubclass(variable_type, nnx.Param) if train is None else variable_type.__name__ == train
-        return variable_type.__name__ == train or re.search(train, "/".join(map(str, path))) is not None
+        return (
+            variable_type.__name__ == train or re.search(train, in_one_stack("/".join(map(str, path)))[0]) is not None
+        )
 
     return is_trained
+
+
+def _variable_type(variable: nnx.Variable) -> type[nnx.Variable]:
+    """Return the type of a variable, or of the variable whose abstract value this is."""
+    return getattr(variable, "type", type(variable))
 
 
 def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:

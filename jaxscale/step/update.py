@@ -14,10 +14,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import in_one_stack
 from jaxscale.lowbit.quantized import quantize_state, state_bytes
 from jaxscale.lowbit.split_weights import split, split_weights
 from jaxscale.offload.updates import Advance
-from jaxscale.optim.leaves import leaf_of
+from jaxscale.optim.groups import group_indices
+from jaxscale.optim.leaves import ParamInfo, leaf_of
 from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
@@ -51,6 +53,7 @@ class Update:
         is_bounded: whether the rule bounds its updates, so that their size need not be measured.
         is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
             `None` for a rule of the user's own, for which this is unknown.
+        param_infos: tree of the `ParamInfo` of each parameter.
     """
 
     float32_rule: optax.GradientTransformation
@@ -63,6 +66,7 @@ class Update:
     unfused_reason: str | None = None
     is_bounded: bool = False
     is_by_layer: PyTree[bool] | None = None
+    param_infos: PyTree[ParamInfo] = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
@@ -78,7 +82,11 @@ class Update:
         )
         param_infos = map_with_path(
             lambda path, leaf, sharding: leaf_of(
-                path_name(path), pure_model.axis_names.get(path_name(path)), leaf.shape, sharding
+                in_one_stack(path_name(path))[0],  # a pattern of a group means all layers of a stack in groups
+                pure_model.axis_names.get(path_name(path)),
+                leaf.shape,
+                sharding,
+                pure_model.variables.get(path_name(path), ""),
             ),
             pure_model.abstract_params,
             shardings,
@@ -97,7 +105,14 @@ class Update:
                     "mixes elements of a tensor, state.moments float32"
                 )
             platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
-            rule = quantize_state(rule, plan.state.moments, local=shardings, layers=is_stacked, platform=platform)
+            rule = quantize_state(
+                rule,
+                plan.state.moments,
+                local=shardings,
+                layers=is_stacked,
+                exact=_exact_flags(experiment.optimizer, param_infos),
+                platform=platform,
+            )
             unfused_reason = _unfused_reason(experiment.optimizer, plan, platform)
             if unfused_reason is None:
                 device_name = f"{platform} {device.device_kind}"
@@ -108,7 +123,8 @@ class Update:
         clipped_rule = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
             clipped_rule = clipped(rule, messages)
-        is_known_rule = experiment.optimizer.custom is None
+        members = experiment.optimizer.members().values()
+        is_known_rule = all(member.custom is None for member in members)
         return cls(
             float32_rule=float32_rule,
             rule=rule,
@@ -118,8 +134,9 @@ class Update:
             messages=messages,
             fused=fused,
             unfused_reason=unfused_reason,
-            is_bounded=is_known_rule and plan.state.moments == "float32" and _bounds_updates(experiment.optimizer),
+            is_bounded=is_known_rule and plan.state.moments == "float32" and all(map(_bounds_updates, members)),
             is_by_layer=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
+            param_infos=param_infos,
         )
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
@@ -159,6 +176,15 @@ def _bounds_updates(optimizer: Optimizer) -> bool:
     return RULES[optimizer.name].is_bounded and has_eps and growth <= _LARGEST_GROWTH
 
 
+def _exact_flags(optimizer: Optimizer, param_infos: PyTree[ParamInfo]) -> PyTree[bool]:
+    """Return a tree that shows for each parameter whether its moments stay float32, as its optimizer specifies."""
+    members = optimizer.members()
+    if not optimizer.groups:
+        return jax.tree.map(lambda _: optimizer.moments == "float32", param_infos)
+    indices = group_indices(list(optimizer.groups), param_infos)
+    return jax.tree.map(lambda index: members[index].moments == "float32", indices)
+
+
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     """Return why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
@@ -169,6 +195,8 @@ def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | No
         return "the plan names the reference implementation"
     if plan.state.moments not in ("int8", "dynamic8"):
         return f"the kernel supports states int8 and dynamic8, not {plan.state.moments}"
+    if optimizer.groups:
+        return "the kernel supports one rule for all parameters, not groups"
     if optimizer.name != "adamw" or optimizer.custom is not None:
         rule_name = "a rule of your own" if optimizer.custom is not None else optimizer.name
         return f"the kernel supports AdamW, not {rule_name}"
