@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale import heartbeat
+from jaxscale.checkpoint.init_from import Beginning, check_init_from
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Preempted, UserError
@@ -44,7 +45,6 @@ from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
-from jaxscale.training.warm_start import Beginning, check_init_from
 from jaxscale.values.byte_sizes import limit_bytes
 
 if TYPE_CHECKING:

@@ -214,7 +214,7 @@ def recorded_source(folder: Any, init_from: Any, has_run: bool) -> tuple[Any, in
             f"init_from {init_from}: {folder} holds a run that started {start_text}; leave it out to continue that run,"
             " or choose another directory with --out"
         )
-    return (None, None) if record is None else (record["source"], record["step"])
+    return (None, None) if record is None else (record["source"], record.get("step"))
 
 
 def read_record(folder: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.checkpoint.export import export
+from jaxscale.checkpoint.init_from import Beginning, Match, WarmStart, read_record
 from jaxscale.checkpoint.restore import restore_parameters
 from jaxscale.errors import UserError
 from jaxscale.models.lora import LoRA
@@ -17,7 +18,6 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.state.ema import averaged
 from jaxscale.step.build import build
 from jaxscale.training.loop import train
-from jaxscale.training.warm_start import Beginning, Match, WarmStart, read_record
 from tests.plans import plan_of
 
 
