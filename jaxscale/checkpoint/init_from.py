@@ -37,20 +37,28 @@ class Match:
         unlike: shape in the source and in the model of each array whose shapes differ.
         new: names of the model's arrays that the source lacks.
         left: names of the source's parameters that the model lacks.
+        frozen: those of `unlike` and `new` that are not trained.
     """
 
     taken: tuple[str, ...]
     unlike: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     new: tuple[str, ...]
     left: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, source: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]) -> "Match":
+    def of(
+        cls,
+        source: Mapping[str, tuple[int, ...]],
+        model: Mapping[str, tuple[int, ...]],
+        is_frozen: Callable[[str], bool] = lambda name: False,
+    ) -> "Match":
         """Return the match of a source's arrays with a model's.
 
         Args:
             source: shape of each array of the source, by name.
             model: shape of each array of the model, by name.
+            is_frozen: function that returns whether the model's array of a name is not trained.
 
         Example:
             >>> match = Match.of({"params/a": (2,), "params/b": (3,)}, {"params/a": (2,), "params/b": (4,)})
@@ -62,6 +70,7 @@ class Match:
             {name: (source[name], shape) for name, shape in model.items() if source.get(name, shape) != shape},
             tuple(name for name in model if name not in source),
             tuple(name for name in source if name not in model and name.startswith(f"{PARAMS}/")),
+            tuple(name for name, shape in model.items() if source.get(name) != shape and is_frozen(name)),
         )
 
     def lines(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -79,6 +88,8 @@ class Match:
             lines.append(f"not taken, since shapes differ: {unlike_text}")
         if self.new:
             lines.append(f"not in the source, so as without it: {_list_text(self.new)}")
+        if self.frozen:
+            lines.append(f"neither taken nor trained, so they stay as they are: {_list_text(self.frozen)}")
         if self.left:
             lines.append(f"in the source alone, so left out: {_list_text(self.left)}")
         return lines
@@ -112,7 +123,7 @@ class WarmStart:
         """
         source = WeightSource.open(path, checkpoint_step)
         shapes = {name: tuple(leaf.shape) for name, leaf in _weights_of(step).items()}
-        match = Match.of(source.shapes, shapes)
+        match = Match.of(source.shapes, shapes, _frozen_test(step))
         if not match.taken:
             _refuse(path, source, match, shapes)
         return cls(source, match, shapes)
@@ -201,10 +212,8 @@ def recorded_source(folder: Any, init_from: Any, has_run: bool) -> tuple[Any, in
         has_run: whether the directory holds a run.
 
     Raises:
-        UserError: the run started otherwise, or the path is the run itself.
+        UserError: the run started otherwise.
     """
-    if init_from is not None and _absolute(init_from) == _absolute(folder):
-        raise UserError(f"init_from {init_from}: this is the run's own directory; give another one with --out")
     if not has_run:
         return init_from, None
     record = call_on_all(lambda: read_record(folder), LookupError)
@@ -233,19 +242,28 @@ def read_record(folder: Any) -> dict[str, Any] | None:
     return record
 
 
-def check_init_from(init_from: Any, from_step: Any) -> None:
+def check_init_from(init_from: Any, from_step: Any, run_dir: Any) -> None:
     """Check the argument `init_from` before anything is done.
 
+    Args:
+        init_from: path of the weights; `None` without any.
+        from_step: step of a checkpoint to which the run returns; `None` for the newest.
+        run_dir: the directory of the run that starts.
+
     Raises:
-        UserError: the run is to return to a checkpoint of its own.
+        UserError: the run is to return to a checkpoint of its own, or the path lies in the run's own directory.
     """
-    if init_from is not None and from_step is not None:
+    if init_from is None:
+        return
+    if from_step is not None:
         raise UserError(
             f"init_from {init_from} with from step {from_step}: a run starts with the weights of another, or returns "
             "to a checkpoint of its own; leave one of them out"
         )
-    if init_from is not None and not str(init_from):
+    if not str(init_from):
         raise UserError("init_from: got an empty text, expected a run, a checkpoint or a folder of transformers")
+    if f"{_absolute(init_from)}/".startswith(f"{_absolute(run_dir)}/"):
+        raise UserError(f"init_from {init_from}: this is the run's own directory; give another one with --out")
 
 
 def _weights_of(step: Any) -> dict[str, Any]:
@@ -264,6 +282,14 @@ def _weights_of(step: Any) -> dict[str, Any]:
         for name, leaf in leaves.items()
         if name.startswith(f"{PARAMS}/") or name in statistics
     }
+
+
+def _frozen_test(step: Any) -> Callable[[str], bool]:
+    """Return the function that returns whether an array of a checkpoint is a parameter that is not trained."""
+    from jaxscale.layers.stack import in_one_stack
+
+    names = {f"{PARAMS}/{in_one_stack(name)[0]}" for name in step.pure_model.frozen}
+    return lambda name: name in names or re.sub(r"(^|/)layers/\d+(?=/|$)", r"\1layers", name) in names
 
 
 def _refuse(path: Any, source: WeightSource, match: Match, shapes: Mapping[str, Any]) -> None:
@@ -285,4 +311,4 @@ def _list_text(names: Iterable[str]) -> str:
 def _absolute(path: Any) -> str:
     """Return a path as text that does not depend on the current folder."""
     text = str(path)
-    return text.rstrip("/") if is_remote(run_path(path)) else os.path.abspath(os.path.expanduser(text))
+    return text.rstrip("/") if is_remote(run_path(path)) else os.path.abspath(text)

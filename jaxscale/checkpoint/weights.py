@@ -61,16 +61,27 @@ class WeightSource:
         """
         check_location(path)
         folder = run_path(path)
-        if (folder / EXPERIMENT).exists():
+
+        def kind() -> str:
+            """Return what lies at the path."""
+            if (folder / EXPERIMENT).exists():
+                return "run"
+            if is_step_name(folder.name) and folder.is_dir():
+                return "checkpoint"
+            if (folder / "config.json").exists():
+                return "transformers"
+            raise UserError(
+                f"{path} holds no weights: expected the directory of a run, the folder of a checkpoint "
+                f"(RUN/{CHECKPOINTS}/00000500), or a folder with config.json and safetensors, as jaxscale export "
+                "writes it"
+            )
+
+        path_kind = call_on_all(kind, LookupError)
+        if path_kind == "run":
             return cls._of_run(str(path), folder / CHECKPOINTS, step)
-        if is_step_name(folder.name) and folder.is_dir():
+        if path_kind == "checkpoint":
             return cls._of_run(str(path), folder.parent, int(folder.name))
-        if (folder / "config.json").exists():
-            return call_on_all(lambda: cls._of_transformers(str(path)), LookupError)
-        raise UserError(
-            f"{path} holds no weights: expected the directory of a run, the folder of a checkpoint "
-            f"(RUN/{CHECKPOINTS}/00000500), or a folder with config.json and safetensors, as jaxscale export writes it"
-        )
+        return call_on_all(lambda: cls._of_transformers(str(path)), LookupError)
 
     @classmethod
     def _of_run(cls, path: str, folder: Any, step: int | None) -> "WeightSource":
@@ -94,7 +105,7 @@ class WeightSource:
                     reasons.append(f"step {number}: {error}")
             raise UserError(f"{path} has no checkpoint that can be read ({'; '.join(reasons)}); give another one")
 
-        found_step, facts = call_on_all(read, LookupError)
+        read_step, facts = call_on_all(read, LookupError)
         is_average = any(name.startswith(f"{EMA}/") for name in facts)
         saved_names: dict[str, str] = {}
         for name, fact in facts.items():
@@ -105,15 +116,15 @@ class WeightSource:
         def load(abstract: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
             abstract_saved = {saved_names[name]: leaf for name, leaf in abstract.items()}
             try:
-                restored = checkpoints.restore_arrays(abstract_saved, step=found_step, say=say)
+                restored = checkpoints.restore_arrays(abstract_saved, step=read_step, say=say)
             except UserError as error:
-                others = ", ".join(f"{folder}/{number:08d}" for number in steps if number != found_step)
+                others = ", ".join(f"{folder}/{number:08d}" for number in steps if number != read_step)
                 raise UserError(f"{path}: {error}; or give another checkpoint: {others or 'there is none'}") from error
             assert restored is not None
             return {name: restored.arrays[saved_names[name]] for name in abstract}
 
         shapes = {name: tuple(facts[saved_name][0]) for name, saved_name in saved_names.items()}
-        return cls(path, found_step, shapes, is_average, load)
+        return cls(path, read_step, shapes, is_average, load)
 
     @classmethod
     def _of_transformers(cls, path: str) -> "WeightSource":

@@ -118,11 +118,11 @@ def train(
         from jaxscale.models.metrics import check_metrics
 
         check_metrics(metrics)
-    check_init_from(init_from, from_step)
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
     run_dir = run_files.default_directory(experiment) if out is None else out
     check_location(run_dir)
+    check_init_from(init_from, from_step, run_dir)
     start_backend(is_watched=True)
     folder = run_path(run_dir)
     heartbeat.set_phase("preparing")

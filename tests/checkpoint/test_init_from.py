@@ -236,8 +236,10 @@ def test_a_damaged_source_is_named_with_the_other_checkpoints(toy, whole):
 def test_arguments_that_contradict_the_run_are_refused(toy, whole, tmp_path):
     with pytest.raises(UserError, match="holds a run that started from its own initial weights; leave it out to"):
         train(toy(steps=20), out=whole, init_from=tmp_path, quiet=True)
-    with pytest.raises(UserError, match=r"this is the run's own directory; give another one with --out"):
-        Beginning.of(whole, f"{whole}/", True)
+    for path in (f"{whole}/", whole / "checkpoints" / "00000012"):
+        with pytest.raises(UserError, match=r"this is the run's own directory; give another one with --out"):
+            train(toy(), out=whole, init_from=path, resume="never", quiet=True)
+    assert (whole / "experiment.json").exists()  # it was not set aside
     with pytest.raises(UserError, match="a run starts with the weights of another, or returns to"):
         train(toy(), out=tmp_path / "a", init_from=whole, from_step=5, quiet=True)
     with pytest.raises(UserError, match="init_from: got an empty text"):
@@ -252,6 +254,17 @@ def test_arguments_that_contradict_the_run_are_refused(toy, whole, tmp_path):
     (whole / "init_from.json").write_text('{"source": "/b", "step": 1}')
     with pytest.raises(UserError, match="holds a run that started from /b; leave it out"):
         Beginning.of(whole, "/c", True)
+
+
+def test_frozen_parameters_that_are_not_taken_are_named(toy, whole):
+    model = LoRA(dataclasses.replace(toy().model, layers=2, vocab=250), rank=2)
+    start = WarmStart.of(build(toy(model=model), Plan(mesh="1")), whole)
+    line = next(
+        line for line in start.lines() if line.startswith("neither taken nor trained, so they stay as they are")
+    )
+    assert "params/embedding/weight" in start.match.frozen
+    assert "blocks/layers/*/attention/k/weight" in line
+    assert "lora" not in line
 
 
 def test_a_match_is_by_name_and_shape():
