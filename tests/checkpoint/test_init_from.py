@@ -11,9 +11,12 @@ import pytest
 from jaxscale.checkpoint.export import export
 from jaxscale.checkpoint.init_from import Beginning, Match, WarmStart, read_record
 from jaxscale.checkpoint.restore import restore_parameters
+from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import UserError
 from jaxscale.models.lora import LoRA
+from jaxscale.models.resnet import ResNet
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.ema import averaged
 from jaxscale.step.build import build
@@ -75,6 +78,41 @@ def test_split_weights_are_those_of_the_source_within_their_precision(toy, whole
     corrections = [array for name, array in arrays.items() if "/correction/" in name]
     assert corrections
     assert any(np.any(array) for array in corrections)
+
+
+def test_split_weights_are_joined_where_they_are_taken(toy, tmp_path):
+    plan = plan_of(mesh="1", precision="bfloat16", master="split")
+    source = train(toy(steps=2), plan, out=tmp_path / "split", quiet=True)
+    _, arrays, _ = started(toy(seed=4), source.dir, mesh="1")
+    for name, array in weights_of(source.dir).items():
+        np.testing.assert_array_equal(arrays[name], array)
+    assert any(np.any(array != array.astype(jax.numpy.bfloat16)) for array in weights_of(source.dir).values())
+
+
+def test_running_statistics_are_taken_and_random_streams_are_not(tmp_path):
+    """The source is a folder of checkpoints that a loop of one's own wrote."""
+    model = ResNet(classes=2, channels=1, stages=(1,), width=8, stem="small")
+    rng = np.random.default_rng(0)
+    batch = {"images": rng.normal(size=(4, 8, 8, 1)).astype(np.float32), "labels": np.arange(4, dtype=np.int32) % 2}
+    step = build(Experiment("statistics", model, None, batch=4, steps=2), Plan(mesh="1"))
+    state, _ = step(step.init(), step.place(batch))
+    saved = {name: np.array(array) for name, array in step.to_canonical(state).items()}
+    Checkpoints(tmp_path).save(step, state, wait=True)
+    start, arrays, other = started(
+        Experiment("other", dataclasses.replace(model, classes=3), None, batch=4, steps=2, seed=6),
+        tmp_path / "00000001",
+        mesh="data:2",
+    )
+    statistics = [name for name in start.match.taken if name.startswith("rest/")]
+    assert statistics
+    for name in start.match.taken:
+        np.testing.assert_array_equal(arrays[name], saved[name])
+    assert any(
+        np.any(np.array(array) != saved[name])
+        for name, array in other.to_canonical(other.init()).items()
+        if name in statistics
+    )
+    assert all("head" in name for name in start.match.unlike)
 
 
 def test_a_deeper_model_with_another_head_takes_what_fits_and_draws_the_rest(toy, whole):
@@ -145,6 +183,7 @@ def test_a_whole_run_records_its_start_and_continues_without_its_source(toy, who
     assert "init_from" in (tmp_path / "run" / "report.html").read_text()
     assert run.metrics.column("loss")[0] < 5.0  # that of drawn weights is 5.5
     assert list(run.metrics.column("learning_rate/embed|head"))[:1] == [pytest.approx(1e-3)]
+    assert (export(run.dir, tmp_path / "exported") / "model.safetensors").exists()
     # the same, stopped before any checkpoint: the record alone brings the source back
     again = tmp_path / "again"
     again.mkdir()
