@@ -44,6 +44,9 @@ WIDTH = 32
 """Of the model's residual stream."""
 FROZEN_SHARE = 0.1
 """Share of the combinations without a pipeline and weights on the host in which a part of the parameters is trained."""
+GROUPED_SHARE = 0.1
+"""Share of the combinations in which the weights of the MLP have a rule of their own."""
+GROUPS = '{"mlp": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.01}}'
 SGD = {
     "optimizer.name": "sgd",
     "optimizer.momentum": "0.9",
@@ -120,6 +123,8 @@ def draw(seed: int, index: int) -> Draw:
     is_whole = "plan.pipeline" not in techniques and techniques.get("plan.offload.weights") != "host"
     if is_whole and random.Random(f"{seed}/{index}/train").random() < FROZEN_SHARE:
         techniques["optimizer.train"] = "attention|up"
+    if random.Random(f"{seed}/{index}/groups").random() < GROUPED_SHARE:
+        techniques["optimizer.groups"] = GROUPS
     long = rng.random() < 0.08
     one = Draw(
         tuple(sorted(completed(without_conflicts(techniques, rng), sizes, rng).items())),
@@ -309,6 +314,9 @@ def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict
         techniques["optimizer.name"] = "adamw"  # each specifies what replicas send
     if techniques.get("plan.kernels", "").partition("=")[0] == "adam8":
         techniques.pop("optimizer.momentum", None)
+        techniques.pop("optimizer.groups", None)  # one rule for all parameters
+    if techniques["optimizer.name"].startswith("one_bit"):
+        techniques.pop("optimizer.groups", None)
     pipeline = techniques.get("plan.pipeline")
     if pipeline is not None:
         techniques.pop("plan.microbatches", None)

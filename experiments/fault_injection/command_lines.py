@@ -135,6 +135,7 @@ RIGHT: dict[str, Sequence[str]] = {
     "seed": ("1", "2147483647"),
     "steps": ("1", "2", "3"),
     "from_step": ("1", "2"),
+    "init_from": ("run", "piped_run", "run/checkpoints/00000002"),
     "batch": ("8", "4", "16"),
     "ranks": ("1", "2"),
     "log": ("0",),
@@ -167,6 +168,7 @@ WRONG: dict[str, Sequence[str]] = {
     "experiment": _PATHS,
     "devices": ("gpu h100", ",", "tpu v5e"),
     "measured": _PATHS,
+    "init_from": _PATHS,
     "from_step": ("0", "-1", "7", "²", "five", "", "9" * 4000),
     "prompt": ("", "\0", "\ud800", "ä" * 300, "x" * 3000),
     "page": ("zzzz", "", "../README", "²", "\0"),
@@ -292,7 +294,18 @@ def _experiment_field(chance: random.Random, is_wrong: bool) -> list[str]:
         ),
         *(
             f"optimizer.{name}"
-            for name in ("name", "learning_rate", "warmup", "clip", "rank", "freeze", "train", "ema")
+            for name in (
+                "name",
+                "learning_rate",
+                "warmup",
+                "clip",
+                "rank",
+                "freeze",
+                "train",
+                "ema",
+                "moments",
+                "groups",
+            )
         ),
         *(
             f"plan.{name}"
@@ -333,6 +346,8 @@ def _experiment_field(chance: random.Random, is_wrong: bool) -> list[str]:
         "optimizer.name": ("muon", "soap", "lion", "sgd", "adafactor"),
     }
     by_field |= {
+        "optimizer.groups": ('{"embed": {"name": "lion"}}', '{"mlp|head": {"learning_rate": 0.1}, "norm": {}}', "{}"),
+        "optimizer.moments": ("float32", "plan"),
         "plan.precision": ("bfloat16",),
         "plan.matmul": ("fp8", "int8"),
         "plan.state.moments": ("int8", "int4"),

@@ -241,7 +241,23 @@ def _prepare_copies_record(folder: Path) -> Prepared:
     return written(path, lambda: HostCopies(run_dir, {}).restore_arrays({}, 0, 8)), [path.read_bytes()]
 
 
+def _prepare_init_from(folder: Path) -> Prepared:
+    from jaxscale.checkpoint.init_from import FILE, Match, WarmStart, recorded_source
+    from jaxscale.checkpoint.weights import WeightSource
+
+    source = WeightSource("source", 4, {"params/a": (2,)}, True, lambda leaves, say: {})
+    record = WarmStart(source, Match.of(source.shapes, {"params/a": (3,)}), {"params/a": (3,)}).record
+
+    def read() -> None:
+        path, step = recorded_source(folder, None, True)
+        if path is not None:
+            WeightSource.open(path, step)
+
+    return written(folder / FILE, read), [dumps(record), dumps({**record, "step": None})]
+
+
 RUN_TARGETS = (
+    Target("init_from.json", mutate.JSON, _prepare_init_from, ("gs://a/b", "/dev/zero", "~")),
     Target("metrics.jsonl", mutate.LINES, _prepare_metrics),
     Target(
         "report", mutate.FOLDER, _prepare_report, ("expert", "correction=a", "anneal=1", "data:2,x:3", "loss_chunk=8")

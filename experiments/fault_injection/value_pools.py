@@ -106,6 +106,10 @@ ORDINARY_FIELDS: dict[str, tuple[str, ...]] = {
     "arrays": ("{'images': np.zeros((40, 8, 8, 1)), 'labels': np.zeros(40, int)}",),
     "custom": ("adam", "None"),
     "train": ("'attention'", "'lora|head'"),
+    "groups": (
+        "{'embed|head': Optimizer('lion', 0.001)}",
+        "{'attention': Optimizer('sgd', 0.1, moments='float32'), 'norm': Optimizer()}",
+    ),
     "named": ("(('attention', 'plain'),)", "()"),
     "fields": ("('text',)", "('text', 'answer')", "()"),
     "hosts": ("('a', 'b')",),

@@ -257,6 +257,11 @@ def wild(name: str, hint: Any, chance: random.Random) -> str:
         return chance.choice(STRINGS)
     if hint in RECORDS:
         return chance.choice((hint.__name__, call_text(hint, chance), "{}", "'a'"))
+    if name == "groups":
+        texts = [wild(name, member, chance) for member in get_args(hint)]
+        return chance.choice(
+            (f"{{{texts[0]}: Optimizer()}}", f"{{'embed': {texts[1]}}}", "{'embed': Optimizer(ema=0.9)}")
+        )
     if get_origin(hint) in (tuple, list):
         item_hints = [item for item in get_args(hint) if item is not ...] or [Any]
         items = [wild(name, chance.choice(item_hints), chance) for _ in range(chance.choice((0, 1, 2, 3)))]

@@ -34,6 +34,8 @@ class Train:
             differ from those of the run. With never, that directory is renamed, and a new run starts.
         from_step: step of a checkpoint to return to, as in --from 1500; learning rate and guard may then change, and
             newer checkpoints are renamed. The same command again continues the run.
+        init_from: a run, one of its checkpoints (RUN/checkpoints/00000500) or a folder of transformers, whose weights a
+            new run starts from, as far as names and shapes are the same. The same command again continues the run.
         log_every: number of steps per line of the log.
         profile: steps to trace; 10:13 traces the steps 10, 11 and 12.
         steps: number of updates. The learning rate's schedule ends with the last update, so another number changes the
@@ -50,6 +52,7 @@ class Train:
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
     resume: Literal["auto", "never"] = "auto"
     from_step: str | None = flag("STEP", "the newest")
+    init_from: str | None = flag("RUN", "the model's own weights")
     log_every: int = 1
     profile: str | None = flag("FIRST:STOP", "no steps")
     steps: int | None = flag("INT", "the experiment's")
@@ -72,6 +75,7 @@ class Train:
             limit=self.limit,
             resume=self.resume,
             from_step=self.from_step,
+            init_from=self.init_from,
             log_every=self.log_every,
             profile=self.profile,
             source=source,
@@ -86,6 +90,11 @@ class Train:
         if self.from_step is not None and self.resume == "never":
             raise UserError(
                 f"--from {self.from_step} with --resume never, which starts a new run: leave one of them out"
+            )
+        if self.init_from is not None and self.from_step is not None:
+            raise UserError(
+                f"--init-from {self.init_from} with --from {self.from_step}: a run starts with the weights of another, "
+                "or returns to a checkpoint of its own; leave one of them out"
             )
         if self.profile is not None:
             from jaxscale.training.profile import ProfileRange

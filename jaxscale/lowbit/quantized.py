@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -145,6 +145,7 @@ def quantize_state(
     *,
     local: Params | None = None,
     layers: Params | None = None,
+    exact: Params | None = None,
     platform: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation with its moments in 8 or 4 bits between steps.
@@ -160,6 +161,7 @@ def quantize_state(
             divide every shard; without `local`, blocks divide the global shape.
         layers: tree of bools like the parameters, true if the first dim is stacked layers, along which no block lies.
             By default, blocks lie along the second-last dim of every array of two dims or more.
+        exact: tree of bools like the parameters, true if the state of the parameter stays float32; `None` for none.
         platform: platform on which updates run, "tpu", "gpu" or "cpu"; `None` for the platform that a program is
             compiled for.
 
@@ -186,7 +188,7 @@ def quantize_state(
         if not jax.tree.leaves(params):  # `optax.tree.map_params` passes placeholders
             return base_rule.init(params)
         abstract_state = jax.eval_shape(base_rule.init, params)
-        maps_and_blocks = _choose_maps(abstract_state, params, states, policy, local, layers)
+        maps_and_blocks = _choose_maps(abstract_state, params, states, policy, (local, layers, exact))
         if not any(maps_and_blocks):
             raise UserError(_refusal_message(abstract_state, states))
         state_leaves, treedef = jax.tree.flatten(base_rule.init(params))
@@ -345,21 +347,25 @@ def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
 
 
 def _choose_maps(
-    abstract_state: Any, params: Params, states: str, policy: StatePolicy, local: Params | None, layers: Params | None
+    abstract_state: Any, params: Params, states: str, policy: StatePolicy, facts: Sequence[Params | None]
 ) -> list[tuple[str, int] | None]:
     """Return (map name, block) for each leaf of a state; `None` for a leaf that stays float32.
 
-    `params`, `states`, `policy`, `local` and `layers` are arguments of `quantize_state`.
+    `params`, `states` and `policy` are arguments of `quantize_state`; `facts` are its `local`, `layers` and `exact`.
     """
+    local, layers, exact = facts
     signed_map, unsigned_map, max_block = _FORMATS[states]
     paths_and_params, treedef = jax.tree_util.tree_flatten_with_path(params)
     shardings: list[Any] = [None] * len(paths_and_params) if local is None else treedef.flatten_up_to(local)
     stacked_flags: list[Any] = [False] * len(paths_and_params) if layers is None else treedef.flatten_up_to(layers)
+    exact_flags: list[Any] = [False] * len(paths_and_params) if exact is None else treedef.flatten_up_to(exact)
     map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
-    # (shape, sharding, whether the first dim is layers) of each parameter
+    # (shape, sharding, whether the first dim is layers, whether the state stays float32) of each parameter
     facts_by_path = {
-        path: (param.shape, *sharding_and_flag)
-        for (path, param), *sharding_and_flag in zip(paths_and_params, shardings, stacked_flags, strict=True)
+        path: (param.shape, *sharding_and_flags)
+        for (path, param), *sharding_and_flags in zip(
+            paths_and_params, shardings, stacked_flags, exact_flags, strict=True
+        )
     }
 
     def choose_map(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
@@ -367,10 +373,10 @@ def _choose_maps(
         owner_path = owner_path_of(path, facts_by_path)
         if owner_path is None or owner_path == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, sharding, is_stacked = facts_by_path[owner_path]
+        shape, sharding, is_stacked, is_exact = facts_by_path[owner_path]
         field_name = path_name(path[: len(path) - len(owner_path)][-1:])
         map_name = map_by_field.get(field_name)
-        if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
+        if is_exact or map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None

@@ -8,6 +8,7 @@ without named axes, as in a foreign module, is classified by its shape and its p
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -44,6 +45,8 @@ class ParamInfo:
         column_dims: number of the last dims that are the columns of a matrix, such as 2 for a projection of shape
             (embed, heads, head).
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
+        name: path of the parameter, joined by slashes, as patterns of groups are searched for in it.
+        variable: name of the parameter's type of variable, such as "Param" or "LoRAParam"; "" if it is unknown.
 
     Example:
         >>> leaf = leaf_of("blocks/layers/mlp/up/weight", ("layers", "embed", "mlp"), (2, 8, 24))
@@ -58,6 +61,8 @@ class ParamInfo:
     parts: int = 1
     sharding: Any = None
     column_dims: int = 1
+    name: str = ""
+    variable: str = ""
 
     @property
     def tensors(self) -> int:
@@ -74,6 +79,10 @@ class ParamInfo:
         """Number of columns of one tensor as a matrix: the product of the last `column_dims` dims."""
         return math.prod(self.shape[max(self.stack, len(self.shape) - self.column_dims) :])
 
+    def has(self, pattern: str) -> bool:
+        """Return whether a pattern of parameters is found in the name, or is the name of the type of variable."""
+        return self.variable == pattern or re.search(pattern, self.name) is not None
+
 
 def leaf_of(
     name: str,
@@ -81,6 +90,7 @@ def leaf_of(
     shape: Sequence[int],
     sharding: Any = None,
     dims: TensorDims | None = None,
+    variable: str = "",
 ) -> ParamInfo:
     """Return the `ParamInfo` of a parameter.
 
@@ -89,6 +99,7 @@ def leaf_of(
         axes: logical axis of each dim; `None` for a parameter without named axes.
         shape: global shape of the parameter.
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
+        variable: name of the parameter's type of variable.
         dims: dims of the parameter, if its layer is known; `None` derives them from names and shape.
 
     Example:
@@ -116,7 +127,7 @@ def leaf_of(
     part_count = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
     decays = is_decayed(axes, shape) if dims is None else kind != "vector"
     column_dims = 1 if dims is None or not row_dims else len(shape) - dims.stack - row_dims
-    return ParamInfo(tuple(shape), kind, stacked_dim_count, decays, part_count, sharding, column_dims)
+    return ParamInfo(tuple(shape), kind, stacked_dim_count, decays, part_count, sharding, column_dims, name, variable)
 
 
 def leaves_of(params: Params) -> Any:

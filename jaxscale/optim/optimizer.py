@@ -6,7 +6,7 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
@@ -93,6 +93,10 @@ class Optimizer:
             are kept as they are, in the precision of the plan. `None` trains all.
         ema: decay of an exponential moving average of the weights, which evaluation, samples and export read, such as
             0.999; the first updates have the decay (1 + n) / (10 + n) if that is less. `None` keeps no average.
+        moments: number format of the moments between steps: that of the plan, or float32 under any plan.
+        groups: optimizers of some parameters, by patterns that are matched as `train` is: `{"embed|head":
+            Optimizer("adamw", 1e-3, weight_decay=0.0)}`. The first pattern that matches a parameter has it. A group
+            inherits nothing; `clip`, `train` and `ema` are those of the whole optimizer. On the command line, JSON.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -126,6 +130,8 @@ class Optimizer:
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
     train: str | None = None
     ema: float | None = None
+    moments: Literal["plan", "float32"] = "plan"
+    groups: "Mapping[str, Optimizer]" = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if hasattr(self.custom, "init") and hasattr(self.custom, "update"):
@@ -136,7 +142,8 @@ class Optimizer:
         check_types(self)
         if self.custom is not None:
             check_parameters(self.custom, "optimizer.custom", 1, "lambda rate: optax.adam(rate)")
-        self._check_train()
+        if self.train is not None:
+            _check_pattern(self.train, "optimizer.train", "; leave it out to train all")
         self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
         self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")
         self._check_range(_DECAY_FIELDS, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
@@ -159,17 +166,30 @@ class Optimizer:
                     f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
+        self._check_groups()
 
-    def _check_train(self) -> None:
-        """Raise UserError if `train` is no regular expression, or empty."""
-        if self.train is None:
-            return
-        try:
-            re.compile(self.train)
-        except re.error as error:
-            raise UserError(f"optimizer.train: got {self.train!r}, expected a regular expression: {error}") from None
-        if not self.train:
-            raise UserError("optimizer.train: got an empty text, expected a part of names; leave it out to train all")
+    def _check_groups(self) -> None:
+        """Raise UserError if a pattern is no regular expression, or if a group has what only the whole optimizer has.
+
+        The groups are copied, so that they stay what was checked.
+        """
+        object.__setattr__(self, "groups", dict(self.groups))
+        for pattern, member in self.groups.items():
+            path = f"optimizer.groups.{pattern}"
+            _check_pattern(pattern, "optimizer.groups", "")
+            if member.groups:
+                raise UserError(f"{path}.groups: got groups inside of a group; list all groups in optimizer.groups")
+            for field, whole in _FIELDS_OF_THE_WHOLE.items():
+                if getattr(member, field) != getattr(_DEFAULTS, field):
+                    raise UserError(
+                        f"{path}.{field}: got {getattr(member, field)!r}, but {whole}; set optimizer.{field} instead"
+                    )
+        for path, member in {"optimizer": self, **{f"optimizer.groups.{p}": g for p, g in self.groups.items()}}.items():
+            if self.groups and member.custom is None and RULES[member.name].over_replicas:
+                raise UserError(
+                    f"{path}.name: got {member.name} together with optimizer.groups, but replicas that send momenta in "
+                    "one bit have one rule for all parameters; take another rule, or leave optimizer.groups out"
+                )
 
     def _check_range(self, fields: Sequence[str], is_in_range: Callable[[float], bool], expected: str) -> None:
         """Raise UserError if a field with one of these names is out of range."""
@@ -177,6 +197,28 @@ class Optimizer:
             setting = getattr(self, field)
             if setting is not None and not is_in_range(setting):
                 raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
+
+    def members(self) -> dict[int, "Optimizer"]:
+        """Return the optimizer of each group by the group's index, without groups; -1 is that of all other parameters.
+
+        Example:
+            >>> list(Optimizer(groups={"head": Optimizer("sgd")}).members())
+            [-1, 0]
+        """
+        rest = dataclasses.replace(self, groups={}) if self.groups else self
+        return {-1: rest, **dict(enumerate(self.groups.values()))}
+
+    def describe_rule(self) -> str:
+        """Return the rule with its learning rate and weight decay, without groups, as text for the user.
+
+        Example:
+            >>> Optimizer("lion", 3e-4).describe_rule()
+            'lion, learning rate 0.0003, weight decay 0.1'
+        """
+        if self.custom is not None:
+            return f"the custom rule, learning rate {self.learning_rate:g}"
+        decay = self.options()["weight_decay"]
+        return f"{self.name}, learning rate {self.learning_rate:g}, weight decay {decay:g}"
 
     def options(self) -> dict[str, Any]:
         """Return the value of every option of the rule, by name; options that are not set have their defaults.
@@ -224,6 +266,23 @@ class Optimizer:
         """Return the learning rate of one update in a run of `steps` updates; `update` is its index, from 0."""
         return float(self.schedule_fn(steps)(update))
 
+    def learning_rates(self, update: Any, steps: int) -> dict[str, Any]:
+        """Return the metrics of the learning rates of one update, by name: `learning_rate`, and that of each group.
+
+        Args:
+            update: index of the update, from 0, an int or a traced number.
+            steps: number of updates in the run.
+
+        Example:
+            >>> optimizer = Optimizer(groups={"head": Optimizer(learning_rate=0.5, schedule="constant")})
+            >>> {name: round(float(rate), 4) for name, rate in optimizer.learning_rates(0, 10).items()}
+            {'learning_rate': 0.001, 'learning_rate/head': 0.5}
+        """
+        names = ["learning_rate", *(f"learning_rate/{pattern}" for pattern in self.groups)]
+        return {
+            name: member.schedule_fn(steps)(update) for name, member in zip(names, self.members().values(), strict=True)
+        }
+
     def build(self, steps: int, leaves: Any) -> Any:
         """Return the optax transformation that clips gradients and then applies `rule`.
 
@@ -249,6 +308,10 @@ class Optimizer:
         """
         import jax
 
+        if self.groups:
+            from jaxscale.optim.groups import grouped
+
+            return grouped(self, steps, leaves)
         rate = self.schedule_fn(steps)
         if self.custom is not None:
             from jaxscale.optim.step_loss import with_step_loss
@@ -281,3 +344,29 @@ OPTIONS = tuple(
     field.name for field in dataclasses.fields(Optimizer) if any(field.name in rule.defaults for rule in RULES.values())
 )
 """Names of the fields of `Optimizer` that are options of an update rule."""
+
+
+def _check_pattern(pattern: str, path: str, alternative: str) -> None:
+    """Raise UserError if a pattern of parameters is no regular expression, or empty.
+
+    Args:
+        pattern: the pattern.
+        path: path of the field, for messages.
+        alternative: end of the message about an empty pattern.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(f"{path}: got {pattern!r:.200}, expected a regular expression: {error}") from None
+    if not pattern:
+        raise UserError(f"{path}: got an empty text, expected a part of names{alternative}")
+
+
+_FIELDS_OF_THE_WHOLE: Mapping[str, str] = {
+    "clip": "gradients are clipped by the norm of all of them",
+    "train": "a group is of parameters that are trained",
+    "ema": "the average is of all weights",
+}
+"""Fields that a group may not set, and why."""
+_DEFAULTS = Optimizer()
+"""An optimizer whose fields have their defaults."""

@@ -10,7 +10,7 @@ kernel, in slices, or on the host).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import jax
@@ -29,6 +29,23 @@ GuardedAdvance: TypeAlias = Callable[
 
 The returned `is_good` is whether the step was applied. If it is false, parameters and state are returned unchanged.
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class RateEstimate:
+    """What the size of an update of a group of parameters is estimated from.
+
+    Args:
+        rate: the learning rate.
+        unit: size of an update at rate 1; `None` if it is unknown, and then the smaller of 1 and the gradients'.
+        params: the parameters of the group.
+        decay: factor of the decoupled weight decay.
+    """
+
+    rate: Float[Array, ""]
+    unit: UpdateUnit | None
+    params: Params
+    decay: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +101,40 @@ class UpdateGuard:
             >>> [bool(guard.allows_rate(jnp.float32(rate), "ones", norm, params)) for rate in (40.0, 60.0)]
             [True, False]
         """
-        count = _number_count(params)
-        floor = ZERO_RMS**2 * count
-        param_squares = _square_sum(params) if are_params_read else floor
-        squares_by_unit: dict[UpdateUnit | None, Float[Array, ""]] = {
-            "ones": count,
-            "gradients": jnp.square(gradient_norm),
-            "weights": jnp.maximum(param_squares, floor),
-            None: jnp.minimum(count, jnp.square(gradient_norm)),
-        }
-        update_squares = jnp.square(rate) * (squares_by_unit[unit] + jnp.square(jnp.float32(decay)) * param_squares)
+        estimate = RateEstimate(rate, unit, params, decay)
+        return self.allows_rates([estimate], gradient_norm, are_params_read=are_params_read)
+
+    def allows_rates(
+        self, estimates: Sequence[RateEstimate], gradient_norm: Float[Array, ""], *, are_params_read: bool = True
+    ) -> Bool[Array, ""]:
+        """Return whether updates of several groups of parameters may be applied, by the sum of their estimates.
+
+        Args:
+            estimates: the learning rate and the parameters of each group.
+            gradient_norm: global norm of the gradients that the rules receive, which is the most that those of a group
+                may have.
+            are_params_read: whether the parameters are on the device, as in `allows_rate`.
+
+        Example:
+            >>> guard, params, rate = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}, jnp.float32(60.0)
+            >>> estimates = [RateEstimate(rate, "ones", params), RateEstimate(rate * 0.0, "ones", params)]
+            >>> [bool(guard.allows_rates(chosen, jnp.float32(0.2))) for chosen in (estimates, estimates[:1])]
+            [True, False]
+        """
+        update_squares, param_squares, count = (jnp.zeros((), jnp.float32) for _ in range(3))
+        for estimate in estimates:
+            own_count = _number_count(estimate.params)
+            floor = ZERO_RMS**2 * own_count
+            own_squares = _square_sum(estimate.params) if are_params_read else floor
+            squares_by_unit: dict[UpdateUnit | None, Float[Array, ""]] = {
+                "ones": own_count,
+                "gradients": jnp.square(gradient_norm),
+                "weights": jnp.maximum(own_squares, floor),
+                None: jnp.minimum(own_count, jnp.square(gradient_norm)),
+            }
+            squares_at_one = squares_by_unit[estimate.unit] + jnp.square(jnp.float32(estimate.decay)) * own_squares
+            update_squares += jnp.square(estimate.rate) * squares_at_one
+            param_squares, count = param_squares + own_squares, count + own_count
         return self._allows_squares(update_squares, param_squares, count)
 
     def _allows_squares(

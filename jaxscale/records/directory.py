@@ -2,6 +2,7 @@
 
 experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
+init_from.json                the weights of another run that the run started from, if any
 returns.json                  the returns to an earlier checkpoint, with the settings that changed
 memory.json                   what the plan's memory rule chose for each block, as read by `--plan.memory file:PATH`
 metrics.jsonl tensorboard/    the measurements
@@ -38,6 +39,8 @@ MAY_CHANGE_ON_RETURN = (
     "guard", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup", "optimizer.schedule",
 )  # fmt: skip
 """Fields that may change, too, when a run returns to a checkpoint; no array of the train state depends on them."""
+_GROUPS = "optimizer.groups."
+"""Start of the path of a setting of a group of the optimizer, whose learning rate and schedule may change likewise."""
 
 
 def default_directory(experiment: "Experiment") -> Path:
@@ -197,9 +200,11 @@ def check_same_experiment(
         stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore that file from a copy, or choose another directory with --out") from error
-    all_changes = values.changes(experiment, stored_json)
-    changeable = (*MAY_CHANGE, *MAY_CHANGE_ON_RETURN) if is_returning else MAY_CHANGE
-    changes = [change for change in all_changes if not is_within(change.path, changeable)]
+    changes = [
+        change
+        for change in [*values.changes(experiment, stored_json), *_order_of_groups(experiment, stored_json)]
+        if not is_within(change.path, MAY_CHANGE) and not (is_returning and may_change_on_return(change))
+    ]
     if changes:
         more_text = f"; and {len(changes) - 8} more" if len(changes) > 8 else ""
         raise UserError(
@@ -209,6 +214,24 @@ def check_same_experiment(
             f"{', '.join(MAY_CHANGE_ON_RETURN)}. Choose another directory with --out"
         )
     return stored_json
+
+
+def may_change_on_return(change: values.Difference) -> bool:
+    """Return whether a run that returns to a checkpoint may change a setting."""
+    name = change.path.rpartition(".")[2]
+    if not change.path.startswith(_GROUPS) or values.ABSENT in (change.first, change.second):
+        return is_within(change.path, MAY_CHANGE_ON_RETURN)
+    return f"optimizer.{name}" in MAY_CHANGE_ON_RETURN
+
+
+def _order_of_groups(experiment: "Experiment", stored_json: Any) -> list[values.Difference]:
+    """Return the difference in the order of the optimizer's groups, which decides where several patterns match."""
+    optimizer_json = stored_json.get("optimizer") if isinstance(stored_json, dict) else None
+    stored_groups = optimizer_json.get("groups") if isinstance(optimizer_json, dict) else None
+    names, stored_names = list(experiment.optimizer.groups), list(stored_groups or ())
+    if names == stored_names or sorted(names) != sorted(map(str, stored_names)):
+        return []
+    return [values.Difference("order of optimizer.groups", ", ".join(names), ", ".join(stored_names))]
 
 
 def is_within(path: str, paths: Iterable[str]) -> bool:

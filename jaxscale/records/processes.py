@@ -35,7 +35,9 @@ def process_index() -> int:
     return jax.process_index()
 
 
-def check_processes_agree(experiment: Any, plan: Any, source: Any, from_step: int | str | None = None) -> None:
+def check_processes_agree(
+    experiment: Any, plan: Any, source: Any, from_step: int | str | None = None, init_from: Any = None
+) -> None:
     """Check that all processes have the versions, experiment, plan, file, flags and devices of the first process.
 
     The folders of files may differ, as when a run is continued.
@@ -45,6 +47,7 @@ def check_processes_agree(experiment: Any, plan: Any, source: Any, from_step: in
         plan: the plan of this process.
         source: origin of the experiment; `None` if it was given as an object.
         from_step: step of a checkpoint to which the run returns; `None` for the newest.
+        init_from: path of the weights from which a new run starts; `None` for its own.
 
     Raises:
         UserError: this process differs from the first one, or another process does.
@@ -60,6 +63,7 @@ def check_processes_agree(experiment: Any, plan: Any, source: Any, from_step: in
         "versions": versions(),
         "devices per process": jax.local_device_count(),
         "from step": from_step,
+        "init from": None if init_from is None else str(init_from),
         "SHA-256 of the experiment file": None if source is None else source.sha256,
     }
     content = {"facts": facts, "experiment": to_json(experiment), "plan": to_json(plan)}

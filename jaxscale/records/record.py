@@ -95,6 +95,12 @@ class RunRecord:
         return MetricsRows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
 
     @property
+    def initial_weights(self) -> str | None:
+        """The weights of another run that this one started from, as text; `None` if it started from its own."""
+        rows = self.events("init_from")
+        return f"{rows[-1].get('source')}: {rows[-1].get('summary')}" if rows else None
+
+    @property
     def step(self) -> int:
         """Number of updates so far."""
         return max((row["step"] for row in self.metrics), default=0)

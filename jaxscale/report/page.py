@@ -106,6 +106,7 @@ def _header(run: RunRecord) -> Markup:
         "header",
         element("div", element("h1", run.name), status_tag, class_="title"),
         element("p", " · ".join(text for text in origin_texts if text)),
+        element("p", f"Initial weights of {run.initial_weights}") if run.initial_weights else None,
         [element("p", f"Could not be read: {line}", class_="warning") for line in run.unread],
     )
     return joined([header, _figure_list(run)])
@@ -169,7 +170,7 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
     speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
         *(_metric_chart(held_out_rows, name, f"Held-out {name}", color=2, from_zero=False) for name in run.own_metrics),
-        _metric_chart(train_rows, "learning_rate", "Learning rate", color=3),
+        _rate_chart(train_rows),
         _metric_chart(train_rows, "tokens_per_second", "Throughput", color=1, **speed_options)
         or _metric_chart(train_rows, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),
         _metric_chart(train_rows, "grad_norm", "Gradient norm", color=4, from_zero=False),
@@ -202,6 +203,21 @@ def _metric_chart(
         curves = [Series("each step", steps, values, "faint", color)]
         curves += [Series("smoothed", steps, smooth(values, len(values) / 50), "line", color)]
     return line_chart(title, curves, from_zero=from_zero, **options)
+
+
+def _rate_chart(rows: MetricsRows) -> Markup:
+    """Return the chart of the learning rate, with a line for each group of parameters that has one of its own."""
+    prefix = "learning_rate/"
+    names = list(dict.fromkeys(name for row in rows for name in row if name.startswith(prefix)))[:6]
+    if not names:
+        return _metric_chart(rows, "learning_rate", "Learning rate", color=3)
+    curves = [
+        Series(
+            name.removeprefix(prefix) if index else "the others", rows.column("step"), rows.column(name), "line", color
+        )
+        for index, (name, color) in enumerate(zip(["learning_rate", *names], (3, 1, 2, 4, 5, 6, 7), strict=False))
+    ]
+    return line_chart("Learning rate", curves)
 
 
 def _plan_sheets(run: RunRecord) -> list[Markup]:

@@ -90,6 +90,8 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("training loss", f"{number(train_rows.column('loss')[-1])} at step {train_rows[-1]['step']:,}"))
         token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
         rows.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
+    if run.initial_weights is not None:
+        rows.append(("started from", run.initial_weights))
     if run.seconds is not None and train_rows:
         event_seconds = run.events("compile").column("seconds")
         compile_seconds = event_seconds[np.isfinite(event_seconds)]

@@ -31,7 +31,7 @@ from jaxscale.state.layout import Layout, local_bytes
 from jaxscale.state.naming import Naming, Part, part_of_whole, roles
 from jaxscale.state.train_state import TrainState
 from jaxscale.trees import path_name
-from jaxscale.typing import Array, PyTree
+from jaxscale.typing import Array, Params, PyTree
 
 PARAMS = "params"
 """Prefix of the names of parameters. Evaluation, generation and export restore the arrays under `PARAMS` and `REST`."""
@@ -149,6 +149,29 @@ class Canonical:
             arrays[name] = finish_by_name[name](jnp.concatenate([groups[start] for start in sorted(groups)]))
         return arrays
 
+    def with_weights(self, params: Params, model_state: Params, weights: Mapping[str, Array]) -> tuple[Params, Params]:
+        """Return parameters and the model's other state in which some arrays of the canonical form are replaced.
+
+        Args:
+            params: float32 parameters, as they are before the first step.
+            model_state: the model's other state.
+            weights: new arrays by name, with the shapes and shardings of `abstract`; a stacked leaf keeps its other
+                layers.
+        """
+        parts = jax.tree.unflatten(self._treedef, self._parts)
+
+        def replaced(leaf: Array, part: Part) -> Array:
+            if not any(name in weights for name in part.names):
+                return leaf
+            arrays = {name: weights[name] for name in part.names if name in weights}
+            if len(arrays) < len(part.names):
+                arrays = {**jax.jit(functools.partial(_drawn_rows, part=part))(leaf), **arrays}
+            abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            join = _join_fn(part.layer_dim, part.key_impl, abstract, part.group_rows, part.row_of_name)
+            return jax.block_until_ready(join([arrays[name] for name in part.names]))
+
+        return jax.tree.map(replaced, params, parts.params), jax.tree.map(replaced, model_state, parts.rest)
+
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
         """Put a train state together from its canonical form, whose arrays are donated, and return the state.
 
@@ -192,6 +215,17 @@ class Canonical:
         for extra in self._extras:
             state = extra.from_saved(state)
         return state
+
+
+def _drawn_rows(leaf: Array, part: Part) -> dict[str, Array]:
+    """Return the arrays of the canonical form of a leaf that is a parameter, in device memory."""
+    array = to_device(leaf)
+    if array.shape != part.shape:  # cut off the padding
+        array = jax.lax.slice(array, (0,) * array.ndim, part.shape)
+    dim = part.layer_dim
+    if dim is None:
+        return {part.names[0]: array}
+    return {name: jax.lax.index_in_dim(array, row, dim, keepdims=False) for row, name in part.rows_and_names()}
 
 
 def _finished(array: Array, dtype: np.dtype | None, is_on_host: bool) -> Array:

@@ -21,7 +21,7 @@ from jax.tree_util import KeyPath
 from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import group_name
+from jaxscale.layers.stack import group_name, in_one_stack
 from jaxscale.model_traits import TensorDims
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
@@ -71,6 +71,7 @@ class PureModel:
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
         tensor_dims: dims of each trained parameter of a foreign model whose layer is known, by the parameter's name.
+        variables: name of the type of variable of each trained parameter, by the parameter's name.
     """
 
     model: Model
@@ -88,6 +89,7 @@ class PureModel:
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
     tensor_dims: Mapping[str, TensorDims] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -152,6 +154,10 @@ class PureModel:
                 "/".join(map(str, path)): dims
                 for path, variable in nnx.to_flat_state(param_state)
                 if (dims := variable.get_metadata().get("tensor_dims")) is not None
+            },
+            variables={
+                "/".join(map(str, path)): _variable_type(variable).__name__
+                for path, variable in nnx.to_flat_state(param_state)
             },
         )
         if not layer_of_row:
@@ -256,12 +262,19 @@ def _trained(train: str | None) -> nnx.filterlib.Predicate:
     """
 
     def is_trained(path: PathParts, variable: nnx.Variable) -> bool:
-        variable_type = getattr(variable, "type", type(variable))
+        variable_type = _variable_type(variable)
         if train is None or not issubclass(variable_type, nnx.Param):
             return issubclass(variable_type, nnx.Param) if train is None else variable_type.__name__ == train
-        return variable_type.__name__ == train or re.search(train, "/".join(map(str, path))) is not None
+        return (
+            variable_type.__name__ == train or re.search(train, in_one_stack("/".join(map(str, path)))[0]) is not None
+        )
 
     return is_trained
+
+
+def _variable_type(variable: nnx.Variable) -> type[nnx.Variable]:
+    """Return the type of a variable, or of the variable whose abstract value this is."""
+    return getattr(variable, "type", type(variable))
 
 
 def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:

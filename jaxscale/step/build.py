@@ -12,6 +12,7 @@ from jaxscale.blocks import Treatment
 from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
+from jaxscale.optim.groups import describe_groups
 from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
@@ -192,11 +193,12 @@ class Assembly:
         """
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
         lines = [self.resolved.line, *describe_frozen(self.pure_model)]
+        lines += describe_groups(experiment.optimizer, update.param_infos)
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
         lines += describe_products(plan, devices[0])
         if self.pure_model.tensor_dims and experiment.optimizer.custom is None:
-            lines.append(describe_kinds(update))
+            lines.append(describe_kinds(update.param_infos))
         lines += describe_state(plan, layout.abstract.optimizer, self.pure_model.parameters)
         objective = self.objective(treatment_of(plan, decision, layout.platform))
         extras: tuple[StateExtra, ...] = ()
@@ -304,7 +306,10 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
                 f"chunk would hold all of them; take less than {local_length}, or leave loss_chunk out"
             )
     if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in state_leaves):
-        rule_name = "the custom rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
+        rule_names = [
+            "the custom rule" if m.custom is not None else m.name for m in experiment.optimizer.members().values()
+        ]
+        rule_name = " and ".join(dict.fromkeys(rule_names))
         raise UserError(
             f"optimizer_state streamed: {rule_name} keeps no array that could lie on the host; leave optimizer_state "
             "out, or put the weights on the host with weights=host"

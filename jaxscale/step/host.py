@@ -17,8 +17,10 @@ from jax.tree_util import KeyPath
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import Advance, update_in_slices, update_on_device, update_on_host
 from jaxscale.offload.weights import Streamed, belongs_to_block
+from jaxscale.optim.groups import group_indices, masked
+from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
-from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard, guarded
+from jaxscale.optim.update_guard import GuardedAdvance, RateEstimate, UpdateGuard, guarded
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -116,21 +118,37 @@ def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateV
     if is_judged_whole(plan, update):
         return None
     optimizer, guard = experiment.optimizer, UpdateGuard(experiment.guard.update)
-    is_known_rule = optimizer.custom is None
-    unit = RULES[optimizer.name].update_unit if is_known_rule else None
-    decay = optimizer.options()["weight_decay"] if is_known_rule else 0.0
-    rate_fn = optimizer.schedule_fn(experiment.steps)
+    members = optimizer.members()
+    indices = jax.tree.map(lambda _: -1, update.param_infos)
+    if optimizer.groups:
+        indices = group_indices(list(optimizer.groups), update.param_infos)
     has_device_weights = plan.offload.weights == "device" and plan.offload.optimizer_state != "host"
 
     def verdict(state: TrainState, norm: Array) -> Array:
         """Return whether the update after `state.watch.good` updates may be applied."""
-        rate = jnp.asarray(rate_fn(state.watch.good), jnp.float32)
         clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
-        return guard.allows_rate(
-            rate, unit, clipped_norm, state.params, decay=decay, are_params_read=has_device_weights
-        )
+        estimates = [
+            _rate_estimate(member, experiment.steps, state.watch.good, masked(state.params, indices, index))
+            for index, member in members.items()
+        ]
+        return guard.allows_rates(estimates, clipped_norm, are_params_read=has_device_weights)
 
     return verdict
+
+
+def _rate_estimate(optimizer: Optimizer, steps: int, update: Array, params: Params) -> RateEstimate:
+    """Return what an estimate of the size of an update needs.
+
+    Args:
+        optimizer: the optimizer of the parameters, without groups.
+        steps: number of steps of the run.
+        update: number of updates made.
+        params: the parameters that the optimizer updates.
+    """
+    rate = jnp.asarray(optimizer.schedule_fn(steps)(update), jnp.float32)
+    if optimizer.custom is not None:
+        return RateEstimate(rate, None, params)
+    return RateEstimate(rate, RULES[optimizer.name].update_unit, params, optimizer.options()["weight_decay"])
 
 
 def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:

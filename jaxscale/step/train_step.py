@@ -283,9 +283,14 @@ class TrainStep:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def init(self) -> TrainState:
-        """Create the state before the first step, and return it. No device ever holds a sharded leaf whole."""
+    def init(self, weights: Mapping[str, Array] | None = None) -> TrainState:
+        """Create the state before the first step, and return it. No device ever holds a sharded leaf whole.
+
+        `weights` are parameters in float32 and statistics, named and placed as in the canonical form; others are new.
+        """
         params, model_state = first_weights(self.pure_model, self.layout)
+        if weights:
+            params, model_state = self._canonical.with_weights(params, model_state, weights)
         shardings = self.layout.state_shardings
         if self.update.is_split:
             start = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
@@ -407,11 +412,11 @@ class TrainStep:
             batch: device arrays, from `place`.
 
         Returns:
-            The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
-            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row` (skipped steps
-            since the last step that was applied); with a codec also `residual_norm` (norm of the
-            residuals) and `wire_bytes` (bytes that each device sends over the replica axis). Under DiLoCo, `grad_norm`
-            is the root of the mean square of the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
+            The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate` and that
+            of each group, `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row` (since
+            the last one that was applied); with a codec also `residual_norm` (norm of the residuals) and `wire_bytes`
+            (that each device sends over the replica axis). Under DiLoCo, `grad_norm` is the root of the mean square of
+            the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
         """
         if self._is_serial:
             jax.block_until_ready(state.watch)
@@ -457,9 +462,9 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the step function, and return the next state and the metrics, including those that all steps have."""
         next_state, metrics = self.parts.step_function(state, batch)
-        learning_rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
+        learning_rates = self.experiment.optimizer.learning_rates(state.watch.good, self.experiment.steps)
         common_metrics = {
-            "learning_rate": jnp.asarray(learning_rate, jnp.float32),
+            **{name: jnp.asarray(rate, jnp.float32) for name, rate in learning_rates.items()},
             "skipped": next_state.watch.skipped,
             "skipped_in_row": next_state.watch.in_row,
         }

@@ -5,10 +5,8 @@ state in few bits is divided into blocks within each device's shard, and all mom
 `Layout` places the state, and `step/host.py` selects the device or the host for the update.
 """
 
-import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +14,11 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import in_one_stack
 from jaxscale.lowbit.quantized import quantize_state, state_bytes
 from jaxscale.lowbit.split_weights import split, split_weights
 from jaxscale.offload.updates import Advance
+from jaxscale.optim.groups import group_indices
 from jaxscale.optim.leaves import LeafKind, ParamInfo, leaf_of
 from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
@@ -53,7 +53,7 @@ class Update:
         is_bounded: whether the rule bounds its updates, so that their size need not be measured.
         is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
             `None` for a rule of the user's own, for which this is unknown.
-        stacks_by_kind: number of arrays of each kind of parameter, and how many of these hold the layers of a stack.
+        param_infos: tree of the `ParamInfo` of each parameter.
     """
 
     float32_rule: optax.GradientTransformation
@@ -66,7 +66,7 @@ class Update:
     unfused_reason: str | None = None
     is_bounded: bool = False
     is_by_layer: PyTree[bool] | None = None
-    stacks_by_kind: Mapping[LeafKind, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    param_infos: PyTree[ParamInfo] = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
@@ -82,10 +82,11 @@ class Update:
         )
         param_infos = map_with_path(
             lambda path, leaf, sharding: leaf_of(
-                name := path_name(path),
+                in_one_stack(name := path_name(path))[0],  # a pattern of a group means all layers of a stack in groups
                 pure_model.axis_names.get(name),
                 leaf.shape,
                 sharding,
+                pure_model.variables.get(name, ""),
                 pure_model.tensor_dims.get(name),
             ),
             pure_model.abstract_params,
@@ -105,7 +106,14 @@ class Update:
                     "mixes elements of a tensor, state.moments float32"
                 )
             platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
-            rule = quantize_state(rule, plan.state.moments, local=shardings, layers=is_stacked, platform=platform)
+            rule = quantize_state(
+                rule,
+                plan.state.moments,
+                local=shardings,
+                layers=is_stacked,
+                exact=_exact_flags(experiment.optimizer, param_infos),
+                platform=platform,
+            )
             unfused_reason = _unfused_reason(experiment.optimizer, plan, platform)
             if unfused_reason is None:
                 device_name = f"{platform} {device.device_kind}"
@@ -116,7 +124,8 @@ class Update:
         clipped_rule = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
             clipped_rule = clipped(rule, messages)
-        is_known_rule = experiment.optimizer.custom is None
+        members = experiment.optimizer.members().values()
+        is_known_rule = all(member.custom is None for member in members)
         return cls(
             float32_rule=float32_rule,
             rule=rule,
@@ -126,9 +135,9 @@ class Update:
             messages=messages,
             fused=fused,
             unfused_reason=unfused_reason,
-            is_bounded=is_known_rule and plan.state.moments == "float32" and _bounds_updates(experiment.optimizer),
+            is_bounded=is_known_rule and plan.state.moments == "float32" and all(map(_bounds_updates, members)),
             is_by_layer=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
-            stacks_by_kind=_stacks_by_kind(jax.tree.leaves(param_infos)),
+            param_infos=param_infos,
         )
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
@@ -168,6 +177,15 @@ def _bounds_updates(optimizer: Optimizer) -> bool:
     return RULES[optimizer.name].is_bounded and has_eps and growth <= _LARGEST_GROWTH
 
 
+def _exact_flags(optimizer: Optimizer, param_infos: PyTree[ParamInfo]) -> PyTree[bool]:
+    """Return a tree that shows for each parameter whether its moments stay float32, as its optimizer specifies."""
+    members = optimizer.members()
+    if not optimizer.groups:
+        return jax.tree.map(lambda _: optimizer.moments == "float32", param_infos)
+    indices = group_indices(list(optimizer.groups), param_infos)
+    return jax.tree.map(lambda index: members[index].moments == "float32", indices)
+
+
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     """Return why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
@@ -178,6 +196,8 @@ def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | No
         return "the plan names the reference implementation"
     if plan.state.moments not in ("int8", "dynamic8"):
         return f"the kernel supports states int8 and dynamic8, not {plan.state.moments}"
+    if optimizer.groups:
+        return "the kernel supports one rule for all parameters, not groups"
     if optimizer.name != "adamw" or optimizer.custom is not None:
         rule_name = "a rule of your own" if optimizer.custom is not None else optimizer.name
         return f"the kernel supports AdamW, not {rule_name}"
@@ -211,27 +231,29 @@ def _fused_adamw(
     return fused(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
 
 
-def _stacks_by_kind(param_infos: Sequence[ParamInfo]) -> dict[LeafKind, tuple[int, int]]:
-    """Return the number of parameters of each kind, and of those among them that are stacks."""
-    are_stacked = collections.defaultdict[LeafKind, list[bool]](list)
-    for param_info in param_infos:
-        are_stacked[param_info.kind].append(param_info.stack > 0)
-    return {kind: (len(flags), sum(flags)) for kind, flags in sorted(are_stacked.items())}
-
-
-def describe_kinds(update: Update) -> str:
+def describe_kinds(param_infos: PyTree[ParamInfo]) -> str:
     """Return a line for the user on what an update rule takes for matrices, tables and vectors.
 
+    Args:
+        param_infos: tree of the `ParamInfo` of each parameter.
+
     Example:
-        >>> import optax
-        >>> sgd = optax.sgd(0.1)
-        >>> describe_kinds(Update(sgd, sgd, sgd, None, stacks_by_kind={"matrix": (6, 4), "vector": (9, 0)}))
-        'parameters: 6 matrices (4 stacks of layers), 9 vectors'
+        >>> weights = {"w": leaf_of("w", ("layers", "embed", "mlp"), (2, 8, 24)), "bias": leaf_of("bias", None, (24,))}
+        >>> describe_kinds(weights)
+        'parameters: 1 matrix (1 stack of layers), 1 vector'
     """
-    names = {"matrix": "matrices", "table": "tables", "vector": "vectors"}
+    are_stacked: dict[LeafKind, list[bool]] = {"matrix": [], "table": [], "vector": []}
+    for param_info in jax.tree.leaves(param_infos):
+        are_stacked[param_info.kind].append(param_info.stack > 0)
+    plurals = {"matrix": "matrices", "table": "tables", "vector": "vectors", "stack": "stacks"}
+
+    def counted(count: int, noun: str) -> str:
+        return f"{count} {noun if count == 1 else plurals[noun]}"
+
     texts = [
-        f"{count} {kind if count == 1 else names[kind]}" + (f" ({stacks} stacks of layers)" if stacks else "")
-        for kind, (count, stacks) in update.stacks_by_kind.items()
+        counted(len(flags), kind) + (f" ({counted(sum(flags), 'stack')} of layers)" if any(flags) else "")
+        for kind, flags in are_stacked.items()
+        if flags
     ]
     return f"parameters: {', '.join(texts)}"
 

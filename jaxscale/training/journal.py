@@ -15,6 +15,20 @@ from jaxscale.records.processes import is_first
 from jaxscale.training.callbacks import Callbacks, Event, EventKind
 from jaxscale.training.display import Display
 
+_LOGGED = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
+"""Metrics of a step in its row of metrics.jsonl; only a gradient codec reports the last two."""
+
+
+def logged(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return those metrics of a step that its row of metrics.jsonl has, with the learning rate of each group.
+
+    Example:
+        >>> logged({"learning_rate/head": 0.1, "loss": 2.0, "weight": 64.0})
+        {'loss': 2.0, 'learning_rate/head': 0.1}
+    """
+    names = (*_LOGGED, *(name for name in scalars if name.startswith("learning_rate/")))
+    return {name: scalars[name] for name in names if name in scalars}
+
 
 class Journal:
     """The output of one run.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale import heartbeat
+from jaxscale.checkpoint.init_from import Beginning, check_init_from
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Preempted, UserError
@@ -36,8 +37,8 @@ from jaxscale.training.check_data import check_data, open_data
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
-from jaxscale.training.journal import Journal
-from jaxscale.training.meter import Meter, peak_of
+from jaxscale.training.journal import Journal, logged
+from jaxscale.training.meter import Meter
 from jaxscale.training.pauses import Pauses
 from jaxscale.training.profile import Profiler, ProfileRange
 from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
@@ -59,6 +60,7 @@ def train(
     limit: int | str | None = None,
     resume: Literal["auto", "never"] = "auto",
     from_step: int | str | None = None,
+    init_from: Any = None,
     log_every: int = 1,
     profile: str | None = None,
     source: Source | None = None,
@@ -81,6 +83,8 @@ def train(
             evaluation, samples, checkpoint and plan. "never" renames that directory and starts a new run.
         from_step: step of a checkpoint to which the run returns; learning rate and guard may then change, too, and the
             newer checkpoints are renamed to STEP.aside. The same call again continues the run.
+        init_from: a run, a checkpoint of it (RUN/checkpoints/STEP) or a folder of transformers, whose weights a new run
+            starts from, as far as names and shapes are the same. The same call again continues the run.
         log_every: number of steps per line of the log; the speeds in a line are means over these steps.
         profile: range of steps to trace, such as "10:13" for the steps 10, 11 and 12.
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
@@ -118,6 +122,7 @@ def train(
     device_limit = limit_bytes(limit, "limit")
     run_dir = run_files.default_directory(experiment) if out is None else out
     check_location(run_dir)
+    check_init_from(init_from, from_step, run_dir)
     start_backend(is_watched=True)
     folder = run_path(run_dir)
     heartbeat.set_phase("preparing")
@@ -130,7 +135,7 @@ def train(
             resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
             training = _Training(
                 experiment, resolved_plan, journal, stop, resume, log_every, profiler, source, devices, device_limit,
-                metrics, from_step,
+                metrics, from_step, init_from,
             )  # fmt: skip
             return training.run()
     except BaseException as error:
@@ -157,6 +162,7 @@ class _Training:
         device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
         metrics: functions that are evaluated beside the held-out loss, by name.
         from_step: step of a checkpoint to which the run returns; `None` for the newest.
+        init_from: path of the weights from which a new run starts; `None` for its own.
         updates: number of updates made.
         tokens: number of target tokens seen.
         skip_count: number of updates that the guard skipped.
@@ -166,6 +172,7 @@ class _Training:
         rewind: the return to a checkpoint that this start makes; `None` if it makes none.
 
     Attributes set while the run is prepared:
+        beginning: creates the initial state.
         step: the train step.
         data: the opened data.
         checkpoints: the run's checkpoints.
@@ -187,6 +194,7 @@ class _Training:
     device_limit: int | None
     metrics: Mapping[str, "Metric"]
     from_step: int | str | None = None
+    init_from: Any = None
     updates: int = 0
     tokens: int = 0
     skip_count: int = 0
@@ -205,7 +213,7 @@ class _Training:
 
     def run(self) -> Run:
         """Check the directory, train from the newest checkpoint or from the start, and return the run."""
-        check_processes_agree(self.experiment, self.plan, self.source, self.from_step)
+        check_processes_agree(self.experiment, self.plan, self.source, self.from_step, self.init_from)
         has_run = (self.folder / run_files.EXPERIMENT).exists()
         check_return(self.folder, self.from_step, self.resume, has_run)
         if has_run and self.resume == "never":
@@ -214,8 +222,10 @@ class _Training:
                     self.journal.say(f"the earlier run in {self.folder} is now in {run_files.set_aside(self.folder)}")
             has_run = False
         wait_for_all("the directory is set")
+        self.beginning = Beginning.of(self.folder, self.init_from, has_run)
         if not has_run:
             self._prepare()  # reports mistakes before the directory is created
+            self.beginning.match(self.step)
         with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
             heartbeat.start(process_index(), run_files.heartbeat_folder(self.folder))
             check_shared_folder(self.folder)
@@ -252,6 +262,7 @@ class _Training:
         with run_files.explain_write_errors(self.folder):
             run_files.write_values(self.folder, self.experiment, self.step.plan)
             write_tokenizer(self.folder, self.data.tokenizer)
+            self.beginning.write(self.folder)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
 
@@ -309,7 +320,7 @@ class _Training:
         if restored is None:
             if self._last_earlier_step:
                 self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
-            return self.step.init()
+            return self.beginning.state(self.step, self.journal.say, self.log_event)
         description = restored.description
         self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
         self.stop.saved_step = self.updates
@@ -358,7 +369,7 @@ class _Training:
                 if self.earlier is not None:
                     self._write_values()
                 compile_step(self.step, batch, self.journal, self.updates, self.device_limit)
-                self.meter = self._start_meter(batch)
+                self.meter = Meter.of(self.step, batch, self.is_cpu)
                 self.stop.is_early = False  # from now on there is something to save
                 self._stop_before_first_step()
                 start_time = time.monotonic()
@@ -439,11 +450,6 @@ class _Training:
             pauses.poll()
         return state
 
-    def _start_meter(self, batch: Mapping[str, Any]) -> Meter:
-        """Return the meter of the compiled step's speed."""
-        device = None if self.is_cpu else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
-        return Meter(int(self.step.model_flop(batch)), peak_of(self.step), device)
-
     def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
         """Wait for a step in flight and log it; return whether to stop, and whether to save.
 
@@ -475,10 +481,7 @@ class _Training:
             skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skip_count}
             self.journal.log_event(step, "skipped", **skip_fields)
         if step % self.log_every == 0 or step == self.experiment.steps:
-            # only a gradient codec reports the last two
-            names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
-            row = {name: scalars[name] for name in names if name in scalars}
-            self.journal.log_step(step, row | {"tokens": self.tokens, **self.meter.row()})
+            self.journal.log_step(step, logged(scalars) | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
             endings.stop_diverged(self.journal, self.checkpoints, step, scalars)
 

@@ -18,6 +18,11 @@ class Meter:
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
         self.resume()
 
+    @classmethod
+    def of(cls, step: Any, batch: Any, is_cpu: bool) -> "Meter":
+        """Return the meter of a compiled train step's speed on batches of the shapes of `batch`."""
+        return cls(int(step.model_flop(batch)), peak_of(step), None if is_cpu else step.mesh.local_devices[0])
+
     def resume(self) -> None:
         """Start timing the next step now, so that the time since the previous step does not count."""
         self._step_start = time.perf_counter()

@@ -26,7 +26,7 @@ from jaxscale.records.directory import (
     MAY_CHANGE_ON_RETURN,
     check_same_experiment,
     explain_write_errors,
-    is_within,
+    may_change_on_return,
     write_json,
 )
 from jaxscale.records.processes import call_on_all, is_first, send_from_first, wait_for_all
@@ -70,7 +70,7 @@ class EarlierRun:
         stored_json = check_same_experiment(run_dir, experiment, is_returning=is_returning)
         if stored_json is None:
             return None
-        differences = [d for d in values.changes(experiment, stored_json) if is_within(d.path, MAY_CHANGE_ON_RETURN)]
+        differences = [change for change in values.changes(experiment, stored_json) if may_change_on_return(change)]
         settings = {change.path: [change.second, change.first] for change in differences}
         return cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir), settings)
 
@@ -89,8 +89,13 @@ class EarlierRun:
             yield f"{path} was {old_value} and is {new_value} after step {step:,}", {}
         if experiment.steps != self.steps:
             old_steps, new_steps = self.steps, experiment.steps
-            old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old_steps, new_steps))
-            effect_text = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"changes from {old_lr:.4g} to {new_lr:.4g}"
+            old_lrs, new_lrs = (experiment.optimizer.learning_rates(step, steps) for steps in (old_steps, new_steps))
+            (old_lr, *old_group_lrs), (new_lr, *new_group_lrs) = (
+                map(float, lrs.values()) for lrs in (old_lrs, new_lrs)
+            )
+            effect_text = _change_text(old_lr, new_lr)
+            for pattern, old, new in zip(experiment.optimizer.groups, old_group_lrs, new_group_lrs, strict=True):
+                effect_text += f", that of group {pattern} {_change_text(old, new)}"
             yield (
                 f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect_text}",
                 {"old_steps": old_steps, "steps": new_steps, "old_learning_rate": old_lr, "learning_rate": new_lr},
@@ -103,6 +108,11 @@ class EarlierRun:
                 f"uses code from it: the steps up to {step:,} ran the earlier code",
                 {"old_sha256": str(self.sha256), "sha256": str(source.sha256)},
             )
+
+
+def _change_text(old: float, new: float) -> str:
+    """Return how a learning rate changes, as text."""
+    return f"stays at {new:.4g}" if old == new else f"changes from {old:.4g} to {new:.4g}"
 
 
 def _holds_code(experiment: Experiment, source: Source) -> bool:
@@ -244,6 +254,8 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
         for name in path.split("."):
             value = value[name]
         settings[path] = value
+    if experiment.optimizer.groups:  # records of runs without groups have no such entry
+        settings["optimizer.groups"] = experiment_json["optimizer"]["groups"]
     return settings
 
 

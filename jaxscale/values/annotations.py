@@ -147,4 +147,4 @@ def error_at_path(error: UserError, path: str, field_names: Sequence[str]) -> Us
         return error
     message = str(error).removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already have the value's name
     first_word = message.split(":")[0].split(" ")[0]
-    return UserError(f"{path}.{message}" if first_word in field_names else f"{path}: {message}")
+    return UserError(f"{path}.{message}" if first_word.split(".")[0] in field_names else f"{path}: {message}")

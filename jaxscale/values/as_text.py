@@ -173,6 +173,11 @@ def _check_path(value: Any, path: str, user_path: str) -> None:
                 raise UserError(f"{user_path} has moved: set {'.'.join([*names[:index], ''])}{new_path}")
             if index and record is None:
                 raise UserError(f"{user_path}: {'.'.join(names[:index])} is none, so its fields cannot be set")
+            if index and isinstance(record, Mapping):
+                raise UserError(
+                    f"{user_path}: {'.'.join(names[:index])} is a table, which is set whole: give it as JSON, such as "
+                    f"""--{".".join(names[:index])} '{{"NAME": {{"FIELD": VALUE}}}}', or in the experiment file"""
+                )
             raise UserError(f"unknown field {user_path!r}{_near_path(path, list(paths(value)))}")
         hint, record = hints[name], getattr(record, name)
     if is_record(record) and not is_optional(hint):

@@ -192,6 +192,7 @@ def test_train_gets_what_was_asked(toy: Path, trained: list):
         "limit": None,
         "resume": "auto",
         "from_step": None,
+        "init_from": None,
         "log_every": 2,
         "profile": "1:2",
     }
