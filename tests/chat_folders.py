@@ -35,3 +35,16 @@ def turns(*texts):
     """A row of messages of a user and an assistant in turn."""
     roles = ("user", "assistant") * len(texts)
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+
+
+def model_folder(folder, template="smollm2", **fields):
+    """A folder of transformers with a tiny Llama of random weights and tied embeddings, a tokenizer and a template."""
+    from flax import nnx
+
+    from jaxscale.models.decoder import Decoder
+    from jaxscale.models.huggingface import save
+
+    settings = {"vocab": 448, "context": 128, "layers": 2, "heads": 2, "kv_heads": 1, "embed": 16, "tied": True}
+    model = Decoder(**settings | fields)
+    save(folder, model, nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param)))
+    return template_folder(folder, template)
