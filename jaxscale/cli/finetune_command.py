@@ -22,13 +22,12 @@ class Finetune:
 
     The run is like any other: generate, evaluate, export, report.
 
-    Fields of the experiment are set by path: --plan.mesh fsdp:2
-    --optimizer.learning-rate 1e-4 --model.on attention (with --lora)
+    Fields of the experiment are set by path: --plan.mesh fsdp:2 --plan.zero 3
 
     Exit codes: those of train.
 
     Args:
-        folder: folder with config.json, safetensors, tokenizer.json and a chat template.
+        pretrained: folder with config.json, safetensors, tokenizer.json and a chat template.
         data: JSONL file of chats, or a glob.
         eval: JSONL file of chats to evaluate on, before the first step too.
         lora: rank of the adapters that are trained instead of all parameters.
@@ -48,7 +47,7 @@ class Finetune:
         limit: device memory that the step may need, such as 14GiB; --plan.memory fit chooses what fits.
     """
 
-    folder: str = word("HF_FOLDER")
+    pretrained: str = word("HF_FOLDER")
     data: str | None = flag("CHATS.JSONL", "required")
     eval: str | None = flag("CHATS.JSONL", "the last tenth of the data")
     lora: int | None = flag("RANK", "all parameters are trained")
@@ -77,7 +76,7 @@ class Finetune:
 
         assert self.data is not None
         numbers = {"epochs": self.epochs, "steps": self.steps, "batch": self.batch, "context": self.context}
-        experiment = fine_tuning(self.folder, self.data, held_out=self.eval, lora=self.lora, **numbers)
+        experiment = fine_tuning(self.pretrained, self.data, held_out=self.eval, lora=self.lora, **numbers)
         if self.plan_file is not None:
             experiment = dataclasses.replace(experiment, plan=read_plan(Path(self.plan_file)))
         texts = {"seed": str(self.seed)} | ({} if self.name is None else {"name": self.name})
@@ -101,7 +100,7 @@ class Finetune:
         if not self.data:
             raise UserError("finetune lacks --data: expected a JSONL file of chats, such as --data chats.jsonl")
         shared = ("resume", "from_step", "log_every", "profile")
-        Train(self.folder, **{name: getattr(self, name) for name in shared}).check_progress()
+        Train(self.pretrained, **{name: getattr(self, name) for name in shared}).check_progress()
         bytes_of(self.limit, "--limit")
         if self.plan_file is not None:
             read_plan(Path(self.plan_file))
@@ -111,12 +110,12 @@ class Finetune:
         from jaxscale.data.chat_template import folder_tokenizer, read_template
 
         # these refuse a folder that is not as described
-        read_template(self.folder)
-        folder_tokenizer(self.folder)
+        read_template(self.pretrained)
+        folder_tokenizer(self.pretrained)
 
     def command_line(self, fields: Mapping[str, str]) -> str:
         """Return the command that repeats this one."""
-        words = ["jaxscale", "finetune", self.folder]
+        words = ["jaxscale", "finetune", self.pretrained]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if "word" not in field.metadata and field.name not in ("resume", "from_step") and value != field.default:

@@ -12,12 +12,13 @@ from jaxscale.records.storage import check_location, is_remote
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Continue or answer a prompt with the model of a run or a HF folder.
+    """Continue or answer a prompt with a run or a model folder.
 
     The text of a single sample is printed as it is drawn.
 
-    With a chat template, of a run that was trained on chats or of a folder,
-    the prompt is the message of a user, and the answer is printed.
+    With a chat template, the prompt is a message, and the answer is printed.
+
+    A run that was trained on chats has a template, and so may a folder.
 
     Args:
         run_dir: directory of a run, or a folder that transformers saved.
@@ -35,7 +36,7 @@ class Generate:
         trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
-    run_dir: str = word("RUN_DIR|HF_FOLDER")
+    run_dir: str = word("RUN_DIR")
     prompt: str = flag("TEXT", "a new line", default="\n")
     tokens: int = 200
     temperature: float = 0.8
@@ -90,7 +91,7 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """Measure the held-out loss of a run's newest checkpoint, or of a HF folder.
+    """Measure the held-out loss of a run or a model folder.
 
     Args:
         run_dir: directory of a run, or a folder that transformers saved.
@@ -99,7 +100,7 @@ class Evaluate:
         trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
-    run_dir: str = word("RUN_DIR|HF_FOLDER")
+    run_dir: str = word("RUN_DIR")
     data: str | None = flag("CHATS.JSONL", "what the run held out")
     best: bool = False
     trust: bool = False

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.data import template_child
+from jaxscale.data.documents import has_half_characters
 from jaxscale.data.tokenizer import Subwords
 from jaxscale.errors import UserError
 from jaxscale.values.read_files import is_folder, is_regular, parse_json, read_bytes
@@ -232,14 +233,16 @@ def find_template(folder: str | Path) -> ChatTemplate | None:
     for name, values in ((TOKENIZER_CONFIG, config), (LEGACY, _read_object(folder / LEGACY))):
         source = values.get("chat_template")
         if isinstance(source, list):  # several, each with a name
-            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
             if not isinstance(named.get("default"), str):
                 raise UserError(
-                    f"{folder / name}: chat_template has {', '.join(map(str, named)) or 'no names'}, expected one "
+                    f"{folder / name}: chat_template has {', '.join(named) or 'no names'}, expected one "
                     f"named default: write the one to use to {JINJA}"
                 )
             source = named["default"]
         if isinstance(source, str):
+            if has_half_characters(source + "".join(token for _, token in tokens)):
+                raise UserError(f"{folder / name}: chat_template or a token has half a surrogate pair: repair it")
             return ChatTemplate(source, tokens, str(folder / name))
         if source is not None:
             raise UserError(f"{folder / name}: chat_template: got a {type(source).__name__}, expected a text")

@@ -198,7 +198,8 @@ def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
         data = dataclasses.replace(data, context=max(1, min(context, -(-(longest - 1) // 64) * 64)))
         return data, _all_rows(data.open(_BATCH, 0))
     folder_tokenizer(folder)  # refuses a folder without one
-    text = Text(file, Path(folder) / "tokenizer.json", context, held_out=0.0)
+    text = Text(file, Path(folder) / "tokenizer.json", 1, held_out=0.0)
+    text = dataclasses.replace(text, context=min(context, text.open(1, 0).facts["tokens"] - 1))
     opened = text.open(_BATCH, 0)
     corpus = opened.parts[0].tokens
-    return text, dataclasses.replace(opened, held_out=(Windows(corpus, context, None),))
+    return text, dataclasses.replace(opened, held_out=(Windows(corpus, text.context, None),))

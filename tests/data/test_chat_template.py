@@ -139,6 +139,8 @@ def test_where_a_folder_has_its_template(tmp_path):
     ("name", "content", "reason"),
     [
         ("tokenizer_config.json", "[", "is not JSON"),
+        ("tokenizer_config.json", '{"chat_template": "\\ud83d"}', "has half a surrogate pair"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": {}, "template": "r"}]}', "has {}, expected one"),
         ("tokenizer_config.json", "[]", "got a list, expected a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 1}', "chat_template: got a int, expected a text"),
         (
