@@ -40,6 +40,7 @@ _MODULE_BY_NAME = {
     "UserError": "jaxscale.errors",
     "build": "jaxscale.step.build",
     "explain": "jaxscale.planning.explain",
+    "fine_tuning": "jaxscale.recipe.fine_tuning",
     "fit": "jaxscale.planning.fit",
     "load_file": "jaxscale.records.source",
     "menu": "jaxscale.planning.menu",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from jaxscale.planning.menu import menu
     from jaxscale.platforms.platform import Platform
     from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
+    from jaxscale.recipe.fine_tuning import fine_tuning
     from jaxscale.recipe.kernels import Kernels
     from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
     from jaxscale.records.source import load_file
@@ -76,9 +78,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard", "Kernels",
     "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples",
-    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "launch",
-    "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas",
-    "sharding", "train",
+    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fine_tuning",
+    "fit", "launch", "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override",
+    "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

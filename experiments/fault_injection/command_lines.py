@@ -108,10 +108,16 @@ _SCHEDULES = (
 )
 RIGHT: dict[str, Sequence[str]] = {
     "file": ("exp.py",),
-    "run_dir": ("run", "run", "piped_run"),
+    "run_dir": ("run", "run", "piped_run", "chat"),
     "variant": ("piped",),
     "out": ("out", "out.html", "out.svg"),
     "folder": ("out",),
+    "pretrained": ("chat",),
+    "data": ("chats.jsonl", "chats.jsonl", "text.txt"),
+    "eval": ("chats.jsonl",),
+    "lora": ("1", "2"),
+    "epochs": ("0.1", "1"),
+    "context": ("16", "64"),
     "plan_file": ("plan.json",),
     "platform": _PLATFORMS,
     "limit": ("1GiB", "14GiB", "20MB"),
@@ -155,6 +161,12 @@ WRONG: dict[str, Sequence[str]] = {
     "variant": ("pipd", "", "²"),
     "out": _OUTS,
     "folder": _OUTS,
+    "pretrained": (*_PATHS, "llama"),
+    "data": (*_PATHS, "lines.jsonl"),
+    "eval": (*_PATHS, "lines.jsonl"),
+    "lora": ("0", "-1", "9999999"),
+    "epochs": ("0", "nan", "inf", "1e300"),
+    "context": ("0", "-1", "99999999999"),
     "plan_file": _PATHS,
     "limit": ("100B", "0", "-1", "1e400GiB", "GiB", "²GiB", "1GiBGiB", "nan", "inf"),
     "host_limit": ("100B", "0", "-1", "x"),
@@ -242,9 +254,9 @@ _PICTURES = (
     ("picture", "experiment", "variant"),
 )
 """Fields of `draw` that go together."""
-_SLOW = ("train", "fit", "explain", "generate", "evaluate", "export", "convert-state")
+_SLOW = ("train", "finetune", "fit", "explain", "generate", "evaluate", "export", "convert-state")
 """Subcommands that take seconds if nothing is wrong."""
-_REQUIRED = {"launch": ("dry_run", "cluster"), "retry": ("out",), "watch": ("out",)}
+_REQUIRED = {"finetune": ("data",), "launch": ("dry_run", "cluster"), "retry": ("out",), "watch": ("out",)}
 """Flags that a line of a subcommand always has; a launch only prints its document."""
 
 

@@ -25,13 +25,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fault_injection.chat_readers import CHAT_TARGETS
 from fault_injection.mutate import mutated
 from fault_injection.planted import PLANTED
 from fault_injection.readers import TARGETS, Target, words_of
 from fault_injection.run_readers import RUN_TARGETS
 
 INSTALL = "pip install 'jaxscale[fuzz]'"
-TARGET_BY_NAME: dict[str, Target] = {target.name: target for target in (*TARGETS, *RUN_TARGETS)}
+TARGET_BY_NAME: dict[str, Target] = {target.name: target for target in (*TARGETS, *CHAT_TARGETS, *RUN_TARGETS)}
 SECONDS = 600
 """Longest time of a target."""
 MEMORY_MB = 2048

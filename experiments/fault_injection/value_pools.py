@@ -14,12 +14,14 @@ from jaxscale.sharding.mesh import MeshSpec
 
 DECODER = "Decoder(vocab=257, context=8, layers=2, embed=8, heads=2)"
 TEXT = "Text(path=FOLDER / 'text.txt', context=8)"
+CHATS = "Chats(path=FOLDER / 'chats.jsonl', folder=FOLDER / 'chat', context=16)"
 IMAGES = "Images(path=FOLDER / 'images.npz')"
 PHOTOS = "ImageFolder(path=FOLDER / 'photos', size=8, workers=1)"
 MODELS = (
     *((model, TEXT) for model in (DECODER, DECODER, DECODER, f"LoRA(model={DECODER}, rank=2)")),
     (DECODER, f"Mixture(parts=({TEXT}, {TEXT}), weights=(1.0, 2.0))"),
     (DECODER, "Text(path=FOLDER / 'lines.jsonl', context=8, fields=('text', 'answer'), layout='packed')"),
+    (DECODER, CHATS),
     (DECODER, "Arrays(arrays={'tokens': np.zeros((40, 8), int), 'targets': np.ones((40, 8), int)})"),
     (DECODER, "Rows(rows=[{'tokens': [1] * 8, 'targets': [2] * 8}] * 40)"),
     (DECODER, "Stream(batches=[{'tokens': np.zeros((8, 8), int), 'targets': np.ones((8, 8), int)}] * 3)"),

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import numpy as np
 import optax
+import tokenizers
 from fault_injection.value_pools import (
     ALONE,
     FLOATS,
@@ -30,6 +31,7 @@ from fault_injection.value_pools import (
 from flax import nnx
 from PIL import Image
 
+from jaxscale.data.chat import Chats
 from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.rows import Arrays, Rows
@@ -59,7 +61,7 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.values.annotations import alternatives, field_types
 
 RECORDS: tuple[type, ...] = (
-    *(Arrays, AxisRules, Checkpointing, Cluster, CompilerOptions, CrossEntropy, Decoder, Diloco, Evaluation),
+    *(Arrays, AxisRules, Chats, Checkpointing, Cluster, CompilerOptions, CrossEntropy, Decoder, Diloco, Evaluation),
     *(Experiment, ForeignModel, FromLinen, Guard, ImageFolder, Images, JobSet, Kernels, Llama3Scaling, Local, LoRA),
     *(MemoryPlan, MeshSpec, Mixture, OffloadPlan, Optimizer, PipelinePlan, Plan, Pretrained, QueuedResource, ResNet),
     *(Rows, Samples, Sampling, Slurm, Ssh, StatePlan, Stream, Text, ViT, *CODECS.values()),
@@ -126,11 +128,29 @@ def write_data(folder: Path) -> None:
         (folder / "photos" / name).mkdir(parents=True, exist_ok=True)
         values = np.full((10, 12, 3), 16 * index, np.uint8)
         Image.fromarray(values).save(folder / "photos" / name / f"{index}.png")
+    write_chats(folder)
     (folder / "llama").mkdir()
     config: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "vocab_size": 257, "hidden_size": 8}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
     config |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e4}
     (folder / "llama" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+
+
+def write_chats(folder: Path) -> None:
+    """Write chats.jsonl, and the model folder chat/ with a tokenizer of words, a template and random weights."""
+    from jaxscale.models.huggingface import save
+
+    words = ["<s>", "</s>", "?", "hello", *map(str, range(9))]
+    model = Decoder(vocab=len(words), context=64, layers=2, embed=8, heads=2)
+    save(folder / "chat", model, nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param)))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "chat" / "tokenizer.json"))
+    template = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
+    (folder / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    chats = [{"prompt": f"hello {i % 9} ?", "completion": f"{i % 7} hello"} for i in range(40)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
 def draw_experiment(chance: random.Random, wild_count: int) -> ast.expr:

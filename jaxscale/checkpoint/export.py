@@ -1,17 +1,29 @@
 """Exports a run's model to a folder that Hugging Face's transformers can read."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxscale.data.chat_template import JINJA, TOKENIZER_CONFIG
 from jaxscale.errors import UserError
 from jaxscale.records.directory import EXPERIMENT
 from jaxscale.records.storage import check_location, is_remote
+from jaxscale.values.read_files import is_regular, read_bytes
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+COMPANIONS += ("tokenizer.model", JINJA, "chat_template.json")
+"""Files beside tokenizer.json that transformers reads of a tokenizer."""
 
 
 def export(
     run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Path:
     """Write a run's model as config.json and safetensors files, with the run's tokenizer if it is a subword tokenizer.
+
+    With the tokenizer go its other files, the chat template and the settings of generation, as the folder has them from
+    which they are.
 
     Args:
         run: the run directory.
@@ -30,7 +42,7 @@ def export(
         raise UserError(f"{folder} is in a bucket: give a local folder for the model, and copy it there")
     if (Path(folder) / EXPERIMENT).exists():
         raise UserError(f"{folder} is the directory of a run: give a new folder for the model")
-    from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
+    from jaxscale.checkpoint.restore import read_template, read_tokenizer, restore_parameters
     from jaxscale.models import huggingface
     from jaxscale.models.lora import LoRA
     from jaxscale.state.ema import averaged
@@ -44,8 +56,35 @@ def export(
     if isinstance(trained_model, LoRA):
         params, trained_model = trained_model.merged(params), trained_model.model
     exported_model = getattr(trained_model, "model", trained_model)  # `Pretrained` wraps a model in `model`
-    huggingface.save(folder, exported_model, params, dtype)
+    origin = Path(trained_model.folder) if isinstance(trained_model, huggingface.Pretrained) else None
+    token_ids = {} if origin is None else huggingface.special_token_ids(origin)
+    huggingface.save(folder, exported_model, params, dtype, token_ids=token_ids)
     tokenizer = read_tokenizer(run)
     if tokenizer is not None and tokenizer.kind == "subword":
-        (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+        (Path(folder) / TOKENIZER).write_text(tokenizer.definition, encoding="utf-8")
+        _write_companions(Path(folder), trained.experiment.data, tokenizer, read_template(run))
+        if origin is not None and is_regular(origin / GENERATION):
+            shutil.copyfile(origin / GENERATION, Path(folder) / GENERATION)
     return Path(folder)
+
+
+def _write_companions(folder: Path, data: Any, tokenizer: Any, template: Any) -> None:
+    """Write the other files of a tokenizer and its chat template, from where the data has them, or from the run.
+
+    Args:
+        folder: the exported folder.
+        data: data of the run.
+        tokenizer: the run's tokenizer.
+        template: the run's chat template; `None` without one.
+    """
+    origin = getattr(data, "folder", None) or Path(str(getattr(data, "tokenizer", ""))).parent
+    origin_path = Path(origin) / TOKENIZER
+    if is_regular(origin_path) and read_bytes(origin_path).decode("utf-8", "replace") == tokenizer.definition:
+        for name in COMPANIONS:
+            if is_regular(Path(origin) / name):
+                shutil.copyfile(Path(origin) / name, folder / name)
+    elif template is not None:  # the folder is no longer there, or has another tokenizer now
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **template.variables}
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if template is not None:  # that of the run, should the folder have changed
+        (folder / JINJA).write_text(template.source, encoding="utf-8")

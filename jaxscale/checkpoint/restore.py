@@ -20,6 +20,9 @@ from jaxscale.values.read_files import read_bytes
 TOKENIZER = "tokenizer.json"
 """Name of the file that stores the tokenizer of a run's data, so that the model can be used without the data."""
 
+TEMPLATE = "chat_template.json"
+"""Name of the file that stores the chat template of a run's data."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -65,6 +68,27 @@ def write_tokenizer(directory: Any, tokenizer: Any) -> None:
     """Write the tokenizer of the data to the run directory, if it is not `None` and can be written as JSON."""
     if tokenizer is not None and hasattr(tokenizer, "to_json"):
         write_whole(run_path(directory) / TOKENIZER, tokenizer.to_json())
+
+
+def read_template(directory: Any) -> Any:
+    """Return the chat template in a run's directory, or `None` if the run was not trained on chats.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run_path(directory) / TEMPLATE
+    if not path.exists():
+        return None
+    check_sums(directory, TEMPLATE)
+    from jaxscale.data.chat_template import ChatTemplate
+
+    return ChatTemplate.from_json(read_bytes(path).decode("utf-8", "replace"), str(path))
+
+
+def write_template(directory: Any, template: Any) -> None:
+    """Write the chat template of the data to the run directory, if it is not `None`."""
+    if template is not None:
+        write_whole(run_path(directory) / TEMPLATE, template.to_json())
 
 
 def _report(message: str) -> None:
@@ -145,6 +169,46 @@ def restore_parameters(
     )()
     state = step.from_canonical({**restored.arrays, **zero_arrays})
     return Trained(folder, experiment, step, state, restored.description)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The model of a Hugging Face folder with its parameters.
+
+    Args:
+        experiment: an experiment of that model.
+        step: a train step for the current devices, with plain SGD.
+        state: a train state with the folder's parameters.
+    """
+
+    experiment: Experiment
+    step: Any
+    state: Any
+
+
+def open_folder(folder: Any, data: Any = None, batch: int = 8, *, split: bool = False) -> Loaded:
+    """Load the model of a Hugging Face folder; accelerators compute with it in bfloat16.
+
+    Args:
+        folder: folder that transformers saved.
+        data: the data to evaluate on; `None` to generate.
+        batch: number of rows of a batch.
+        split: as in `restore_parameters`.
+
+    Raises:
+        UserError: the folder or its weights are not valid.
+    """
+    import jax
+
+    from jaxscale.models.huggingface import Pretrained
+    from jaxscale.recipe.plan import Plan
+
+    devices = jax.devices()
+    plan = Plan(precision="float32" if devices[0].platform == "cpu" else "bfloat16")
+    name = run_path(folder).name or "folder"
+    experiment = Experiment(name, Pretrained(folder), data, steps=1, batch=batch, plan=plan)
+    step = _build_step(experiment, devices, split)
+    return Loaded(experiment, step, step.init())
 
 
 def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:

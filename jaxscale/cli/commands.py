@@ -8,6 +8,7 @@ import dataclasses
 from jaxscale.cli.docs import Docs
 from jaxscale.cli.draw import Draw
 from jaxscale.cli.experiment_commands import Explain, Fit, Train
+from jaxscale.cli.finetune_command import Finetune
 from jaxscale.cli.launch_commands import Launch, Retry, ShowStatus, StopRun, WatchHost
 from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, Report
 
@@ -34,11 +35,12 @@ class Doctor:
 
 
 Command = (
-    Train | Launch | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | ShowStatus | StopRun
-    | WatchHost | Retry | Doctor | Docs
+    Train | Finetune | Launch | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | ShowStatus
+    | StopRun | WatchHost | Retry | Doctor | Docs
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
+    "finetune": Finetune,
     "launch": Launch,
     "fit": Fit,
     "explain": Explain,
@@ -55,5 +57,5 @@ COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "docs": Docs,
 }
-TAKES_FIELDS = (Train, Launch, Fit, Explain, Draw)
+TAKES_FIELDS = (Train, Finetune, Launch, Fit, Explain, Draw)
 """The subcommands that set fields of an experiment; their method `run` takes `Arguments.fields`."""

@@ -85,6 +85,10 @@ class Train:
     def check(self) -> None:
         """Raise UserError for an invalid value of a flag, without importing JAX."""
         _check_command(self)
+        self.check_progress()
+
+    def check_progress(self) -> None:
+        """Raise UserError for an invalid value of a flag on how a run goes on and is shown."""
         if self.log_every < 1:
             raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
         if self.from_step is not None and self.resume == "never":

@@ -12,19 +12,24 @@ from jaxscale.records.storage import check_location, is_remote
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Continue a prompt with the model of a run.
+    """Continue or answer a prompt with a run or a model folder.
 
     The text of a single sample is printed as it is drawn.
 
+    With a chat template, the prompt is a message, and the answer is printed.
+
+    A run that was trained on chats has a template, and so may a folder.
+
     Args:
-        run_dir: directory of a run.
-        prompt: text to continue.
+        run_dir: directory of a run, or a folder that transformers saved.
+        prompt: text to continue, or message to answer.
         tokens: largest number of tokens to add.
         temperature: divisor of the logits; 0 takes the most likely token.
         top_k: number of most likely tokens to draw from.
         top_p: draws from the fewest most likely tokens that have this probability together.
         min_p: draws from tokens with at least this share of the greatest probability.
         stop: text before which a continuation ends.
+        chat: whether the prompt is a message, for the chat template: auto, if there is one.
         samples: number of continuations.
         seed: seed of the random draws.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
@@ -39,14 +44,15 @@ class Generate:
     top_p: float | None = flag("P", "all tokens")
     min_p: float | None = flag("P", "all tokens")
     stop: str | None = flag("TEXT", "none")
+    chat: Literal["auto", "yes", "no"] = flag("WHEN", default="auto")
     samples: int = 1
     seed: int = 0
     best: bool = False
     trust: bool = False
 
     def run(self) -> None:
-        """Check the flags, and print the prompt and its continuations."""
-        _check_run(self.run_dir, self.trust)
+        """Check the flags, and print the prompt and its continuations, or the answers."""
+        _check_run(self.run_dir, self.trust, takes_folder=True)
         from jaxscale.generation.sampling import Sampling
 
         settings = {
@@ -65,44 +71,49 @@ class Generate:
         from jaxscale.training.backend import start_backend
 
         start_backend()
-        from jaxscale.training.generate import generate, stream
+        from jaxscale.generation.text_model import TextModel
+        from jaxscale.training.generate import make_sampling, model_continuations, model_stream
 
+        chat = {"auto": None, "yes": True, "no": False}[self.chat]
+        model = TextModel.open(self.run_dir, self.best)
+        shown_prompt = "" if model.answers(chat) else self.prompt
         if self.samples == 1:
-            pieces = stream(self.run_dir, self.prompt, self.tokens, best=self.best, **settings)
-            print(self.prompt, end="", flush=True)
+            pieces = model_stream(model, self.prompt, make_sampling(self.tokens, settings), chat)
+            print(shown_prompt, end="", flush=True)
             for piece in pieces:
                 print(piece, end="", flush=True)
             print()
             return
-        settings["samples"] = self.samples
-        continuations = generate(self.run_dir, self.prompt, self.tokens, best=self.best, **settings)
-        for number, continuation in enumerate(continuations, start=1):
-            print(f"--- {number} of {self.samples}\n{self.prompt}{continuation}")
+        sampling = make_sampling(self.tokens, {**settings, "samples": self.samples})
+        for number, continuation in enumerate(model_continuations(model, self.prompt, sampling, chat), start=1):
+            print(f"--- {number} of {self.samples}\n{shown_prompt}{continuation}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """Measure the held-out loss of a run's newest checkpoint.
+    """Measure the held-out loss of a run or a model folder.
 
     Args:
-        run_dir: directory of a run.
+        run_dir: directory of a run, or a folder that transformers saved.
+        data: JSONL file of chats, all of which count; of a folder, a text file too.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
+    data: str | None = flag("CHATS.JSONL", "what the run held out")
     best: bool = False
     trust: bool = False
 
     def run(self) -> None:
         """Print the step, the held-out loss and the other measurements, one per line."""
-        _check_run(self.run_dir, self.trust)
+        _check_run(self.run_dir, self.trust, takes_folder=True)
         from jaxscale.training.backend import start_backend
 
         start_backend()
         from jaxscale.training.evaluate import evaluate
 
-        for name, value in evaluate(self.run_dir, best=self.best).items():
+        for name, value in evaluate(self.run_dir, best=self.best, data=self.data).items():
             print(f"{name:10} {value:.6g}" if isinstance(value, float) else f"{name:10} {value}")
 
 
@@ -187,8 +198,13 @@ class ConvertState:
         print(convert_state(self.run_dir, self.to, self.out))
 
 
-def _check_run(run_dir: str, is_trusted: bool = False) -> None:
+def _check_run(run_dir: str, is_trusted: bool = False, *, takes_folder: bool = False) -> None:
     """Check the directory of a run; if the user trusts its experiment file, record that.
+
+    Args:
+        run_dir: directory of a run, or with `takes_folder` a folder of transformers.
+        is_trusted: whether the user trusts the experiment file.
+        takes_folder: whether the subcommand takes a folder of transformers, too.
 
     Raises:
         UserError: the directory cannot be, or holds no run; the message suggests similar run directories.
@@ -201,6 +217,13 @@ def _check_run(run_dir: str, is_trusted: bool = False) -> None:
 
             trust_run(run_dir)
         return
+    if (path / "config.json").is_file():
+        if takes_folder:
+            return
+        raise UserError(
+            f"{run_dir} is a model folder of Hugging Face, expected the directory of a run; such a folder can be given "
+            "to finetune, generate and evaluate"
+        )
     known_dirs = [
         str(file.parent) for parent in {path.parent, Path("runs")} for file in parent.glob("*/experiment.json")
     ]

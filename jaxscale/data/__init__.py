@@ -3,6 +3,7 @@
 | value | description |
 |---|---|
 | `Text` | text files, a tokenizer and a layout: windows, or packed documents |
+| `Chats` | chats, rendered by the chat template of a model folder, with loss on the answers alone |
 | `Mixture` | several texts, mixed by weight |
 | `Images` | labeled images from an .npz file |
 | `ImageFolder` | labeled images from the folders of their classes, decoded and augmented by threads |
@@ -16,6 +17,7 @@ An experiment takes a dict of arrays as `Arrays`, and an iterable of batches as 
 `facts`. `tokenizer.from_json` restores a tokenizer from the text that its `to_json` returned.
 """
 
+from jaxscale.data.chat import Chats
 from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.loader import Batches, HeldOut, Opened
@@ -27,6 +29,7 @@ from jaxscale.data.tokenizer import Tokenizer
 __all__ = [
     "Arrays",
     "Batches",
+    "Chats",
     "HeldOut",
     "ImageFolder",
     "Images",

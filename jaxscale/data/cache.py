@@ -18,7 +18,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -55,6 +55,42 @@ class Tokens:
     document_starts: np.ndarray
 
 
+class LabeledParts(NamedTuple):
+    """Parts of documents, encoded, with their labels, [parts] each.
+
+    Args:
+        encoded: ids of the parts.
+        split_indices: 0 for the training part, 1 for the held-out part.
+        is_learned: 0 or 1, whether the part's tokens have weight 1.
+        is_document_start: 0 or 1, whether the part is the first one of a document.
+    """
+
+    encoded: Encoded
+    split_indices: np.ndarray
+    is_learned: np.ndarray
+    is_document_start: np.ndarray
+
+
+@runtime_checkable
+class EncodingRecipe(Protocol):
+    """A recipe that encodes documents itself, instead of the texts of their parts; `count` is called first."""
+
+    is_masked: bool
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What determines the tokens of files, for a hash."""
+        ...
+
+    def count(self, files: list[str]) -> dict[str, Any]:
+        """Read the files, and return the facts that `documents.check_and_count` returns, and more."""
+        ...
+
+    def encode(self, tokenizer: Any) -> Iterator[LabeledParts]:
+        """Yield the ids of the documents in the files."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """An opened entry of the cache.
@@ -70,7 +106,7 @@ class Corpus:
     facts: dict[str, Any]
 
 
-def open_corpus(files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> Corpus:
+def open_corpus(files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe | EncodingRecipe) -> Corpus:
     """Open the tokens of text files from the cache; on the first call, encode the files, with a progress bar.
 
     Args:
@@ -140,7 +176,9 @@ def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
         yield
 
 
-def _write(folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> None:
+def _write(
+    folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe | EncodingRecipe
+) -> None:
     """Encode files into a temporary folder, and rename the complete folder to the entry `key` of `folder`."""
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
     try:
@@ -169,39 +207,50 @@ def _remove(entry_folder: pathlib.Path) -> None:
             entry_folder.unlink()
 
 
-def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> dict[str, Any]:
+def _encode(
+    draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe | EncodingRecipe
+) -> dict[str, Any]:
     """Encode files into the folder `draft`, and return `Corpus.facts` without the entry's hash and folder."""
-    facts = documents.check_and_count(files, recipe)
-    held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
+    facts = documents.check_and_count(files, recipe) if isinstance(recipe, DocumentRecipe) else recipe.count(files)
     dtype = np.dtype(next(name for name, size in _DTYPES.items() if tokenizer.size <= size))
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.is_masked)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
-        labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
-
-        def label_texts() -> Iterator[str]:
-            """Yield the texts to encode, and append each text's label to `labels`."""
-            for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
-                labels.append((split_index, is_document_start, is_learned))
-                yield text
-
-        previous_text_index = -1
-        for encoded in tokenizer.encode_all(label_texts()):
-            first_text_index = encoded.text_indices[0]
-            text_labels = np.array(labels[first_text_index : encoded.text_indices[-1] + 1])
-            # [parts] each, like the `text_indices`
-            split_indices, is_document_start, is_learned = text_labels[encoded.text_indices - first_text_index].T
-            # whether the part continues the text of the part before it
-            is_continued = np.diff(encoded.text_indices, prepend=previous_text_index) == 0
+        is_text = isinstance(recipe, DocumentRecipe)
+        for parts in _encode_texts(files, tokenizer, recipe, facts) if is_text else recipe.encode(tokenizer):
             for split_index, writer in enumerate(writers):
-                writer.add(encoded, split_indices == split_index, is_learned, is_document_start * ~is_continued)
-            previous_text_index = encoded.text_indices[-1]
-            advance(encoded.character_count)
+                writer.add(parts.encoded, parts.split_indices == split_index, parts.is_learned, parts.is_document_start)
+            advance(parts.encoded.character_count)
     facts.update(dtype=dtype.name, masked=recipe.is_masked, vocabulary=tokenizer.size)
     for name, writer in zip(SPLITS, writers, strict=True):
         facts[name] = {"tokens": writer.token_count, "documents": len(writer.document_starts)}
         facts[name]["crc32"] = writer.crc32
     return facts
+
+
+def _encode_texts(
+    files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe, facts: dict[str, Any]
+) -> Iterator[LabeledParts]:
+    """Yield the ids of the parts of the documents in files; `facts` has the counts of documents and characters."""
+    held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
+    labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
+
+    def label_texts() -> Iterator[str]:
+        """Yield the texts to encode, and append each text's label to `labels`."""
+        for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
+            labels.append((split_index, is_document_start, is_learned))
+            yield text
+
+    previous_text_index = -1
+    for encoded in tokenizer.encode_all(label_texts()):
+        first_text_index = encoded.text_indices[0]
+        text_labels = np.array(labels[first_text_index : encoded.text_indices[-1] + 1])
+        # [parts] each, like the `text_indices`
+        split_indices, is_document_start, is_learned = text_labels[encoded.text_indices - first_text_index].T
+        # whether the part continues the text of the part before it
+        is_continued = np.diff(encoded.text_indices, prepend=previous_text_index) == 0
+        yield LabeledParts(encoded, split_indices, is_learned, is_document_start * ~is_continued)
+        previous_text_index = encoded.text_indices[-1]
 
 
 class _Writer:

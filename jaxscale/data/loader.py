@@ -56,6 +56,8 @@ class Opened:
         processes: number of processes that share the batch.
         tokenizer: tokenizer of the texts; `None` for images.
         facts: facts for the report, as JSON values; `facts["hash"]` identifies the content.
+        note: what the user should know about the data, as a line of text; `None` if there is nothing.
+        chat_template: template of the chats (`chat_template.ChatTemplate`); `None` for data that are no chats.
     """
 
     parts: tuple[Any, ...]
@@ -67,10 +69,12 @@ class Opened:
     processes: int
     tokenizer: Any
     facts: dict[str, Any]
+    note: str | None = None
+    chat_template: Any = None
 
     def train(self, start: dict[str, Any] | None = None) -> "Batches":
         """Return the endless training batches, starting at the first one or at a state from `Batches.get_state`."""
-        return Batches(self._batches, self.facts["hash"], start)
+        return Batches(self._batches, self.facts["hash"], start, self.note)
 
     def evaluation(self) -> "HeldOut":
         """Return the held-out batches, which can be iterated repeatedly; there are none if nothing is held out."""
@@ -139,11 +143,15 @@ class Batches(Iterator[NumpyBatch]):
         make_dataset: function that returns Grain's dataset of batches.
         content_hash: hash of the data, stored in the state.
         start: initial state; `None` for the first batch.
+        note: a line of text for the user, which a run shows; `None` for none.
     """
 
-    def __init__(self, make_dataset: Callable[[], Any], content_hash: str, start: Any = None) -> None:
+    def __init__(
+        self, make_dataset: Callable[[], Any], content_hash: str, start: Any = None, note: str | None = None
+    ) -> None:
         import grain
 
+        self.note = note
         self._content_hash = content_hash
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH_COUNT)
         self._iterator = iter(make_dataset().to_iter_dataset(options))

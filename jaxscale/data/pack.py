@@ -130,15 +130,20 @@ class Packed:
     Args:
         tokens: the tokens of all documents.
         context: number of targets per row, including padding.
+        is_cut: whether what is beyond the first `context` targets of a document is left out, instead of split off.
     """
 
     tokens: Tokens
     context: int
+    is_cut: bool = False
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Arrays of the first token and target count of each piece, row by row, and of the first piece of each row."""
         first_tokens, target_counts = split_documents(self.tokens.document_starts, self.context)
+        if self.is_cut:
+            is_beginning = np.isin(first_tokens, self.tokens.document_starts)
+            first_tokens, target_counts = first_tokens[is_beginning], target_counts[is_beginning]
         if self.tokens.is_learned is not None:
             learned_before = np.concatenate([[0], np.cumsum(self.tokens.is_learned, dtype=np.int64)])
             has_targets = learned_before[first_tokens + target_counts + 1] > learned_before[first_tokens + 1]

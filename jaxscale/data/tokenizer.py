@@ -238,6 +238,32 @@ class Subwords:
         with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
             return np.array(model.encode(text, add_special_tokens=False).ids, np.int32)
 
+    def encode_beginning(self, text: str) -> np.ndarray:
+        """Return the int32 ids of a text that begins a document, with the special tokens that the file puts around it.
+
+        Models of some families, such as Gemma, are lost without the token at the beginning.
+        """
+        model = self._model
+        with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
+            return np.array(model.encode(text, add_special_tokens=True).ids, np.int32)
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each text its int32 ids, and the spans int32 [tokens, 2] of the characters that they stand for."""
+        with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
+            encodings = self._model.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        with _explain_errors("not a tokenizer.json of the tokenizers library", "give such a file"):
+            return frozenset(
+                token_id for token_id, token in self._model.get_added_tokens_decoder().items() if token.special
+            )
+
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text that these ids spell, including special tokens; ids beyond the vocabulary are left out."""
         model = self._model

@@ -23,6 +23,7 @@ from jaxscale.models.huggingface_config import ConfigFile
 from jaxscale.models.huggingface_families import FAMILIES, Family
 from jaxscale.models.huggingface_tensors import flat_leaves, nested_dict, open_params, their_tensors
 from jaxscale.values import check_types
+from jaxscale.values.read_files import is_regular
 
 if TYPE_CHECKING:
     from jaxscale.blocks import Context, Loss
@@ -32,6 +33,8 @@ TRAINING_ONLY = ("dropout", "z_loss", "init_std", "scaled_init", "smoothing")
 """Fields that do not affect the outputs of a trained model; a config.json may lack or contradict their values."""
 WRITABLE_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 """Types that `save` can write, by name."""
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json with the ids of special tokens."""
 SHARD_BYTES = 5_000_000_000
 """Largest size in bytes of a file that `save` writes: the default of transformers."""
 
@@ -89,6 +92,26 @@ def _read_model(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -
     return family.model_class(**fields)
 
 
+def is_model_folder(folder: Any) -> bool:
+    """Return whether a path is a folder with a config.json of transformers, and no run."""
+    if not isinstance(folder, str | os.PathLike) or "://" in os.fspath(folder):
+        return False
+    return is_regular(Path(folder) / "config.json") and not is_regular(Path(folder) / "experiment.json")
+
+
+def special_token_ids(folder: str | Path) -> dict[str, Any]:
+    """Return the ids of special tokens in a folder's config.json, which no field of a model has; nothing without one.
+
+    Example:
+        >>> special_token_ids("no/such/folder")
+        {}
+    """
+    if not is_model_folder(folder):
+        return {}
+    values = ConfigFile.open(Path(folder)).values
+    return {name: values[name] for name in SPECIAL_IDS if values.get(name) is not None}
+
+
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
     """Read a model and its parameters from a folder that transformers saved.
 
@@ -137,7 +160,7 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
         if not isinstance(model, family.model_class):
             continue
         config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # otherwise transformers sets its own
+        config |= dict.fromkeys(SPECIAL_IDS)  # otherwise transformers sets its own
         for piece in family.pieces:
             config |= piece.write(model)
         model_fields = _comparable_fields(model)
@@ -173,6 +196,7 @@ def save(
     *,
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    token_ids: Mapping[str, Any] = {},
 ) -> None:
     """Write a folder that transformers can load: config.json, safetensors, and the tokenizer if one is given.
 
@@ -184,6 +208,7 @@ def save(
         dtype: type of the weights to write, "float32", "bfloat16" or "float16".
         tokenizer: path of a tokenizer.json to copy into the folder.
         shard_bytes: largest number of bytes of one file.
+        token_ids: ids of special tokens for config.json, such as `{"eos_token_id": 2}`.
 
     Raises:
         UserError: no known architecture can express the model, or the folder already contains a model.
@@ -204,6 +229,7 @@ def save(
     safetensors_folder.write(folder, tensors, shard_bytes=shard_bytes)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    config |= token_ids
     config |= {"dtype": dtype, "torch_dtype": dtype}  # the keys of transformers 5 and 4
     with safetensors_folder.write_complete(folder / "config.json") as path:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

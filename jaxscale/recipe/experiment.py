@@ -38,10 +38,12 @@ class Evaluation:
     Args:
         every: number of steps between evaluations; 0 evaluates at the end only.
         batches: number of held-out batches per evaluation, spread evenly over the split; `None` takes the whole split.
+        at_start: whether to measure also before the first step, such as of a model that is fine-tuned.
     """
 
     every: int = 250
     batches: int | None = None
+    at_start: bool = False
 
     def __post_init__(self) -> None:
         _check(self, "evaluation", every=0, batches=1)

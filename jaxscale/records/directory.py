@@ -5,6 +5,7 @@ source/                       the experiment file and the overrides of the comma
 init_from.json                the weights of another run that the run started from, if any
 returns.json                  the returns to an earlier checkpoint, with the settings that changed
 memory.json                   what the plan's memory rule chose for each block, as read by `--plan.memory file:PATH`
+tokenizer.json                the tokenizer of the data, and chat_template.json the template of its chats
 metrics.jsonl tensorboard/    the measurements
 checkpoints/                  the saved train states
 samples.txt report.html       the texts that the model generated, and the report

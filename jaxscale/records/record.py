@@ -244,7 +244,9 @@ class RunRecord:
 
     @property
     def command(self) -> str | None:
-        """The command that repeats this run; `None` without an experiment file."""
+        """The command that repeats this run; `None` if it was started from Python."""
+        if isinstance(self.source.get("command"), str):
+            return self.source["command"]
         if not self.path:
             return None
         variant = str(self.source.get("variant") or "")

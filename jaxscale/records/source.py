@@ -54,6 +54,7 @@ class Source:
         plan: the plan that replaced the experiment's plan, as JSON; `None` if no plan did.
         seed: seed of the experiment.
         versions: versions of Python and of the packages that a step's results depend on.
+        command: the command line that made the experiment; `None` if it is that of `jaxscale train` and a file.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Source:
     plan: dict[str, Any] | None = None
     seed: int = 0
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
+    command: str | None = None
 
     @property
     def sha256(self) -> str | None:

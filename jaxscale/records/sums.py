@@ -14,7 +14,7 @@ from jaxscale.values.as_json import read_json
 from jaxscale.values.read_files import read_bytes
 
 FILE = "sums.json"
-NAMES = ("experiment.json", "plan.json", "tokenizer.json", "source/source.json")
+NAMES = ("experiment.json", "plan.json", "tokenizer.json", "chat_template.json", "source/source.json")
 """The files, where they exist. source.json holds the hash of the experiment file."""
 
 

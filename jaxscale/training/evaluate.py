@@ -1,19 +1,31 @@
 """Measure the held-out loss, and the accuracy if the model reports it, during a run and after it."""
 
+import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxscale.data.loader import NumpyBatch
+from jaxscale.data.chat import Chats
+from jaxscale.data.chat_template import folder_tokenizer
+from jaxscale.data.loader import NumpyBatch, Opened
+from jaxscale.data.text import Text
+from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError
+from jaxscale.model_traits import ModelTraits
+from jaxscale.models.huggingface import is_model_folder
+from jaxscale.recipe.fine_tuning import MAX_CONTEXT
 from jaxscale.training.check_data import open_data
 
 if TYPE_CHECKING:
     from jaxscale.models.metrics import Metric
 
+_BATCH = 8
+"""Number of rows of a batch on which a folder is evaluated."""
 _IN_FLIGHT_LIMIT = 8
 """Number of batches that may wait on the devices at once."""
 
@@ -104,34 +116,90 @@ def _without_fill(step: Any, state: Any, batch: NumpyBatch, device_batch: Any, f
 
 
 def evaluate(
-    run: Any, *, best: bool = False, batches: int | None = None, metrics: Mapping[str, "Metric"] = {}
+    run: Any,
+    *,
+    best: bool = False,
+    batches: int | None = None,
+    metrics: Mapping[str, "Metric"] = {},
+    data: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Measure the held-out loss of a run's newest checkpoint, or of its best one.
+    """Measure the held-out loss of a run's newest checkpoint, or of its best one, or that of a Hugging Face folder.
 
     Args:
-        run: the run directory.
+        run: the run directory, or a folder that transformers saved.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         batches: number of held-out batches; all by default.
         metrics: functions of module and batch, by name, as in `train`.
+        data: JSONL file of chats to evaluate on, with loss on the answers alone; for a folder, also a text file, of
+            which every token counts. `None` for what the run held out.
 
     Returns:
         A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets), `accuracy` if the
-        model reports it, and the mean of each metric.
+        model reports it, and the mean of each metric; of a folder, without `step`.
 
     Raises:
-        UserError: the directory has no run or checkpoint, or the data has nothing held out.
+        UserError: the directory has no run or checkpoint, the data has nothing held out, or the run was not trained on
+            chats and `data` is given.
     """
-    from jaxscale.checkpoint.restore import restore_parameters
+    from jaxscale.checkpoint.restore import open_folder, restore_parameters
     from jaxscale.models.metrics import check_metrics
 
     check_metrics(metrics)
+    settings: dict[str, Any] = {"metrics": metrics}
+    if is_model_folder(run):
+        if best or data is None:
+            given = (
+                "best, but a folder has no checkpoints" if best else "no data, expected a file of chats to evaluate on"
+            )
+            raise UserError(f"{run} is a model folder: got {given}")
+        file_data, opened = _open_file(run, data)
+        loaded = open_folder(run, file_data, opened.batch, split=True)
+        settings["one_at_a_time"] = loaded.step.mesh.devices.flat[0].platform == "cpu"
+        means = held_out_means(loaded.step, opened, loaded.state, batches, **settings)
+        assert means is not None, "a file without targets is refused when it is opened"
+        return means
     trained_run = restore_parameters(run, best=best, split=True)
     experiment = trained_run.experiment
     process_index, process_count = trained_run.step.data_shard()
-    data = open_data(experiment, process_index, process_count)
-    is_cpu = trained_run.step.mesh.devices.flat[0].platform == "cpu"
-    settings: dict[str, Any] = {"one_at_a_time": is_cpu, "metrics": metrics}
-    means = held_out_means(trained_run.step, data, trained_run.state, batches, **settings)
+    if data is None:
+        opened = open_data(experiment, process_index, process_count)
+    else:
+        if not isinstance(experiment.data, Chats):
+            kind = type(experiment.data).__name__
+            raise UserError(f"data: got {data}, but {run} was trained on {kind}, expected a run on Chats; leave it out")
+        chats = dataclasses.replace(experiment.data, path=data, held_out=0.0, held_out_path=None)
+        opened = _all_rows(chats.open(experiment.batch, 0, process=process_index, processes=process_count))
+    settings["one_at_a_time"] = trained_run.step.mesh.devices.flat[0].platform == "cpu"
+    means = held_out_means(trained_run.step, opened, trained_run.state, batches, **settings)
     if means is None:
         raise UserError(f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0")
     return {"step": trained_run.description.step, **means}
+
+
+def _all_rows(opened: Opened) -> Opened:
+    """Return opened data whose training rows are held out instead, and show its note."""
+    if opened.note is not None:
+        print(f"jaxscale: {opened.note}", file=sys.stderr, flush=True)
+    return dataclasses.replace(opened, held_out=opened.parts)
+
+
+def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
+    """Return the data of a file for the model of a folder, and the opened data, all of which is held out."""
+    from jaxscale.models.huggingface import read_config
+
+    _, model = read_config(folder)
+    traits = ModelTraits.of(model)
+    if not traits.generates or traits.context is None:
+        raise UserError(f"{folder} holds a {type(model).__name__}, expected a language model")
+    context = min(traits.context, MAX_CONTEXT)
+    if str(file).endswith((".jsonl", ".json")):
+        data: Any = Chats(file, folder, context, held_out=0.0)
+        longest = data.open(_BATCH, 0).facts["longest"]
+        data = dataclasses.replace(data, context=max(1, min(context, -(-(longest - 1) // 64) * 64)))
+        return data, _all_rows(data.open(_BATCH, 0))
+    folder_tokenizer(folder)  # refuses a folder without one
+    text = Text(file, Path(folder) / "tokenizer.json", 1, held_out=0.0)
+    text = dataclasses.replace(text, context=min(context, text.open(1, 0).facts["tokens"] - 1))
+    opened = text.open(_BATCH, 0)
+    corpus = opened.parts[0].tokens
+    return text, dataclasses.replace(opened, held_out=(Windows(corpus, text.context, None),))

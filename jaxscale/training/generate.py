@@ -1,34 +1,48 @@
 """Generate text with a trained model: whole continuations, or pieces of text as the tokens are drawn."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxscale.data.chat_template import ChatTemplate
 from jaxscale.errors import UserError
 from jaxscale.generation.decode import Decoding, check_prompt
 from jaxscale.generation.sampling import Sampling
+from jaxscale.generation.text_model import TextModel, can_generate, check_can_generate, data_stops
 from jaxscale.generation.text_stream import TextStream, check_stop_texts
-from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.training.check_data import prompts_of
 
+Encode = Callable[[str], np.ndarray]
+"""A function that returns the ids of a prompt."""
 _BURST = 8
 """Number of tokens that are drawn between two searches for stop texts."""
 
 
-def generate(run: Any, prompt: str | Sequence[str], tokens: int = 200, *, best: bool = False, **settings: Any) -> Any:
-    """Generate text after a prompt with the model of a run.
+def generate(
+    run: Any,
+    prompt: str | Sequence[str],
+    tokens: int = 200,
+    *,
+    best: bool = False,
+    chat: bool | None = None,
+    **settings: Any,
+) -> Any:
+    """Generate text after a prompt with the model of a run, or of a Hugging Face folder.
 
     A continuation ends after `tokens` tokens, before a stop text or a stop id, and before the text with which the data
-    ends its documents (`data.Text(ending=)`).
+    ends its documents (`data.Text(ending=)`), an answer ends in the chat template, or the folder's model ends a text.
 
     Args:
-        run: the run directory.
+        run: the run directory, or a folder that transformers saved.
         prompt: the text to continue, or several texts; each has at most as many tokens as the model has positions.
         tokens: largest number of tokens to generate for each prompt; it may exceed the model's positions.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
+        chat: whether a prompt is the message of a user, which the chat template renders, and the text is the answer;
+            `None` if the run was trained on chats, or the folder has a template.
         settings: `temperature`, `seed`, `top_k`, `top_p`, `min_p`, `stop`, `stop_ids` and `samples`, as in `Sampling`.
 
     Returns:
@@ -39,25 +53,35 @@ def generate(run: Any, prompt: str | Sequence[str], tokens: int = 200, *, best: 
         UserError: the directory has no run or checkpoint, the model cannot generate text, a setting is not valid, a
             prompt is empty or too long, or the continuations need more memory than there is.
     """
-    sampling = make_sampling(tokens, settings)
-    generator, experiment, tokenizer = _open(run, best)
-    return continuations(generator, tokenizer, prompt, with_ending(sampling, experiment, tokenizer))
+    return model_continuations(TextModel.open(run, best), prompt, make_sampling(tokens, settings), chat)
 
 
-def stream(run: Any, prompt: str, tokens: int = 200, *, best: bool = False, **settings: Any) -> Iterator[str]:
+def stream(
+    run: Any, prompt: str, tokens: int = 200, *, best: bool = False, chat: bool | None = None, **settings: Any
+) -> Iterator[str]:
     """Generate text after a prompt with the model of a run, and yield pieces of the text as they are drawn.
 
     The pieces joined are the text that `generate` returns. A piece never ends within a character.
 
     Args:
-        run, prompt, tokens, best, settings: as in `generate`, with one prompt and one sample.
+        run, prompt, tokens, best, chat, settings: as in `generate`, with one prompt and one sample.
 
     Raises:
         UserError: as in `generate`.
     """
-    sampling = make_sampling(tokens, settings)
-    generator, experiment, tokenizer = _open(run, best)
-    return stream_text(generator, tokenizer, prompt, with_ending(sampling, experiment, tokenizer))
+    return model_stream(TextModel.open(run, best), prompt, make_sampling(tokens, settings), chat)
+
+
+def model_continuations(model: TextModel, prompt: str | Sequence[str], sampling: Sampling, chat: bool | None) -> Any:
+    """Return the continuation of a prompt, or those of several, as `generate` does."""
+    text, encode = model.rendered(prompt, chat), functools.partial(model.encode, chat=chat)
+    return continuations(model.generator, model.tokenizer, text, model.stopping(sampling), encode)
+
+
+def model_stream(model: TextModel, prompt: str, sampling: Sampling, chat: bool | None) -> Iterator[str]:
+    """Return an iterator of the pieces of a prompt's continuation, as `stream` does."""
+    text, encode = model.rendered(prompt, chat), functools.partial(model.encode, chat=chat)
+    return stream_text(model.generator, model.tokenizer, text, model.stopping(sampling), encode)
 
 
 def make_sampling(tokens: int, settings: dict[str, Any]) -> Sampling:
@@ -71,48 +95,15 @@ def make_sampling(tokens: int, settings: dict[str, Any]) -> Sampling:
     return Sampling(tokens, **settings)
 
 
-def _open(run: Any, best: bool) -> tuple[Any, Experiment, Any]:
-    """Return the generator, the experiment and the tokenizer of a run."""
-    from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
-    from jaxscale.generation.generator import Generator
-
-    trained_run = restore_parameters(run, best=best)
-    tokenizer = read_tokenizer(run)
-    check_can_generate(trained_run.experiment.model, tokenizer)
-    return Generator.of_step(trained_run.step, trained_run.state), trained_run.experiment, tokenizer
-
-
-def can_generate(model: Any, tokenizer: Any) -> bool:
-    """Return whether the model has a KV cache for decoding, and the tokenizer is not `None`."""
-    return tokenizer is not None and ModelTraits.of(model).generates
-
-
-def check_can_generate(model: Any, tokenizer: Any) -> None:
-    """Raise UserError for a model without a KV cache for decoding, or data without a tokenizer."""
-    if not can_generate(model, tokenizer):
-        raise UserError(
-            f"{type(model).__name__} with this data cannot generate text: that needs a KV cache and a tokenizer"
-        )
-
-
-def with_ending(sampling: Sampling, experiment: Experiment, tokenizer: Any) -> Sampling:
-    """Return `sampling`, which stops also at the text with which the experiment's data ends its documents."""
-    ending = getattr(experiment.data, "ending", None)
-    if not isinstance(ending, str) or not ending:
-        return sampling
-    ending_ids = tokenizer.encode(ending)
-    if len(ending_ids) == 1:
-        return dataclasses.replace(sampling, stop_ids=(*sampling.stop_ids, int(ending_ids[0])))
-    return dataclasses.replace(sampling, stop=(*sampling.stop, ending))
-
-
-def _encode(generator: Any, tokenizer: Any, prompts: Sequence[str], sampling: Sampling) -> list[np.ndarray]:
+def _encode(
+    generator: Any, tokenizer: Any, prompts: Sequence[str], sampling: Sampling, encode: Encode | None
+) -> list[np.ndarray]:
     """Return the ids of each prompt, after checks of the prompts and of what stops a continuation."""
     check_can_generate(generator.model, tokenizer)
     check_stop_texts(tokenizer, sampling.stop)
     encoded_prompts = []
     for prompt in prompts:
-        prompt_ids = np.asarray(tokenizer.encode(prompt), np.int32)
+        prompt_ids = np.asarray((encode or tokenizer.encode)(prompt), np.int32)
         if not len(prompt_ids):
             raise UserError(f"prompt {prompt!r} has no tokens: give at least one character, such as a line break")
         check_prompt(generator.model, len(prompt_ids), f"prompt {_short(prompt)}")
@@ -127,7 +118,9 @@ def _short(prompt: str) -> str:
     return repr(prompt if len(prompt) <= 40 else prompt[:37] + "...")
 
 
-def continuations(generator: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling) -> Any:
+def continuations(
+    generator: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling, encode: Encode | None = None
+) -> Any:
     """Return the continuation of a prompt, as `generate` does; several prompts are decoded together.
 
     Args:
@@ -135,12 +128,13 @@ def continuations(generator: Any, tokenizer: Any, prompt: str | Sequence[str], s
         tokenizer: tokenizer of the training data; `None` if the data is not text.
         prompt: the text to continue, or several texts, each of at least one token.
         sampling: what to draw.
+        encode: function that returns the ids of a prompt; by default, that of the tokenizer.
 
     Raises:
         UserError: the model cannot generate text, or a prompt or a stop text is not valid.
     """
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-    encoded_prompts = _encode(generator, tokenizer, prompts, sampling)
+    encoded_prompts = _encode(generator, tokenizer, prompts, sampling, encode)
     burst = _BURST if sampling.stop else None
     decoding = Decoding(generator, encoded_prompts, sampling, choice_count=tokenizer.size, burst=burst)
     streams = [TextStream(tokenizer, sampling.stop) for _ in decoding.rows]
@@ -159,11 +153,13 @@ def continuations(generator: Any, tokenizer: Any, prompt: str | Sequence[str], s
     return results[0] if isinstance(prompt, str) else results
 
 
-def stream_text(generator: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> Iterator[str]:
+def stream_text(
+    generator: Any, tokenizer: Any, prompt: str, sampling: Sampling, encode: Encode | None = None
+) -> Iterator[str]:
     """Return an iterator of the pieces of a prompt's continuation, as `stream` does; mistakes are reported at once."""
     if sampling.samples > 1 or not isinstance(prompt, str):
         raise UserError("stream: got several continuations, expected one prompt and one sample; call generate for more")
-    encoded_prompts = _encode(generator, tokenizer, (prompt,), sampling)
+    encoded_prompts = _encode(generator, tokenizer, (prompt,), sampling, encode)
     decoding = Decoding(generator, encoded_prompts, sampling, choice_count=tokenizer.size, burst=1)
 
     def pieces() -> Iterator[str]:
@@ -181,20 +177,25 @@ def stream_text(generator: Any, tokenizer: Any, prompt: str, sampling: Sampling)
     return pieces()
 
 
-def draw_samples(experiment: Experiment, tokenizer: Any, get_generator: Callable[[], Any]) -> list[tuple[str, str]]:
+def draw_samples(
+    experiment: Experiment, tokenizer: Any, get_generator: Callable[[], Any], template: ChatTemplate | None = None
+) -> list[tuple[str, str]]:
     """Draw the samples that an experiment specifies, and return pairs of a prompt and its continuation.
 
     Args:
         experiment: the experiment; its `model`, `seed` and `samples` are used.
         tokenizer: tokenizer of the experiment's data; `None` if the data is not text.
         get_generator: returns the model with its parameters; called only if there is a sample to draw.
+        template: chat template of the data, for which a prompt is the message of a user; `None` for other data.
     """
     settings = experiment.samples
     if not settings.prompts or not can_generate(experiment.model, tokenizer):
         return []
     prompts = prompts_of(experiment, tokenizer)
-    sampling = with_ending(Sampling(settings.tokens, settings.temperature, experiment.seed), experiment, tokenizer)
-    return list(zip(prompts, continuations(get_generator(), tokenizer, prompts, sampling), strict=True))
+    sampling = Sampling(settings.tokens, settings.temperature, experiment.seed)
+    stops = data_stops(experiment.data, tokenizer, template)
+    model = TextModel(get_generator(), tokenizer, template, stops, experiment.name)
+    return list(zip(prompts, model_continuations(model, prompts, sampling, None), strict=True))
 
 
 def decode(

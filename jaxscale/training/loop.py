@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale import heartbeat
 from jaxscale.checkpoint.init_from import Beginning, check_init_from
-from jaxscale.checkpoint.restore import write_tokenizer
+from jaxscale.checkpoint.restore import write_template, write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
@@ -263,6 +263,7 @@ class _Training:
             run_files.write_values(self.folder, self.experiment, self.step.plan)
             write_tokenizer(self.folder, self.data.tokenizer)
             self.beginning.write(self.folder)
+            write_template(self.folder, getattr(self.data, "chat_template", None))
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
 
@@ -375,6 +376,8 @@ class _Training:
                 start_time = time.monotonic()
                 parts = self.experiment, self.step, self.data, self.checkpoints, self.journal
                 pauses = Pauses(*parts, self.best_loss, self.is_cpu, self.metrics)
+                if self.updates == 0 and self.experiment.evaluation.at_start:
+                    pauses.evaluate_start(state)
                 try:
                     with endings.watch_steps(self.journal, self.checkpoints, self.step) as self.stuck_watch:
                         state = self._run_steps(state, batches, batch, self.stop, pauses)

@@ -1,6 +1,7 @@
 """The work between the steps of a run: the evaluations, samples and checkpoints that are due after a step."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -91,11 +92,22 @@ class Pauses:
         """Log the checkpoint that has been committed since the last call, if there is one."""
         self._log_commit(self.checkpoints.poll())
 
-    def _evaluate(self, updates: int, state: Any) -> bool:
-        """Measure and log the held-out loss, and return whether it is the lowest so far."""
+    def evaluate_start(self, state: Any) -> None:
+        """Measure and log the held-out loss before the first step; it is no candidate for the best checkpoint."""
+        with heartbeat.in_phase("evaluating"):
+            means = self._held_out_means(state)
+            if means is not None:
+                self.journal.log_evaluation(0, means, is_best=False)
+
+    def _held_out_means(self, state: Any) -> dict[str, float] | None:
+        """Return the held-out loss and the other measurements; `None` if no data is held out."""
         batch_count = self.experiment.evaluation.batches
         settings: dict[str, Any] = {"one_at_a_time": self.one_at_a_time, "metrics": self.metrics}
-        means = held_out_means(self.step, self.data, state, batch_count, **settings)
+        return held_out_means(self.step, self.data, state, batch_count, **settings)
+
+    def _evaluate(self, updates: int, state: Any) -> bool:
+        """Measure and log the held-out loss, and return whether it is the lowest so far."""
+        means = self._held_out_means(state)
         if means is None:
             return False
         self.held_out_loss = means["loss"]
@@ -110,7 +122,9 @@ class Pauses:
         from jaxscale.generation.generator import Generator
         from jaxscale.training.generate import draw_samples
 
-        samples = draw_samples(self.experiment, self.data.tokenizer, lambda: Generator.of_step(self.step, state))
+        template = getattr(self.data, "chat_template", None)
+        get_generator = functools.partial(Generator.of_step, self.step, state)
+        samples = draw_samples(self.experiment, self.data.tokenizer, get_generator, template)
         for prompt, continuation in samples:
             self.journal.log_sample(updates, prompt, continuation)
 

@@ -12,7 +12,7 @@ from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.storage import run_path
 
 if TYPE_CHECKING:
-    from jaxscale.generation.sampling import Sampling
+    from jaxscale.generation.text_model import TextModel
 
 
 class Run:
@@ -135,44 +135,41 @@ class Run:
         self._restore()
         return self._train_step.module(self._state)
 
-    def generate(self, prompt: str | Sequence[str] = "\n", tokens: int = 200, **settings: Any) -> Any:
+    def generate(
+        self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, chat: bool | None = None, **settings: Any
+    ) -> Any:
         """Return the model's continuation of a prompt; for several prompts, return a list of continuations.
 
         `training.generate.generate` describes the parameters.
         """
-        from jaxscale.training.generate import continuations, make_sampling
+        from jaxscale.training.generate import make_sampling, model_continuations
 
-        return continuations(*self._generation(), prompt, self._stopping(make_sampling(tokens, settings)))
+        return model_continuations(self._text_model(), prompt, make_sampling(tokens, settings), chat)
 
-    def stream(self, prompt: str = "\n", tokens: int = 200, **settings: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str = "\n", tokens: int = 200, *, chat: bool | None = None, **settings: Any
+    ) -> Iterator[str]:
         """Yield pieces of the model's continuation of a prompt as they are drawn; `generate` returns them joined."""
-        from jaxscale.training.generate import make_sampling, stream_text
+        from jaxscale.training.generate import make_sampling, model_stream
 
-        return stream_text(*self._generation(), prompt, self._stopping(make_sampling(tokens, settings)))
+        return model_stream(self._text_model(), prompt, make_sampling(tokens, settings), chat)
 
-    def _tokenizer(self) -> Any:
-        """Return the tokenizer of the run's data; `None` if the data is not text."""
-        from jaxscale.checkpoint.restore import read_tokenizer
-
-        return self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
-
-    def _stopping(self, sampling: "Sampling") -> "Sampling":
-        """Return `sampling`, which stops also where a document of the data ends."""
-        from jaxscale.training.generate import with_ending
-
-        return with_ending(sampling, self.experiment, self._tokenizer())
-
-    def _generation(self) -> tuple[Any, Any]:
-        """Return the generator of `state`, which is made once, and the tokenizer."""
+    def _text_model(self) -> "TextModel":
+        """Return what generates text with `state`; its generator is made once."""
+        from jaxscale.checkpoint.restore import read_template, read_tokenizer
         from jaxscale.generation.generator import Generator
-        from jaxscale.training.generate import check_can_generate
+        from jaxscale.generation.text_model import TextModel, check_can_generate, data_stops
 
-        tokenizer = self._tokenizer()
+        if self._data is not None:
+            tokenizer, template = self._data.tokenizer, getattr(self._data, "chat_template", None)
+        else:
+            tokenizer, template = read_tokenizer(self.dir), read_template(self.dir)
         check_can_generate(self.experiment.model, tokenizer)
         if self._generator is None:
             self._restore()
             self._generator = Generator.of_step(self._train_step, self._state)
-        return self._generator, tokenizer
+        stops = data_stops(self.experiment.data, tokenizer, template)
+        return TextModel(self._generator, tokenizer, template, stops, str(self.dir))
 
     def _restore(self) -> None:
         """Build the step and restore the run's newest checkpoint, unless the state is in memory."""

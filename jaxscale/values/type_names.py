@@ -16,6 +16,7 @@ from jaxscale.errors import UserError, near_miss
 
 _MODULE_BY_NAME = {
     "data.Arrays": "jaxscale.data.rows",
+    "data.Chats": "jaxscale.data.chat",
     "data.ImageFolder": "jaxscale.data.image_folder",
     "data.Images": "jaxscale.data.images",
     "data.Mixture": "jaxscale.data.text",

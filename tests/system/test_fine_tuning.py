@@ -72,3 +72,24 @@ def test_a_cut_run_continues_on_another_mesh(run_of):
     assert continued.step == 6
     whole = jx.Run.open(run_of("whole", jx.Plan(mesh="1")))
     np.testing.assert_allclose(continued.held_out_loss, whole.held_out_loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [Pretrained, lambda folder: LoRA(Pretrained(folder), rank=2)], ids=["all", "lora"])
+def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(32, 32, 32, 3)).astype("float32")
+    np.savez(tmp_path / "images.npz", x=images, y=rng.integers(0, 10, 32))
+    data = jx.data.Images(tmp_path / "images.npz")
+    optimizer = jx.Optimizer(learning_rate=1e-2)
+    experiment = jx.Experiment("vit", make(GOLDEN / "vit"), data, optimizer, steps=3, batch=8)
+    run = jx.train(experiment, jx.Plan(mesh="1"), out=tmp_path / "run", quiet=True)
+    folder = export(run.dir, tmp_path / "out")
+    again = jx.Experiment("again", Pretrained(folder), None, steps=1, batch=8)
+    step = jx.build(again, jx.Plan(mesh="1"))
+    batch = {"images": jnp.asarray(images[:8]), "labels": jnp.zeros(8, jnp.int32)}
+    expected = run.experiment.model.loss(run.module, batch, Context())
+    found = again.model.loss(step.module(step.init()), batch, Context())
+    np.testing.assert_allclose(found.total, expected.total, rtol=1e-5)
+    original = jx.Experiment("first", Pretrained(GOLDEN / "vit"), None, steps=1, batch=8)
+    step = jx.build(original, jx.Plan(mesh="1"))
+    assert abs(original.model.loss(step.module(step.init()), batch, Context()).total - found.total) > 1e-2

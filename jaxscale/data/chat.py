@@ -1,0 +1,174 @@
+"""Chats as data: JSONL rows of messages, rendered by a model folder's chat template, with loss on answers alone."""
+
+import dataclasses
+import datetime
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data import source
+from jaxscale.data.cache import Corpus, Tokens, open_corpus
+from jaxscale.data.chat_rows import ChatRecipe
+from jaxscale.data.chat_template import ChatTemplate, folder_tokenizer, read_template
+from jaxscale.data.loader import Opened
+from jaxscale.data.pack import Packed
+from jaxscale.data.text import check_share
+from jaxscale.errors import UserError
+from jaxscale.values import check_types
+
+
+@dataclasses.dataclass(frozen=True)
+class Chats:
+    """Chats as packed rows of tokens, of which the answers alone are learned.
+
+    A row of a file is `{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}`, with
+    `"tools"` if the template takes them, or `{"prompt": ..., "completion": ...}` (or `answer`, or `response`). The
+    folder's chat template renders it; templates need Jinja2 (`pip install 'jaxscale[chat]'`). The ids are those of
+    transformers' `apply_chat_template`, and the tokens that an answer adds have weight 1, which includes the one that
+    ends it. A chat that is longer than `context` is cut there. Chats are packed into rows as documents of `Text` are.
+
+    Args:
+        path: path of a JSONL file or a glob, or several of them; a path may begin with gs:// or s3://.
+        folder: model folder that holds tokenizer.json and the chat template.
+        context: number of targets per row.
+        held_out: share of the chats, the last ones, held out for evaluation.
+        held_out_path: file, glob or several of them, whose chats are held out; `held_out` is then not used.
+        date: day that the template sees as today, as YYYY-MM-DD; a fixed one, so that a continued run has the same
+            text. The default is that of Llama's templates.
+
+    Raises:
+        UserError: a value is out of range; or, on `open`, a file or the folder is missing or not as described, or the
+            template is broken, takes too long or refuses a chat.
+
+    Example:
+        >>> Chats("chats.jsonl", "smollm2", context=0)
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: context: got 0, expected a whole number of tokens >= 1
+
+    References:
+        https://huggingface.co/docs/transformers/chat_templating
+    """
+
+    path: str | Path | tuple[str | Path, ...] = dataclasses.field(metadata={"place": "content"})
+    folder: str | Path = dataclasses.field(metadata={"place": "content"})
+    context: int = 1024
+    held_out: float = 0.1
+    held_out_path: str | Path | tuple[str | Path, ...] | None = dataclasses.field(
+        default=None, metadata={"place": "content"}
+    )
+    date: str = "2024-07-26"
+
+    layout = "packed"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("path", "held_out_path"):
+            paths = getattr(self, name)
+            if isinstance(paths, str | os.PathLike):
+                object.__setattr__(self, name, source.absolute_path(paths))
+            elif paths is not None:
+                object.__setattr__(self, name, tuple(source.absolute_path(path) for path in paths))
+            if paths == ():
+                raise UserError(f"{name}: got no path, expected at least one JSONL file or glob")
+        object.__setattr__(self, "folder", source.absolute_path(self.folder))
+        if self.context < 1:
+            raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the chats, 0 <= held_out < 1")
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError:
+            raise UserError(f"date: got {self.date!r:.40}, expected a day as YYYY-MM-DD, such as 2024-07-26") from None
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The folder's chat template."""
+        return read_template(self.folder)
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+        """Render and encode the chats, and return their batches; for arguments and errors, see `Text.open`."""
+        check_share(batch, process, processes)
+        template, tokenizer = self.template, folder_tokenizer(self.folder)
+        held_out_files = [] if self.held_out_path is None else source.find_files(_paths(self.held_out_path))
+        files = [*source.find_files(_paths(self.path)), *held_out_files]
+        corpus = open_corpus(files, tokenizer, ChatRecipe(template, self.date, self.held_out, len(held_out_files)))
+        rows, held_out_rows = (Packed(tokens, self.context, True) for tokens in (corpus.train, corpus.held_out))
+        if not len(rows):
+            raise UserError(f"{files[0]}: {_no_rows_text(corpus.train, self.context)} to train on; {_NO_ROWS_ADVICE}")
+        if not len(held_out_rows) and (held_out_files or self.held_out):
+            name = held_out_files[0] if held_out_files else f"held_out {self.held_out:g} of {files[0]}"
+            raise UserError(f"{name}: {_no_rows_text(corpus.held_out, self.context)} to evaluate; {_NO_ROWS_ADVICE}")
+        facts = _facts(corpus, rows, held_out_rows, tokenizer)
+        note = _note(corpus.facts, [corpus.train, corpus.held_out], self.context)
+        return Opened(
+            (rows,), (1.0,), (held_out_rows,), batch, seed, process, processes, tokenizer, facts, note, template
+        )
+
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and dtype of each array in a batch, by name, without reading the files.
+
+        Example:
+            >>> Chats("chats.jsonl", "smollm2", context=512).shapes(8)["segments"]
+            ((8, 512), 'int32')
+        """
+        dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32") | {"weights": "float32"}
+        return {name: ((batch, self.context), dtype) for name, dtype in dtypes.items()}
+
+
+_NO_ROWS_ADVICE = "give more chats, or a longer context if the prompts alone fill it"
+
+
+def _no_rows_text(tokens: Tokens, context: int) -> str:
+    """Return why a split has no rows."""
+    return f"none of its {len(tokens.document_starts) - 1} chats has an answer in its first {context} tokens"
+
+
+def _paths(path: Any) -> tuple[str, ...]:
+    """Return one path or several ones as a tuple of texts."""
+    return tuple(map(str, path if isinstance(path, tuple) else (path,)))
+
+
+def _facts(corpus: Corpus, rows: Packed, held_out_rows: Packed, tokenizer: Any) -> dict[str, Any]:
+    """Return `Opened.facts`: counts, the share of the positions that hold targets, and hashes."""
+    lengths = [np.diff(tokens.document_starts) for tokens in (corpus.train, corpus.held_out)]
+    copied = ("files", "bytes", "characters", "documents", "chats", "unanswered")
+    return {name: corpus.facts[name] for name in copied} | {
+        "kind": "chats",
+        "layout": "packed",
+        "tokenizer": tokenizer.kind,
+        "vocabulary": tokenizer.size,
+        "tokens": corpus.facts["train"]["tokens"],
+        "held_out_tokens": corpus.facts["held_out"]["tokens"],
+        "longest": int(max((each.max() for each in lengths if len(each)), default=0)),
+        "rows": len(rows),
+        "targets": rows.targets,
+        "held_out_rows": len(held_out_rows),
+        "held_out_targets": held_out_rows.targets,
+        "filled": rows.targets / (len(rows) * rows.context),
+        "hash": corpus.facts["hash"][:16],
+        "cache": [corpus.facts["cache"]],
+    }
+
+
+def _note(facts: dict[str, Any], splits: list[Tokens], context: int) -> str | None:
+    """Return a line on what is not learned: chats that are cut, and chats without an answer."""
+    cut_count = answer_count = 0
+    for tokens in splits:
+        ends = tokens.document_starts[1:]
+        cuts = np.minimum(tokens.document_starts[:-1] + context + 1, ends)
+        assert tokens.is_learned is not None
+        learned_before = np.concatenate([[0], np.cumsum(tokens.is_learned, dtype=np.int64)])
+        cut_count += int((cuts < ends).sum())
+        answer_count += int((learned_before[ends] - learned_before[cuts]).sum())
+    notes = []
+    if cut_count:
+        notes.append(
+            f"{cut_count:,} of {facts['documents']:,} chats are longer than data.context ({context} tokens) and are "
+            f"cut there, with {answer_count:,} tokens of answers"
+        )
+    if facts["unanswered"]:
+        notes.append(f"{facts['unanswered']:,} chats without an answer are left out, first {facts['first_unanswered']}")
+    return "; ".join(notes) or None

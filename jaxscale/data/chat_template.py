@@ -1,0 +1,314 @@
+"""The chat template of a model folder: the Jinja text that turns messages into the text that a model was trained on.
+
+A folder has it as `chat_template.jinja`, in tokenizer_config.json, or as `chat_template.json`; transformers' format
+(https://huggingface.co/docs/transformers/chat_templating). Templates are code of strangers, so that a process of its
+own renders them (`template_child.py`), within limits of time, memory and length.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.data import template_child
+from jaxscale.data.documents import has_half_characters
+from jaxscale.data.tokenizer import Subwords
+from jaxscale.errors import UserError
+from jaxscale.values.read_files import is_folder, is_regular, parse_json, read_bytes
+
+JINJA, TOKENIZER_CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+"""The files that may hold a template, in the order in which they are looked for."""
+_JOBS_PER_LINE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template and the special tokens that it may name.
+
+    Args:
+        source: text of the template, in Jinja.
+        tokens: the special tokens by name, such as ("eos_token", "<|im_end|>").
+        origin: the file that the template is from, for messages.
+
+    Example:
+        >>> ChatTemplate("{{ bos_token }}{{ messages[0].content }}", (("bos_token", "<s>"),), "a.jinja").variables
+        {'bos_token': '<s>'}
+    """
+
+    source: str
+    tokens: tuple[tuple[str, str], ...]
+    origin: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The special tokens by name, which are variables of the template."""
+        return dict(self.tokens)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What determines the rendered texts, for a hash."""
+        return self.source, self.tokens
+
+    def to_json(self) -> str:
+        """Return a text from which `from_json` restores an equal template."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str, place: str) -> "ChatTemplate":
+        """Return the template that `to_json` stored in the file at `place`.
+
+        Raises:
+            UserError: the text is not that of a template.
+        """
+        fields = parse_json(text, place)
+        try:
+            tokens = tuple((name, token) for name, token in fields["tokens"])
+            template = cls(fields["source"], tokens, fields["origin"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{place} is no chat template of a run: restore the file from a copy") from None
+        if not all(isinstance(part, str) for part in (template.source, template.origin, *itertools.chain(*tokens))):
+            raise UserError(f"{place} is no chat template of a run: restore the file from a copy")
+        return template
+
+    def prompt(self, text: str) -> str:
+        """Return the rendered text of a chat with one message of a user, up to where the assistant answers."""
+        with Renderer(self, None) as renderer:
+            (texts,) = renderer.render([Job([{"role": "user", "content": text}], None, ((1, True),))])
+        if isinstance(texts, Failure):
+            raise UserError(f"{self.origin}: {texts.text}")
+        return texts[0]
+
+    @functools.cached_property
+    def answer_end(self) -> str:
+        """What the template puts after the words of an answer that ends a chat, such as "<|im_end|>\\n"."""
+        words = "word"
+        messages = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+        with Renderer(self, None) as renderer:
+            (texts,) = renderer.render([Job(messages, None, ((2, False),))])
+        return "" if isinstance(texts, Failure) else texts[0].rpartition(words)[2]
+
+
+class Job(NamedTuple):
+    """Messages to render, as a whole or up to some of them.
+
+    Args:
+        messages: the messages.
+        tools: descriptions of the tools that the assistant may call; `None` for none.
+        parts: for each rendering, the number of messages, and whether the text ends with the prompt for an answer.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    parts: tuple[tuple[int, bool], ...]
+
+
+class Failure(NamedTuple):
+    """A job that the template did not render; `text` is why."""
+
+    text: str
+
+
+class Renderer:
+    """The process that renders a template; a context manager.
+
+    Args:
+        template: the template.
+        date: day that the template sees as today, as YYYY-MM-DD; `None` for the present time.
+
+    Raises:
+        UserError: Jinja2 is missing, or the template cannot be compiled.
+    """
+
+    def __init__(self, template: ChatTemplate, date: str | None) -> None:
+        self._template, self._date = template, date
+
+    def __enter__(self) -> "Renderer":
+        if importlib.util.find_spec("jinja2") is None:
+            raise UserError("chat templates need the package jinja2: pip install 'jaxscale[chat]'")
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", template_child.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # an interrupt from the keyboard is ours
+        )
+        request = {
+            "path": [entry for entry in sys.path if entry],
+            "source": self._template.source,
+            "variables": self._template.variables,
+            "date": self._date,
+        }
+        try:
+            self._send(request)
+            reply = self._receive()
+            if isinstance(reply, Failure):
+                raise UserError(f"{self._template.origin} is no template that can be used: {reply.text}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def render(self, jobs: Iterable[Job]) -> Iterator[list[str] | Failure]:
+        """Yield for each job the text of each part, or a `Failure`; after one that ended the process, nothing more."""
+        jobs_left = iter(jobs)
+        while batch := [job._asdict() for job in itertools.islice(jobs_left, _JOBS_PER_LINE)]:
+            self._send(batch)
+            for _ in batch:
+                yield self._receive()
+                if self._process.poll() is not None:
+                    return
+
+    def _send(self, content: Any) -> None:
+        """Send a line to the process; what went wrong there is seen when its answer is read."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(content).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self) -> list[str] | Failure:
+        """Return the answer of the process to a job."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            code = self._process.wait()
+            if -code in (14, 26, 27):  # SIGALRM, SIGVTALRM, SIGPROF
+                return Failure(f"the template takes more than {template_child.CPU_SECONDS:g} s: does it end?")
+            self._errors.seek(0)
+            last_line = (self._errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+            return Failure(f"the process that renders the template ended with code {code} {last_line:.300}".rstrip())
+        reply = json.loads(line)
+        if "raised" in reply:
+            return Failure(f"the template refuses it: {reply['raised']}")
+        return reply["texts"] if "texts" in reply else Failure(f"the template is broken: {reply['broken']}")
+
+
+def read_template(folder: str | Path) -> ChatTemplate:
+    """Read the chat template of a model folder.
+
+    Args:
+        folder: folder that transformers saved, with a tokenizer.
+
+    Raises:
+        UserError: the folder has no template, or a file is not as transformers writes it.
+    """
+    template = find_template(folder)
+    if template is None:
+        raise UserError(
+            f"{folder} has no chat template ({JINJA}, or chat_template in {TOKENIZER_CONFIG}): add one, such as that "
+            "of the instruct version of the model, or train on texts with data.Text(fields=('prompt', 'answer'))"
+        )
+    return template
+
+
+def find_template(folder: str | Path) -> ChatTemplate | None:
+    """Return the chat template of a model folder, or `None` if it has none; `read_template` raises what this does."""
+    folder = Path(folder)
+    if not is_folder(folder):
+        raise UserError(f"{folder}: no such folder; expected that of a model, with its tokenizer and chat template")
+    config = _read_object(folder / TOKENIZER_CONFIG)
+    tokens = tuple(_special_tokens(_read_object(folder / "special_tokens_map.json") | config).items())
+    if is_regular(folder / JINJA):
+        try:
+            return ChatTemplate(read_bytes(folder / JINJA).decode("utf-8"), tokens, str(folder / JINJA))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{folder / JINJA} is not UTF-8 ({error}): copy the file again") from None
+    for name, values in ((TOKENIZER_CONFIG, config), (LEGACY, _read_object(folder / LEGACY))):
+        source = values.get("chat_template")
+        if isinstance(source, list):  # several, each with a name
+            named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
+            if not isinstance(named.get("default"), str):
+                raise UserError(
+                    f"{folder / name}: chat_template has {', '.join(named) or 'no names'}, expected one "
+                    f"named default: write the one to use to {JINJA}"
+                )
+            source = named["default"]
+        if isinstance(source, str):
+            if has_half_characters(source + "".join(token for _, token in tokens)):
+                raise UserError(f"{folder / name}: chat_template or a token has half a surrogate pair: repair it")
+            return ChatTemplate(source, tokens, str(folder / name))
+        if source is not None:
+            raise UserError(f"{folder / name}: chat_template: got a {type(source).__name__}, expected a text")
+    return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty dict if there is no file."""
+    if not is_regular(path):
+        return {}
+    values = parse_json(read_bytes(path), str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: got a {type(values).__name__}, expected a JSON object; copy the file again")
+    return values
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer_config.json names, such as bos_token; each may be an object."""
+    tokens = {}
+    for name, token in config.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def folder_tokenizer(folder: str | Path) -> Subwords:
+    """Return the tokenizer of a model folder.
+
+    Raises:
+        UserError: the folder has no tokenizer.json, or it is not one.
+    """
+    from jaxscale.data.tokenizer import load
+
+    path = Path(folder) / "tokenizer.json"
+    if not is_regular(path):
+        is_slow = any(is_regular(Path(folder) / name) for name in ("tokenizer.model", "vocab.json", "vocab.txt"))
+        advice = (
+            "load it with transformers' AutoTokenizer and save it, which writes one"
+            if is_slow
+            else "copy it from where the model is from"
+        )
+        raise UserError(f"{folder} has no tokenizer.json: {advice}")
+    return load(str(path))
+
+
+def stop_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids at which a folder's model ends a text: its eos_token_id, in generation_config.json or config.json.
+
+    Args:
+        folder: folder that transformers saved.
+        tokenizer: its tokenizer; an id beyond its vocabulary is left out.
+    """
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_object(Path(folder) / name).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        ids = tuple(i for i in ids if type(i) is int and 0 <= i < tokenizer.size)
+        if ids:
+            return ids
+    return ()
+
+
+def answer_stops(template: ChatTemplate, tokenizer: Any) -> tuple[Sequence[int], Sequence[str]]:
+    """Return the ids and texts that end an answer: the first special token after its words, or else the text there."""
+    end = template.answer_end
+    ids = [int(i) for i in tokenizer.encode(end) if int(i) in tokenizer.special_ids] if end else []
+    if ids:
+        return (ids[0],), ()
+    return (), ((end.strip(),) if end.strip() else ())

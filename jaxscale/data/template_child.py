@@ -1,0 +1,171 @@
+"""The program that renders chat templates: a process of its own, since a template is a stranger's code.
+
+`chat_template.Renderer` starts this file as a script. It imports Jinja2 and Python's library alone, and runs templates
+in Jinja's `ImmutableSandboxedEnvironment`, with the helpers that transformers gives them. What a sandbox does not bound
+is bounded by the system: a rendering that takes `CPU_SECONDS` ends the process by a signal, and the memory and files of
+the process are limited. The first line of its input is the template, each other line a list of jobs; it answers each
+job with a line.
+"""
+
+import contextlib
+import datetime
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+CPU_SECONDS = 5.0
+"""Seconds of a processor that the renderings of one job may take; a usual one takes less than a millisecond."""
+MAX_CHARACTERS = 2**23
+"""Longest text that a template may render."""
+MEMORY_BYTES = 2**31
+"""Largest address space of the process, where the system limits it (not on macOS)."""
+
+
+def limit_process() -> None:
+    """Limit the memory of this process, and let it write no file."""
+    import resource
+
+    for limit, size in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0)):
+        with contextlib.suppress(OSError, ValueError):  # the system has a lower limit, or none of this kind
+            resource.setrlimit(limit, (size, size))
+
+
+def start_clock(seconds: float) -> None:
+    """End this process by a signal after so many seconds of a processor; 0 stops the clock.
+
+    No handler is installed: one would run only after the operation in progress, which may be endless itself.
+    """
+    import signal
+
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def compiled_template(source: str, date: str | None) -> Any:
+    """Return a compiled template.
+
+    Args:
+        source: text of the template.
+        date: day that `strftime_now` reports, as YYYY-MM-DD; `None` for the present time.
+    """
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """The tag that encloses what an assistant writes, whose body is rendered like any other text."""
+
+        tags: ClassVar[set[str]] = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride]
+
+        def parse(self, parser: Any) -> Any:
+            line_number = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line_number)
+
+    class Namespace(jinja2.utils.Namespace):
+        """A namespace without names that begin with an underscore, as in transformers."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"the namespace attribute {name!r} begins with an underscore")
+            super().__setitem__(name, value)
+
+    def strftime_now(format_text: str) -> str:
+        moment = datetime.datetime.now() if date is None else datetime.datetime.fromisoformat(date)
+        return moment.strftime(format_text)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        """JSON without the escapes for HTML of Jinja's own filter."""
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": strftime_now,
+        "namespace": Namespace,
+        "dict": lambda *entries, **named: dict(*entries, **named),  # the type itself has methods to misuse
+    }
+    return environment.from_string(source)
+
+
+class RaisedError(Exception):
+    """The template itself refused the messages, by `raise_exception`."""
+
+
+def _raise(message: Any) -> None:
+    """The function `raise_exception` of templates."""
+    raise RaisedError(str(message))
+
+
+def rendered(template: Any, variables: dict[str, Any]) -> str:
+    """Return the text that a compiled template renders.
+
+    Raises:
+        ValueError: the text has more than `MAX_CHARACTERS` characters.
+    """
+    pieces, character_count = [], 0
+    for piece in template.generate(**variables):
+        character_count += len(piece)
+        if character_count > MAX_CHARACTERS:
+            raise ValueError(f"it renders more than {MAX_CHARACTERS:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def answer(make: Callable[[], Any]) -> dict[str, Any]:
+    """Return what `make` returns under "texts", or what went wrong under "raised" or "broken"."""
+    start_clock(CPU_SECONDS)
+    try:
+        return {"texts": make()}
+    except RaisedError as error:
+        return {"raised": str(error)}
+    except MemoryError:
+        return {"broken": "it needs too much memory"}
+    except Exception as error:
+        line_number = getattr(error, "lineno", None)
+        line_text = "" if line_number is None else f" in line {line_number}"
+        return {"broken": f"{type(error).__name__}{line_text}: {error}"[:1000]}
+    finally:
+        start_clock(0)
+
+
+def main() -> None:
+    """Answer the jobs of the standard input, line by line, until it ends."""
+    limit_process()
+    request = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = request["path"]
+    templates: list[Any] = []
+
+    def compile_source() -> list[str]:
+        templates.append(compiled_template(request["source"], request["date"]))
+        return []
+
+    def reply(content: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.flush()
+
+    reply(answer(compile_source))
+    while line := sys.stdin.buffer.readline():
+        for job in json.loads(line):
+
+            def render(job: dict[str, Any] = job) -> list[str]:
+                """Render the first messages of a job, once for each of its parts."""
+                shared = {**request["variables"], "tools": job["tools"], "documents": None}
+                return [
+                    rendered(
+                        templates[0], {**shared, "messages": job["messages"][:count], "add_generation_prompt": ask}
+                    )
+                    for count, ask in job["parts"]
+                ]
+
+            reply(answer(render))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""fine_tuning: the experiment that trains a Hugging Face folder on from chats, with settings that suit most."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscale.data.chat import Chats
+from jaxscale.errors import UserError
+from jaxscale.model_traits import ModelTraits
+from jaxscale.models.huggingface import Pretrained
+from jaxscale.models.lora import LoRA
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.platforms.detect import accelerators
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Samples
+from jaxscale.recipe.plan import Plan
+
+MAX_CONTEXT = 1024
+"""Longest context that is chosen; a longer one is set by name, since its memory grows with it."""
+LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 2e-4
+"""Peak learning rates of all parameters and of adapters, those of Alpaca and QLoRA (Dettmers et al. 2023, table 9)."""
+EPOCHS = 3.0
+_EVALUATIONS = 4
+
+
+def fine_tuning(
+    folder: str | Path,
+    chats: str | Path | Sequence[str | Path],
+    *,
+    held_out: str | Path | Sequence[str | Path] | None = None,
+    lora: int | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch: int = 8,
+    context: int | None = None,
+) -> Experiment:
+    """Return the experiment that fine-tunes a Hugging Face folder on chats, with loss on the answers alone.
+
+    The chats are read and encoded here, since their number gives that of the steps. The held-out loss is measured
+    before the first step, and at each quarter of the run. Accelerators compute in bfloat16. `dataclasses.replace` or
+    `jx.override` changes any of it.
+
+    Args:
+        folder: folder with config.json, safetensors, tokenizer.json and a chat template.
+        chats: JSONL file of chats, a glob, or several (`data.Chats` has the forms of a row).
+        held_out: the same of the chats to evaluate; `None` holds the last tenth of `chats` out.
+        lora: rank of adapters, which alone are trained; `None` trains all parameters.
+        epochs: number of passes over the chats, 3 by default.
+        steps: number of updates, instead of `epochs`.
+        batch: number of rows of the global batch.
+        context: number of tokens per row; by default that of the longest chat, rounded up to a multiple of 64, and at
+            most 1,024 or the model's.
+
+    Raises:
+        UserError: a file is not as described, the folder's model is no language model, or a number is out of range.
+
+    References:
+        Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", for the learning rate of adapters.
+    """
+    if epochs is not None and (steps is not None or not 0 < epochs < float("inf")):
+        expected = "steps or epochs, not both" if steps is not None else "a number above 0"
+        raise UserError(f"epochs: got {epochs}, expected {expected}")
+    pretrained = Pretrained(folder)
+    model = pretrained if lora is None else LoRA(pretrained, rank=lora)
+    traits = ModelTraits.of(pretrained)
+    if not traits.generates or traits.context is None:
+        architecture = type(pretrained.model).__name__
+        raise UserError(
+            f"{folder} holds a {architecture}, which reads no chats: expected a language model. Train it from an "
+            "experiment file, with models.Pretrained and data of its own"
+        )
+    path, held_out_path = _paths(chats), None if held_out is None else _paths(held_out)
+    data = Chats(path, folder, context or min(MAX_CONTEXT, traits.context), held_out_path=held_out_path)
+    facts = data.open(batch, 0).facts
+    vocab = traits.vocab
+    if vocab is not None and facts["vocabulary"] > vocab:
+        raise UserError(
+            f"{folder}: tokenizer.json has {facts['vocabulary']} tokens, but the model {vocab}: resize its embeddings "
+            "with transformers (resize_token_embeddings), or remove the tokens that were added"
+        )
+    if context is None:
+        fitting = -(-(facts["longest"] - 1) // 64) * 64
+        data = Chats(path, folder, max(1, min(data.context, fitting)), held_out_path=held_out_path)
+        facts = data.open(batch, 0).facts
+    if steps is None:
+        steps = max(1, round((EPOCHS if epochs is None else epochs) * facts["rows"] / batch))
+    rate = LEARNING_RATE if lora is None else LORA_LEARNING_RATE
+    return Experiment(
+        name=f"{Path(folder).resolve().name or 'folder'}-{'tuned' if lora is None else f'lora{lora}'}",
+        model=model,
+        data=data,
+        optimizer=Optimizer(learning_rate=rate, warmup=min(100, steps // 20), weight_decay=0.0),
+        steps=steps,
+        batch=batch,
+        evaluation=Evaluation(every=max(1, steps // _EVALUATIONS), batches=100, at_start=True),
+        samples=Samples(prompts=()),
+        checkpoint=Checkpointing(every=0, keep=1),
+        plan=Plan(precision="bfloat16") if accelerators() else Plan(),
+    )
+
+
+def _paths(paths: Any) -> Any:
+    """Return one path as it is, or several as a tuple."""
+    return paths if isinstance(paths, str | Path) else tuple(paths)
