@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.blocks import Context, Loss
+from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Context, Loss
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import Chain, Stack, chains_in
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
 from jaxscale.models.field_checks import check_rates
@@ -31,6 +32,7 @@ from jaxscale.models.foreign_blocks import (
     run_as_one_block,
 )
 from jaxscale.models.foreign_chain import needs_chain, run_chain
+from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
@@ -142,6 +144,8 @@ class ForeignModel:
         over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed of whole
             batches only. "rows" if the loss of a row may be computed without the others. With `None`, that is measured
             before it matters: with microbatches, codecs and DiLoCo, and in a held-out batch that is filled up.
+        scanned: names of the parameters that a scan over blocks reads row by row. A train step finds them by itself
+            (`with_scans`).
 
     Raises:
         UserError: `over` or `blocks` is something else, or `axes` maps a name to what is no logical axis.
@@ -160,6 +164,7 @@ class ForeignModel:
     blocks: str | tuple[str, ...] | None = None
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     over: Literal["rows", "batch"] | None = None
+    scanned: tuple[str, ...] = ()
 
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
@@ -192,9 +197,53 @@ class ForeignModel:
                 f"make returned a {type(module).__name__} without any nnx.Param to train; "
                 "a Linen module gets its parameters by lazy_init, as linen_model(...) does"
             )
-        for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-            _set_logical_axes(variable, self.axes)
+        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+            is_scanned = "/".join(map(str, path)) in self.scanned
+            if is_scanned:
+                first_name = (variable.get_metadata().get("out_sharding") or (None,))[0]
+                is_unnamed = self.axes.get(str(first_name), first_name) != "layers"
+                variable.set_metadata(**{STACK_SHAPE: tuple(variable.shape), UNNAMED_LAYERS: is_unnamed})
+            _set_logical_axes(variable, self.axes, is_scanned=is_scanned)
         return module
+
+    def with_scans(self, batch: Batch) -> "ForeignModel":
+        """Return this model with the field `scanned`: its stacked parameters that a scan over blocks reads.
+
+        A model with a list of blocks, or with `blocks=()`, is returned unchanged; of a model whose `blocks` is the path
+        of a stacked module, only the parameters of this module count.
+
+        Args:
+            batch: shapes of a batch.
+
+        Example:
+            >>> import jax
+            >>> class Net(nnx.Module):
+            ...     def __init__(self, rngs):
+            ...         make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, use_bias=False, rngs=rngs))
+            ...         self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+            ...     def __call__(self, x):
+            ...         return jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
+            >>> images, labels = jax.ShapeDtypeStruct((2, 4), "float32"), jax.ShapeDtypeStruct((2,), "int32")
+            >>> batch = {"images": images, "labels": labels}
+            >>> ForeignModel(lambda rngs: Net(rngs), classification()).with_scans(batch).scanned
+            ('layers/kernel',)
+        """
+        if isinstance(self.blocks, tuple) or self.scanned:
+            return self
+        module = nnx.eval_shape(lambda: self.build(nnx.Rngs(params=0, dropout=1)))
+        if self.blocks is None and (self._has_containers(module) or repeated_blocks(module)):
+            return self
+        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+
+        def score(params: Any, rest: Any, batch: Batch, key: Key) -> Any:
+            module_copy = nnx.merge(graphdef, params, rest, copy=True)
+            return self._run(self.score, module_copy, batch, Context(key=key))
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        scanned = scanned_params(jax.make_jaxpr(score)(params, rest, dict(batch), key), names)
+        prefix = "" if self.blocks is None else self.blocks.replace(".", "/").strip("/") + "/"
+        return dataclasses.replace(self, scanned=tuple(name for name in scanned if name.startswith(prefix)))
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Return the sum of the weighted losses and the sum of the weights.
@@ -223,16 +272,27 @@ class ForeignModel:
         return None if correct_fn is None else functools.partial(self.metric, correct_fn)
 
     def block_paths(self, module: nnx.Module) -> tuple[str, ...]:
-        """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat."""
+        """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat.
+
+        A model that scans over its blocks, or has a `layers.Stack` or `layers.Chain`, has no paths of blocks.
+        """
+        if self.scanned or self._has_containers(module):
+            return ()
         return repeated_blocks(module) if self.blocks is None else members_of(module, self.blocks)
 
     def block_chains(self, module: nnx.Module) -> list[tuple[str, ...]]:
         """Return the paths of the blocks of each chain: those of `blocks`, or else those of each list of blocks."""
         paths = self.block_paths(module)
+        if self._has_containers(module):
+            return chains_in(module)
         if self.blocks is not None:
             return [paths] if paths else []
         stems = dict.fromkeys(path.rstrip("0123456789") for path in paths)
         return [tuple(path for path in paths if path.rstrip("0123456789") == stem) for stem in stems]
+
+    def _has_containers(self, module: nnx.Module) -> bool:
+        """Return whether the blocks are those of a `layers.Stack` or `layers.Chain` in the user's module."""
+        return self.blocks is None and any(isinstance(node, Stack | Chain) for _, node in nnx.iter_graph(module))
 
     def logical_sizes(self) -> dict[str, int]:
         """Return an empty dict: the logical axes of a foreign module are unknown."""
@@ -279,7 +339,11 @@ class ForeignModel:
             with casting:
                 return score(_bind_mode(module, is_training, _pass_key(context)), batch)
 
-        if block_paths and needs_chain():
+        if self.scanned and needs_scan():
+            target_scores = run_scanned(forward, module_copy, batch, self.scanned)
+        elif self.scanned or self._has_containers(module):
+            target_scores = forward(module_copy, batch)
+        elif block_paths and needs_chain():
             target_scores = run_chain(forward, module_copy, batch, block_paths)
         else:
             with blocks_wrapped(module_copy, block_paths):
@@ -336,7 +400,7 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
     return ForeignModel(FromLinen(module, abstract_inputs), score)
 
 
-def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> None:
+def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str], *, is_scanned: bool = False) -> None:
     """Replace a parameter's axis names by logical axes; dims of other names, or without one, are `None`.
 
     The names that are no logical axes become the metadata `ignored_axes`.
@@ -344,8 +408,14 @@ def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> N
     Args:
         variable: the parameter.
         axes: logical axis by the module's axis name.
+        is_scanned: whether a scan reads the parameter row by row, so that the first dim is for layers, with or without
+            a name of its own (plain `nnx.vmap` adds none).
     """
     names = variable.get_metadata().get("out_sharding")
+    if is_scanned:
+        own_names = names if isinstance(names, tuple) else ()
+        row_names = own_names[1:] if len(own_names) == len(variable.shape) else own_names
+        names = ("layers", *row_names)
     if not isinstance(names, tuple) or len(names) > len(variable.shape):
         return
     logical_axes = [axes.get(name, name) if isinstance(name, str) else None for name in names]
@@ -410,6 +480,8 @@ def _set_dtype(dtype: Any, module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
+        elif isinstance(node, nnx.Param) and not isinstance(node.get_value(), jax.Array):
+            continue  # a weight on the host, which is cast when its block runs
         elif isinstance(node, nnx.Param) and jnp.issubdtype(node.dtype, jnp.floating):
             node.set_value(node[...].astype(dtype))  # node[...] = x would keep the old type
 

@@ -19,9 +19,10 @@ from flax.typing import PathParts
 from jax.tree_util import KeyPath
 
 from jaxscale import blocks
-from jaxscale.blocks import Model
+from jaxscale.blocks import UNNAMED_LAYERS, Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import group_name
+from jaxscale.layers.stack import Stack, group_name
+from jaxscale.offload.weights import belongs_to_block
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
 
@@ -69,6 +70,8 @@ class PureModel:
         train: pattern of the names of the parameters that are trained; `None` if all are.
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
+        unnamed_stacks: names of stacked parameters whose module did not name the dim for layers; a checkpoint keeps
+            them whole, as before this dim was known.
     """
 
     model: Model
@@ -85,6 +88,7 @@ class PureModel:
     train: str | None = None
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
+    unnamed_stacks: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -120,16 +124,22 @@ class PureModel:
             _refuse_train(train, frozen_state)
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
+        stack_prefixes, unnamed_stacks = _stack_prefixes(abstract_module), set[str]()
         for path, variable in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(frozen_state)):
-            axes = variable.get_metadata().get("out_sharding")
+            axes, name = variable.get_metadata().get("out_sharding"), "/".join(map(str, path))
+            if axes is None and name.startswith(stack_prefixes):
+                axes = ("layers", *(None,) * (len(variable.shape) - 1))
+                unnamed_stacks.add(name)
+            if variable.get_metadata().get(UNNAMED_LAYERS):
+                unnamed_stacks.add(name)
             ignored_axes.update(variable.get_metadata().get("ignored_axes", ()))
             if axes is not None:
                 if len(axes) != len(variable.shape):
                     raise UserError(
-                        f"parameter {'/'.join(map(str, path))}: got {len(axes)} axis names {tuple(axes)} for "
+                        f"parameter {name}: got {len(axes)} axis names {tuple(axes)} for "
                         f"shape {tuple(variable.shape)}; give each dim one name ('layers' for the dim of a stack)"
                     )
-                axis_names["/".join(map(str, path))] = tuple(axes)
+                axis_names[name] = tuple(axes)
         abstract_params = jax.eval_shape(_float32, nnx.to_pure_dict(param_state))
         pure_model = cls(
             model,
@@ -145,6 +155,7 @@ class PureModel:
             train=train,
             frozen_dtype=frozen_dtype,
             frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
+            unnamed_stacks=frozenset(unnamed_stacks),
         )
         if not layer_of_row:
             return pure_model
@@ -193,6 +204,10 @@ class PureModel:
         """Return whether the first dim of a parameter is for the layers of a stack."""
         return (self.axis_names.get(name) or ("",))[0] == "layers"
 
+    def is_streamed(self, name: str) -> bool:
+        """Return whether a block fetches the parameter itself, if the plan keeps weights on the host."""
+        return self.is_stacked(name) if getattr(self.model, "scanned", ()) else belongs_to_block(name)
+
     def in_rows(self, params: Params) -> Params:
         """Return the module's parameters, with layers in the order of `layer_of_row`, and with copies by `copies`."""
 
@@ -237,6 +252,12 @@ class PureModel:
     def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its trained parameters, as a nested dict."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
+
+
+def _stack_prefixes(module: nnx.Module) -> tuple[str, ...]:
+    """Return the beginnings of the names of all parameters that lie in a `layers.Stack`."""
+    stacks = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Stack)]
+    return tuple(f"{path}/{name}/".lstrip("/") for path, stack in stacks for name in stack.group_names)
 
 
 def _trained(train: str | None) -> nnx.filterlib.Predicate:

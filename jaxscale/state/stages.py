@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import Chain
+from jaxscale.layers.stack import chains_in
 from jaxscale.model_traits import ModelTraits
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.tables import tabulate
@@ -228,8 +228,7 @@ def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
     block_chains = getattr(pure_model.model, "block_chains", None)
     if block_chains is not None:
         return block_chains(module)
-    chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
-    return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]
+    return chains_in(module)
 
 
 def period_of(model: Model) -> int:
