@@ -32,22 +32,12 @@ from jaxscale.models.foreign_blocks import (
     run_as_one_block,
 )
 from jaxscale.models.foreign_chain import needs_chain, run_chain
+from jaxscale.models.foreign_linen import TRAINING_ARGUMENTS, FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
-
-TRAINING_ARGUMENTS: Mapping[str, bool] = {
-    "train": True,
-    "training": True,
-    "is_training": True,
-    "deterministic": False,
-    "use_running_average": False,
-}
-"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates the values.
-"""
-
 
 Score = Callable[[Callable[..., Any], Batch], Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
@@ -231,7 +221,7 @@ class ForeignModel:
         if isinstance(self.blocks, tuple) or self.scanned:
             return self
         module = nnx.eval_shape(lambda: self.build(nnx.Rngs(params=0, dropout=1)))
-        if self.blocks is None and (self._has_containers(module) or repeated_blocks(module)):
+        if self.blocks is None and (self._has_containers(module) or self.block_paths(module)):
             return self
         graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
@@ -278,6 +268,8 @@ class ForeignModel:
         """
         if self.scanned or self._has_containers(module):
             return ()
+        if isinstance(self.make, FromLinen) and not isinstance(self.blocks, tuple):
+            return self.make.block_paths if self.blocks is None else self.make.members_of(self.blocks)
         return repeated_blocks(module) if self.blocks is None else members_of(module, self.blocks)
 
     def block_chains(self, module: nnx.Module) -> list[tuple[str, ...]]:
@@ -332,6 +324,8 @@ class ForeignModel:
         batch, dtype = dict(batch), None if context.dtype is None else jnp.dtype(context.dtype)
         if dtype is not None:
             _set_dtype(dtype, module_copy)
+        if isinstance(module_copy, nnx.bridge.ToNNX):
+            unbox_params(module_copy)
         block_paths = self.block_paths(module_copy)
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
@@ -355,31 +349,8 @@ class ForeignModel:
         return target_scores
 
 
-@dataclasses.dataclass(frozen=True)
-class FromLinen:
-    """Builds an NNX module around a Linen module, and initializes its variables by a forward pass over zeros.
-
-    Args:
-        module: Linen module.
-        inputs: shapes and types of the arrays of one call.
-    """
-
-    module: Any
-    inputs: tuple[jax.ShapeDtypeStruct, ...]
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the NNX module that `flax.nnx.bridge` makes of the Linen module."""
-        module = nnx.bridge.ToNNX(self.module, rngs=rngs)
-        zeros = [jnp.zeros(abstract.shape, abstract.dtype) for abstract in self.inputs]
-        nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, is_training=False))
-        return module
-
-
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
-    """Return a Flax Linen module as a model value. The whole model is one block: the bridge exposes no submodules.
+    """Return a Flax Linen module as a model value. Its blocks are submodules that repeat (`FromLinen.block_paths`).
 
     Training updates the collections that the module has after initialization ("batch_stats", ...).
 
@@ -431,29 +402,19 @@ def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[...,
     A module whose `__call__` has a parameter `rngs` gets random streams made from `key`.
     """
     if isinstance(module, nnx.bridge.ToNNX):
-        mode_arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, is_training))
+        arguments: dict[str, Any] = dict(mode_arguments(module.to_nnx__module, is_training))
         variable_types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
         collection_names = {
             nnx.variable_name_from_type(variable_type)
             for variable_type in variable_types
             if not issubclass(variable_type, nnx.RngState)
         }
-        mode_arguments["mutable"] = sorted(collection_names) if is_training else False
+        arguments["mutable"] = sorted(collection_names) if is_training else False
     else:
-        mode_arguments = dict(_mode_arguments(module, is_training))
+        arguments = dict(mode_arguments(module, is_training))
         if "rngs" in inspect.signature(type(module).__call__).parameters:
-            mode_arguments["rngs"] = nnx.Rngs(jax.random.fold_in(key, zlib.crc32(b"rngs") & 0x7FFFFFFF))
-    return functools.partial(module, **mode_arguments) if mode_arguments else module
-
-
-def _mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
-    """Return the mode arguments that the module's `__call__` has, with their values for training or evaluation."""
-    parameters = inspect.signature(type(module).__call__).parameters
-    return {
-        name: value_in_training == is_training
-        for name, value_in_training in TRAINING_ARGUMENTS.items()
-        if name in parameters
-    }
+            arguments["rngs"] = nnx.Rngs(jax.random.fold_in(key, zlib.crc32(b"rngs") & 0x7FFFFFFF))
+    return functools.partial(module, **arguments) if arguments else module
 
 
 def _pass_key(context: Context) -> Key:
