@@ -21,6 +21,9 @@ from jaxscale.errors import UserError
 from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack, slice_layers, stage_runner
 from jaxscale.typing import PyTree
 
+_RANDOM_OR_PARAM = nnx.Any(nnx.Param, nnx.RngState)
+"""Filter of Flax for parameters, and for keys and counts of random streams."""
+
 
 def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
     """Return (structure, parameters, other state) of a module; the last two are nested dicts of arrays."""
@@ -198,6 +201,11 @@ class Stack(nnx.Module):
             UserError: the layers have state besides parameters, or a stage begins within a cycle.
         """
         graphdef, params, state = _split_module(self.layers)
+        if jax.tree.leaves(state) and not jax.tree.leaves(nnx.state(self.layers, nnx.Not(_RANDOM_OR_PARAM))):
+            raise UserError(
+                "pipeline: the blocks of this model draw from random streams of their own (nnx.Rngs), which a stage "
+                "does not have; use layers.Dropout, which draws from the context, or train without a pipeline"
+            )
         if jax.tree.leaves(state):
             raise UserError(
                 "pipeline: the blocks of this model hold running statistics, which each microbatch would change in "

@@ -32,7 +32,7 @@ from jaxscale.models.foreign_blocks import (
     run_as_one_block,
 )
 from jaxscale.models.foreign_chain import needs_chain, run_chain
-from jaxscale.models.foreign_linen import TRAINING_ARGUMENTS, FromLinen, mode_arguments, unbox_params
+from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
@@ -113,8 +113,8 @@ class ForeignModel:
     """An unmodified NNX module as a model value.
 
     In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
-    `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. An argument `rngs` of its
-    `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the microbatch, over all
+    `__call__` is True (`TRAINING_ARGUMENTS` of `foreign_linen`); in evaluation, the opposite holds. An argument `rngs`
+    of its `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the microbatch, over all
     devices, and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not
     on the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters
     and the float arrays of two or more dims that the module is called with are cast; what the score reads itself, such
@@ -228,7 +228,8 @@ class ForeignModel:
 
         def score(params: Any, rest: Any, batch: Batch, key: Key) -> Any:
             module_copy = nnx.merge(graphdef, params, rest, copy=True)
-            return self._run(self.score, module_copy, batch, Context(key=key))
+            plain_model = dataclasses.replace(self, blocks=())
+            return plain_model._run(self.score, module_copy, batch, Context(key=key))
 
         key = jax.eval_shape(lambda: jax.random.key(0))
         scanned = scanned_params(jax.make_jaxpr(score)(params, rest, dict(batch), key), names)
@@ -355,7 +356,7 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
     Training updates the collections that the module has after initialization ("batch_stats", ...).
 
     Args:
-        module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
+        module: Linen module. Its `__call__` may take a `train` argument (`foreign_linen.TRAINING_ARGUMENTS`).
         inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays. Do not pass JAX
             arrays: JAX arrays in an experiment file start the backend before the plan sets the number of devices.
         score: function of module and batch that returns the losses, as in `ForeignModel`.

@@ -1,8 +1,9 @@
 """Foreign Linen modules: an NNX module around a Linen module, and the blocks among its submodules.
 
 `flax.nnx.bridge` shows the variables of a Linen module, but no submodules. Calls of submodules are seen by
-`linen.intercept_methods`: once without data, to find the submodules that repeat, and then in each trace of a loss, where
-a block is lifted (`flax.core.lift.pack`) to a pure function of (parameters, other variables and random keys, arrays).
+`linen.intercept_methods`: once without data, to find the submodules that repeat, and then in each trace of a loss,
+where a block is lifted (`flax.core.lift.pack`) to a pure function of (parameters, other variables and random keys,
+arrays).
 
 Left out: blocks with another module among their attributes or arguments, such as a shared embedding.
 """
@@ -112,7 +113,7 @@ class FromLinen:
         return tuple(map("/".join, block_paths))
 
     def members_of(self, blocks: str) -> tuple[str, ...]:
-        """Return the paths of the blocks whose paths are `blocks` and a number, such as "decoder/Block" or "layers_"."""
+        """Return the paths of the blocks whose paths are `blocks` and a number, such as "decoder/Block"."""
         stems = defaultdict(list)
         for path in self.block_paths:
             stems[path.rstrip("0123456789").rstrip("_")].append(path)
@@ -133,7 +134,7 @@ def mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
 
 
 def unbox_params(module: nnx.Module) -> None:
-    """Take away Linen's boxes with axis names (`linen.Partitioned`), which would place parameters on a mesh themselves."""
+    """Take away Linen's boxes with axis names (`linen.Partitioned`), which would place parameters by themselves."""
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if "linen_meta_type" in variable.get_metadata():
             variable.del_metadata("linen_meta_type")
@@ -212,7 +213,7 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: Wrapper) -> Any:
 
 
 def _named(params: Any) -> dict[str, Any]:
-    """Return the arrays of nested parameters by name, sorted; an array in a box (`linen.Partitioned`) without the box."""
+    """Return the arrays of nested parameters by name, sorted; an array in a box (`linen.Partitioned`) without it."""
     pairs = jax.tree_util.tree_leaves_with_path(unfreeze(params), is_leaf=_is_box)
     return dict(sorted((path_name(path), jax.tree.leaves(leaf)[0]) for path, leaf in pairs))
 

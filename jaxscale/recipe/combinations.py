@@ -154,13 +154,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.request_unless(
-            requests.combination(requests.weights_host, requests.foreign_model), requests.has_stack
+            requests.combination(requests.weights_host, requests.foreign_model), requests.has_blocks
         ),
         "weights are streamed to blocks that a scan runs, or that lie in layers.Stack or layers.Chain; take "
         "offload.optimizer_state streamed or host",
     ),
     Rule(
-        requests.request_unless(requests.unrolled_foreign_model, requests.has_stack),
+        requests.request_unless(requests.unrolled_foreign_model, requests.has_blocks),
         "this model runs its own layers without a scan; leave unroll out",
     ),
     Rule(

@@ -28,7 +28,7 @@ class Facts:
         plan: the plan; if it has no mesh, rules about a mesh axis are skipped.
         experiment: the experiment; `None` if a plan is checked alone.
         state: names of the arrays that the model has in addition to parameters.
-        has_stack: whether the model has blocks whose parameters are stacked; `None` while the model is not built.
+        has_blocks: whether the model has a `Stack` or a `Chain`, or a scan over blocks; `None` while that is unknown.
         has_unlike_blocks: whether the stages of the pipeline have unlike blocks.
         has_copies: whether two devices of the pipeline have the weights of the same stage.
         mixing: name of the operation by which the optimizer's update mixes elements of a tensor. `None` if the update
@@ -39,7 +39,7 @@ class Facts:
     plan: "Plan"
     experiment: "Experiment | None" = None
     state: tuple[str, ...] = ()
-    has_stack: bool | None = None
+    has_blocks: bool | None = None
     has_unlike_blocks: bool = False
     has_copies: bool = False
     mixing: str | None = None
@@ -250,9 +250,9 @@ def model_state(facts: Facts) -> str | None:
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
 
 
-def has_stack(facts: Facts) -> bool | None:
-    """Return whether a scan runs the blocks of the model; `None` while that is unknown."""
-    return facts.has_stack
+def has_blocks(facts: Facts) -> bool | None:
+    """Return whether the model has a `Stack` or a `Chain`, or a scan over blocks; `None` while that is unknown."""
+    return facts.has_blocks
 
 
 def meets_before_the_end(facts: Facts) -> bool | None:

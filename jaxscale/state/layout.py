@@ -207,7 +207,7 @@ class Layout:
 
         master_shardings = shardings_by_param("master", lambda _: plan.offload.masters)
         gradient_shardings = shardings_by_param(
-            "gradient", lambda name: plan.offload.gradients == "host" and pure_model.is_streamed(name)
+            "gradient", lambda name: plan.offload.gradients == "host" and name in pure_model.of_blocks
         )
         whole_sharding = NamedSharding(mesh, PartitionSpec())
         abstract_params = pure_model.abstract_params
@@ -255,7 +255,7 @@ class Layout:
             shardings_by_param("compute"),
             state_shardings,
             abstract_state,
-            frozenset(filter(pure_model.is_streamed, placements)),
+            pure_model.of_blocks,
         )
 
     def with_extra(self, name: str, abstract: Shapes) -> "Layout":

@@ -19,10 +19,9 @@ from flax.typing import PathParts
 from jax.tree_util import KeyPath
 
 from jaxscale import blocks
-from jaxscale.blocks import UNNAMED_LAYERS, Model
+from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import Stack, group_name
-from jaxscale.offload.weights import belongs_to_block
+from jaxscale.layers.stack import Chain, Stack, group_name
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
 
@@ -72,6 +71,8 @@ class PureModel:
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
         unnamed_stacks: names of stacked parameters whose module did not name the dim for layers; a checkpoint keeps
             them whole, as before this dim was known.
+        of_blocks: names of the parameters of blocks that the plan runs: those of a `Stack` or a `Chain`, or of a scan
+            over blocks in a foreign module.
     """
 
     model: Model
@@ -89,6 +90,7 @@ class PureModel:
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
     unnamed_stacks: frozenset[str] = frozenset()
+    of_blocks: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -124,12 +126,15 @@ class PureModel:
             _refuse_train(train, frozen_state)
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
-        stack_prefixes, unnamed_stacks = _stack_prefixes(abstract_module), set[str]()
+        stack_prefixes, chain_prefixes = _block_prefixes(abstract_module)
+        unnamed_stacks, names_of_blocks = set[str](), set[str]()
         for path, variable in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(frozen_state)):
             axes, name = variable.get_metadata().get("out_sharding"), "/".join(map(str, path))
             if axes is None and name.startswith(stack_prefixes):
                 axes = ("layers", *(None,) * (len(variable.shape) - 1))
                 unnamed_stacks.add(name)
+            if name.startswith((*stack_prefixes, *chain_prefixes)) or STACK_SHAPE in variable.get_metadata():
+                names_of_blocks.add(name)
             if variable.get_metadata().get(UNNAMED_LAYERS):
                 unnamed_stacks.add(name)
             ignored_axes.update(variable.get_metadata().get("ignored_axes", ()))
@@ -156,6 +161,7 @@ class PureModel:
             frozen_dtype=frozen_dtype,
             frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
             unnamed_stacks=frozenset(unnamed_stacks),
+            of_blocks=frozenset(names_of_blocks),
         )
         if not layer_of_row:
             return pure_model
@@ -204,10 +210,6 @@ class PureModel:
         """Return whether the first dim of a parameter is for the layers of a stack."""
         return (self.axis_names.get(name) or ("",))[0] == "layers"
 
-    def is_streamed(self, name: str) -> bool:
-        """Return whether a block fetches the parameter itself, if the plan keeps weights on the host."""
-        return self.is_stacked(name) if getattr(self.model, "scanned", ()) else belongs_to_block(name)
-
     def in_rows(self, params: Params) -> Params:
         """Return the module's parameters, with layers in the order of `layer_of_row`, and with copies by `copies`."""
 
@@ -254,10 +256,16 @@ class PureModel:
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
 
 
-def _stack_prefixes(module: nnx.Module) -> tuple[str, ...]:
-    """Return the beginnings of the names of all parameters that lie in a `layers.Stack`."""
-    stacks = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Stack)]
-    return tuple(f"{path}/{name}/".lstrip("/") for path, stack in stacks for name in stack.group_names)
+def _block_prefixes(module: nnx.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the beginnings of the names of all parameters in a `layers.Stack`, and of those in a `layers.Chain`."""
+    stack_prefixes, chain_prefixes = [], []
+    for path, node in nnx.iter_graph(module):
+        prefix = "".join(f"{word}/" for word in path)
+        if isinstance(node, Stack):
+            stack_prefixes += [f"{prefix}{name}/" for name in node.group_names]
+        elif isinstance(node, Chain):
+            chain_prefixes.append(f"{prefix}layers/")
+    return tuple(stack_prefixes), tuple(chain_prefixes)
 
 
 def _trained(train: str | None) -> nnx.filterlib.Predicate:

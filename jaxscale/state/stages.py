@@ -165,7 +165,9 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     assert pipeline is not None
     pure_model = PureModel.of(experiment.model, experiment.seed)
     stack_depths = {
-        leaf.shape[0] for name, leaf in named_leaves(pure_model.abstract_params).items() if pure_model.is_stacked(name)
+        leaf.shape[0]
+        for name, leaf in named_leaves(pure_model.abstract_params).items()
+        if name in pure_model.of_blocks and pure_model.is_stacked(name)
     }
     chains = chains_of(pure_model)
     if not stack_depths and not chains:

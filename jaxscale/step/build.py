@@ -144,7 +144,7 @@ class Assembly:
                 for name in named_leaves(self.pure_model.abstract_model_state)
                 if name not in self.pure_model.frozen
             ),
-            has_stack=any(map(self.pure_model.is_stacked, named_leaves(self.pure_model.abstract_params))),
+            has_blocks=bool(self.pure_model.of_blocks),
             has_unlike_blocks=stages is not None and bool(stages.chain),
             has_copies=stages is not None and bool(stages.copies),
             mixing=None if is_mixed_within_layers else mixing_operation,
