@@ -100,6 +100,11 @@ class Model(Protocol):
         ...
 
 
+STACK_SHAPE = "stack_shape"
+"""Metadata of a parameter that a foreign module's scan reads row by row: its shape in the module, with all layers."""
+UNNAMED_LAYERS = "unnamed_layers"
+"""Metadata of such a parameter: whether the module does not name the dim of the rows "layers"."""
+
 BlockFunction = Callable[..., Any]
 Wrapper = Callable[[BlockFunction, bool], BlockFunction]
 """`wrapper(block, rolled)` returns the block as it should run; `rolled`: whether it is the body of a rolled scan."""

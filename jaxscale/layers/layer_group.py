@@ -1,4 +1,4 @@
-"""LayerGroup: neighboring layers of a `Stack` with the same wrapper, which run in a scan or one by one."""
+"""LayerGroup: neighboring layers of a stack with the same wrapper, which run in a scan or one by one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import blocks
-from jaxscale.blocks import BlockFunction, Call, Wrapper
+from jaxscale.blocks import BlockFunction, Call, StageView, Wrapper
 from jaxscale.typing import PyTree
 
 
@@ -129,6 +129,69 @@ class LayerGroup:
             )
             results = concatenate_layers([results, tail_results])
         return x, results
+
+
+def stage_runner(
+    view: StageView, cycle: Sequence[BlockFunction], inputs: PyTree, *, is_scanned: bool = True
+) -> Callable[[Any], Any]:
+    """Return a function of `x` that runs the layers of a pipeline stage under the current plan.
+
+    Args:
+        view: description of the stage.
+        cycle: block functions of the first layers; the later layers repeat them in order.
+        inputs: the inputs of a `LayerGroup`, with the rows of this stage; the layer index of a padding row is negative.
+        is_scanned: whether a scan may run the layers.
+    """
+    treatment, row_count = blocks.treatment(), len(view.layer_numbers)
+
+    def run_stage(x: Any) -> Any:
+        """Return `x` after the layers of the stage."""
+        for start, stop, wrapper in treatment.wrapped_ranges(row_count):
+            group = LayerGroup(
+                [_with_gathering(block, view) for block in cycle],
+                _with_padding_skipped(wrapper) if view.has_padding else wrapper,
+                treatment.unroll,
+                treatment.segment,
+            )
+            range_inputs = slice_layers(inputs, slice(start, stop), row_count)
+            if treatment.sequence is not None or not is_scanned:
+                x, _ = blocks.run(group.calls(range_inputs, stop - start), x)
+            else:
+                x, _ = group.scan_layers(x, range_inputs, stop - start)
+        return x
+
+    return run_stage
+
+
+def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
+    """Return a function that gathers the block's parameters if the view shards them, and then calls `block`."""
+    if view.gather is None:
+        return block
+    gather = view.gather
+    return lambda params, *inputs: block(gather(params), *inputs)
+
+
+def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
+    """Return a wrapper like `wrapper`, except that a block with a negative layer index returns `x` unchanged."""
+
+    def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
+        wrapped_block = wrapper(block, rolled)
+
+        def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
+            return jax.lax.cond(
+                index >= 0,
+                wrapped_block,
+                lambda *operands: (operands[2], (state, None)),
+                params,
+                state,
+                x,
+                index,
+                per_layer,
+            )
+
+        return run
+
+    return wrap
 
 
 def _fold(tree: PyTree, count: int) -> PyTree:

@@ -16,10 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale import blocks
-from jaxscale.blocks import BlockFunction, Call, Context, StageView, Wrapper
+from jaxscale.blocks import BlockFunction, Call, Context, StageView
 from jaxscale.errors import UserError
-from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack, slice_layers
+from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack, slice_layers, stage_runner
 from jaxscale.typing import PyTree
+
+_RANDOM_OR_PARAM = nnx.Any(nnx.Param, nnx.RngState)
+"""Filter of Flax for parameters, and for keys and counts of random streams."""
 
 
 def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
@@ -198,6 +201,11 @@ class Stack(nnx.Module):
             UserError: the layers have state besides parameters, or a stage begins within a cycle.
         """
         graphdef, params, state = _split_module(self.layers)
+        if jax.tree.leaves(state) and not jax.tree.leaves(nnx.state(self.layers, nnx.Not(_RANDOM_OR_PARAM))):
+            raise UserError(
+                "pipeline: the blocks of this model draw from random streams of their own (nnx.Rngs), which a stage "
+                "does not have; use layers.Dropout, which draws from the context, or train without a pipeline"
+            )
         if jax.tree.leaves(state):
             raise UserError(
                 "pipeline: the blocks of this model hold running statistics, which each microbatch would change in "
@@ -209,57 +217,8 @@ class Stack(nnx.Module):
                 f"pipeline: a stage begins with layer {uneven_starts[0]}, but the layers of this model repeat every "
                 f"{len(block_makers)} layers: give each stage a multiple of {len(block_makers)} layers"
             )
-        treatment, stage_layer_count = blocks.treatment(), len(view.layer_numbers)
-        stage_inputs = (params, state, view.layer_numbers, {})
-
-        def run_stage(x: Any) -> Any:
-            """Return `x` after the layers of the stage."""
-            for start, stop, wrapper in treatment.wrapped_ranges(stage_layer_count):
-                group = LayerGroup(
-                    [_with_gathering(make_block(graphdef), view) for make_block in block_makers],
-                    _with_padding_skipped(wrapper) if view.has_padding else wrapper,
-                    treatment.unroll,
-                    treatment.segment,
-                )
-                range_inputs = slice_layers(stage_inputs, slice(start, stop), stage_layer_count)
-                if treatment.sequence is not None or not self.scan:
-                    x, _ = blocks.run(group.calls(range_inputs, stop - start), x)
-                else:
-                    x, _ = group.scan_layers(x, range_inputs, stop - start)
-            return x
-
-        return run_stage
-
-
-def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
-    """Return a function that gathers the block's parameters if the view shards them, and then calls `block`."""
-    if view.gather is None:
-        return block
-    gather = view.gather
-    return lambda params, *inputs: block(gather(params), *inputs)
-
-
-def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
-    """Return a wrapper like `wrapper`, except that a block with a negative layer index returns `x` unchanged."""
-
-    def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
-        wrapped_block = wrapper(block, rolled)
-
-        def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
-            return jax.lax.cond(
-                index >= 0,
-                wrapped_block,
-                lambda *operands: (operands[2], (state, None)),
-                params,
-                state,
-                x,
-                index,
-                per_layer,
-            )
-
-        return run
-
-    return wrap
+        block_functions = [make_block(graphdef) for make_block in block_makers]
+        return stage_runner(view, block_functions, (params, state, view.layer_numbers, {}), is_scanned=self.scan)
 
 
 def group_name(start: int) -> str:
@@ -334,3 +293,16 @@ class Chain(nnx.Module):
             if new_state:
                 nnx.update(block, new_state)
         return x
+
+
+def chains_in(module: nnx.Module) -> list[tuple[str, ...]]:
+    """Return, for each `Chain` in a module, the paths of its blocks.
+
+    Example:
+        >>> from jaxscale.layers.mlp import MLP
+        >>> chain = Chain([MLP(4, 8, rngs=nnx.Rngs(0)), MLP(4, 8, rngs=nnx.Rngs(0))])
+        >>> chains_in(nnx.Dict(blocks=chain))
+        [('blocks/layers/0', 'blocks/layers/1')]
+    """
+    chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
+    return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]

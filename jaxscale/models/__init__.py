@@ -10,7 +10,7 @@
 | huggingface | `load`, `save`, `Pretrained`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
 | lora | `LoRA`: a model with adapters of low rank, which alone are trained |
-| foreign, foreign_blocks | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
+| foreign, foreign_* | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
 The names of this module load on first use; `Decoder`, `ViT` and `ResNet` import neither JAX nor Flax.
 """

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.blocks import Context, Loss
+from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Context, Loss
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import Chain, Stack, chains_in
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
 from jaxscale.models.field_checks import check_rates
@@ -32,21 +33,12 @@ from jaxscale.models.foreign_blocks import (
 )
 from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
+from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
+from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
-
-TRAINING_ARGUMENTS: Mapping[str, bool] = {
-    "train": True,
-    "training": True,
-    "is_training": True,
-    "deterministic": False,
-    "use_running_average": False,
-}
-"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates the values.
-"""
-
 
 Score = Callable[[Callable[..., Any], Batch], Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), neither summed nor averaged.
@@ -122,8 +114,8 @@ class ForeignModel:
     """An unmodified NNX module as a model value.
 
     In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
-    `__call__` is True (see `TRAINING_ARGUMENTS`); in evaluation, the opposite holds. An argument `rngs` of its
-    `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the microbatch, over all
+    `__call__` is True (`TRAINING_ARGUMENTS` of `foreign_linen`); in evaluation, the opposite holds. An argument `rngs`
+    of its `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the microbatch, over all
     devices, and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not
     on the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters
     and the float arrays of two or more dims that the module is called with are cast; what the score reads itself, such
@@ -145,6 +137,8 @@ class ForeignModel:
             before it matters: with microbatches, codecs and DiLoCo, and in a held-out batch that is filled up.
         unit: unit of the loss in summaries, reports and plots, such as "mse"; by default that of the score, which is
             nats per target for cross-entropy, and none for a function of your own.
+        scanned: names of the parameters that a scan over blocks reads row by row. A train step finds them by itself
+            (`with_scans`).
 
     Raises:
         UserError: `over`, `blocks` or `unit` is something else, or `axes` maps a name to what is no logical axis.
@@ -164,6 +158,7 @@ class ForeignModel:
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     over: Literal["rows", "batch"] | None = None
     unit: str = ""
+    scanned: tuple[str, ...] = ()
 
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
@@ -200,9 +195,55 @@ class ForeignModel:
             )
         dims_by_name = tensor_dims(module)
         for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-            _set_logical_axes(variable, self.axes)
-            variable.set_metadata(tensor_dims=dims_by_name["/".join(map(str, path))])
+            name = "/".join(map(str, path))
+            is_scanned = name in self.scanned
+            if is_scanned:
+                first_name = (variable.get_metadata().get("out_sharding") or (None,))[0]
+                is_unnamed = self.axes.get(str(first_name), first_name) != "layers"
+                variable.set_metadata(**{STACK_SHAPE: tuple(variable.shape), UNNAMED_LAYERS: is_unnamed})
+            _set_logical_axes(variable, self.axes, is_scanned=is_scanned)
+            variable.set_metadata(tensor_dims=dims_by_name[name])
         return module
+
+    def with_scans(self, batch: Batch) -> "ForeignModel":
+        """Return this model with the field `scanned`: its stacked parameters that a scan over blocks reads.
+
+        A model with a list of blocks, or with `blocks=()`, is returned unchanged; of a model whose `blocks` is the path
+        of a stacked module, only the parameters of this module count.
+
+        Args:
+            batch: shapes of a batch.
+
+        Example:
+            >>> import jax
+            >>> class Net(nnx.Module):
+            ...     def __init__(self, rngs):
+            ...         make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, use_bias=False, rngs=rngs))
+            ...         self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+            ...     def __call__(self, x):
+            ...         return jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
+            >>> images, labels = jax.ShapeDtypeStruct((2, 4), "float32"), jax.ShapeDtypeStruct((2,), "int32")
+            >>> batch = {"images": images, "labels": labels}
+            >>> ForeignModel(lambda rngs: Net(rngs), classification()).with_scans(batch).scanned
+            ('layers/kernel',)
+        """
+        if isinstance(self.blocks, tuple) or self.scanned:
+            return self
+        module = nnx.eval_shape(lambda: self.build(nnx.Rngs(params=0, dropout=1)))
+        if self.blocks is None and (self._has_containers(module) or self.block_paths(module)):
+            return self
+        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+
+        def score(params: Any, rest: Any, batch: Batch, key: Key) -> Any:
+            module_copy = nnx.merge(graphdef, params, rest, copy=True)
+            plain_model = dataclasses.replace(self, blocks=())
+            return plain_model._run(self.score, module_copy, batch, Context(key=key))
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        scanned = scanned_params(jax.make_jaxpr(score)(params, rest, dict(batch), key), names)
+        prefix = "" if self.blocks is None else self.blocks.replace(".", "/").strip("/") + "/"
+        return dataclasses.replace(self, scanned=tuple(name for name in scanned if name.startswith(prefix)))
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Return the sum of the weighted losses and the sum of the weights.
@@ -231,16 +272,29 @@ class ForeignModel:
         return None if correct_fn is None else functools.partial(self.metric, correct_fn)
 
     def block_paths(self, module: nnx.Module) -> tuple[str, ...]:
-        """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat."""
+        """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat.
+
+        A model that scans over its blocks, or has a `layers.Stack` or `layers.Chain`, has no paths of blocks.
+        """
+        if self.scanned or self._has_containers(module):
+            return ()
+        if isinstance(self.make, FromLinen) and not isinstance(self.blocks, tuple):
+            return self.make.block_paths if self.blocks is None else self.make.members_of(self.blocks)
         return repeated_blocks(module) if self.blocks is None else members_of(module, self.blocks)
 
     def block_chains(self, module: nnx.Module) -> list[tuple[str, ...]]:
         """Return the paths of the blocks of each chain: those of `blocks`, or else those of each list of blocks."""
         paths = self.block_paths(module)
+        if self._has_containers(module):
+            return chains_in(module)
         if self.blocks is not None:
             return [paths] if paths else []
         stems = dict.fromkeys(path.rstrip("0123456789") for path in paths)
         return [tuple(path for path in paths if path.rstrip("0123456789") == stem) for stem in stems]
+
+    def _has_containers(self, module: nnx.Module) -> bool:
+        """Return whether the blocks are those of a `layers.Stack` or `layers.Chain` in the user's module."""
+        return self.blocks is None and any(isinstance(node, Stack | Chain) for _, node in nnx.iter_graph(module))
 
     def logical_sizes(self) -> dict[str, int]:
         """Return an empty dict: the logical axes of a foreign module are unknown."""
@@ -280,6 +334,8 @@ class ForeignModel:
         batch, dtype = dict(batch), None if context.dtype is None else jnp.dtype(context.dtype)
         if dtype is not None:
             _set_dtype(dtype, module_copy)
+        if isinstance(module_copy, nnx.bridge.ToNNX):
+            unbox_params(module_copy)
         block_paths = self.block_paths(module_copy)
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
@@ -287,7 +343,11 @@ class ForeignModel:
             with casting:
                 return score(_bind_mode(module, is_training, _pass_key(context)), batch)
 
-        if block_paths and needs_chain():
+        if self.scanned and needs_scan():
+            target_scores = run_scanned(forward, module_copy, batch, self.scanned)
+        elif self.scanned or self._has_containers(module):
+            target_scores = forward(module_copy, batch)
+        elif block_paths and needs_chain():
             target_scores = run_chain(forward, module_copy, batch, block_paths)
         else:
             with blocks_wrapped(module_copy, block_paths):
@@ -299,36 +359,13 @@ class ForeignModel:
         return target_scores
 
 
-@dataclasses.dataclass(frozen=True)
-class FromLinen:
-    """Builds an NNX module around a Linen module, and initializes its variables by a forward pass over zeros.
-
-    Args:
-        module: Linen module.
-        inputs: shapes and types of the arrays of one call.
-    """
-
-    module: Any
-    inputs: tuple[jax.ShapeDtypeStruct, ...]
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the NNX module that `flax.nnx.bridge` makes of the Linen module."""
-        module = nnx.bridge.ToNNX(self.module, rngs=rngs)
-        zeros = [jnp.zeros(abstract.shape, abstract.dtype) for abstract in self.inputs]
-        nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, is_training=False))
-        return module
-
-
 def linen_model(module: Any, *inputs: Any, score: Score, unit: str = "") -> ForeignModel:
-    """Return a Flax Linen module as a model value. The whole model is one block: the bridge exposes no submodules.
+    """Return a Flax Linen module as a model value. Its blocks are submodules that repeat (`FromLinen.block_paths`).
 
     Training updates the collections that the module has after initialization ("batch_stats", ...).
 
     Args:
-        module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
+        module: Linen module. Its `__call__` may take a `train` argument (`foreign_linen.TRAINING_ARGUMENTS`).
         inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays. Do not pass JAX
             arrays: JAX arrays in an experiment file start the backend before the plan sets the number of devices.
         score: function of module and batch that returns the losses, as in `ForeignModel`.
@@ -345,7 +382,7 @@ def linen_model(module: Any, *inputs: Any, score: Score, unit: str = "") -> Fore
     return ForeignModel(FromLinen(module, abstract_inputs), score, unit=unit)
 
 
-def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> None:
+def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str], *, is_scanned: bool = False) -> None:
     """Replace a parameter's axis names by logical axes; dims of other names, or without one, are `None`.
 
     The names that are no logical axes become the metadata `ignored_axes`.
@@ -353,8 +390,14 @@ def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str]) -> N
     Args:
         variable: the parameter.
         axes: logical axis by the module's axis name.
+        is_scanned: whether a scan reads the parameter row by row, so that the first dim is for layers, with or without
+            a name of its own (plain `nnx.vmap` adds none).
     """
     names = variable.get_metadata().get("out_sharding")
+    if is_scanned:
+        own_names = names if isinstance(names, tuple) else ()
+        row_names = own_names[1:] if len(own_names) == len(variable.shape) else own_names
+        names = ("layers", *row_names)
     if not isinstance(names, tuple) or len(names) > len(variable.shape):
         return
     logical_axes = [axes.get(name, name) if isinstance(name, str) else None for name in names]
@@ -370,29 +413,19 @@ def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[...,
     A module whose `__call__` has a parameter `rngs` gets random streams made from `key`.
     """
     if isinstance(module, nnx.bridge.ToNNX):
-        mode_arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, is_training))
+        arguments: dict[str, Any] = dict(mode_arguments(module.to_nnx__module, is_training))
         variable_types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
         collection_names = {
             nnx.variable_name_from_type(variable_type)
             for variable_type in variable_types
             if not issubclass(variable_type, nnx.RngState)
         }
-        mode_arguments["mutable"] = sorted(collection_names) if is_training else False
+        arguments["mutable"] = sorted(collection_names) if is_training else False
     else:
-        mode_arguments = dict(_mode_arguments(module, is_training))
+        arguments = dict(mode_arguments(module, is_training))
         if "rngs" in inspect.signature(type(module).__call__).parameters:
-            mode_arguments["rngs"] = nnx.Rngs(jax.random.fold_in(key, zlib.crc32(b"rngs") & 0x7FFFFFFF))
-    return functools.partial(module, **mode_arguments) if mode_arguments else module
-
-
-def _mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
-    """Return the mode arguments that the module's `__call__` has, with their values for training or evaluation."""
-    parameters = inspect.signature(type(module).__call__).parameters
-    return {
-        name: value_in_training == is_training
-        for name, value_in_training in TRAINING_ARGUMENTS.items()
-        if name in parameters
-    }
+            arguments["rngs"] = nnx.Rngs(jax.random.fold_in(key, zlib.crc32(b"rngs") & 0x7FFFFFFF))
+    return functools.partial(module, **arguments) if arguments else module
 
 
 def _pass_key(context: Context) -> Key:
@@ -419,6 +452,8 @@ def _set_dtype(dtype: Any, module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
+        elif isinstance(node, nnx.Param) and not isinstance(node.get_value(), jax.Array):
+            continue  # a weight on the host, which is cast when its block runs
         elif isinstance(node, nnx.Param) and jnp.issubdtype(node.dtype, jnp.floating):
             node.set_value(node[...].astype(dtype))  # node[...] = x would keep the old type
 

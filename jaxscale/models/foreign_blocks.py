@@ -15,7 +15,7 @@ import contextlib
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from flax import nnx
 
 from jaxscale import blocks
 from jaxscale.errors import UserError, unknown
+from jaxscale.models.foreign_linen import linen_blocks_wrapped
 
 ModulePath = tuple[Any, ...]
 PureBlock = Callable[[Any, Any, Any], Any]
@@ -111,6 +112,11 @@ def blocks_wrapped(
     if not paths or (wrapper_of is None and _is_untreated()):
         yield
         return
+    if isinstance(module, nnx.bridge.ToNNX):
+        with linen_blocks_wrapped(paths, lambda path: _treated if wrapper_of is None else wrapper_of(path)) as called:
+            yield
+        _check_called(paths, called)
+        return
     module_by_path = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
     for path in paths:
         if path not in module_by_path:
@@ -122,7 +128,12 @@ def blocks_wrapped(
         for cls in {type(module_by_path[path]) for path in paths}:
             patches.enter_context(_patch_calls(cls, _block_call(wrapper_by_id, called_ids)))
         yield
-    if not called_ids:
+    _check_called(paths, called_ids)
+
+
+def _check_called(paths: Sequence[str], called: Collection[Any]) -> None:
+    """Refuse a forward pass that calls none of the blocks; `called` has an entry for each block that was called."""
+    if not called:
         raise UserError(
             f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
             "none of them (or a method other than __call__), so the plan's treatment of blocks would have no effect. "

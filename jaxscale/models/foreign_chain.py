@@ -60,7 +60,8 @@ def run_chain(forward: Callable[..., Any], module: nnx.Module, batch: Any, paths
             def call(params: Any, state: Any, arrays: Any) -> Any:
                 index = len(signatures)
                 run.__name__ = run.__qualname__ = f"{_NAME_PREFIX}{index}"
-                names = tuple("/".join(map(str, name[1:])) for name, _ in nnx.to_flat_state(params))
+                is_linen = isinstance(params, dict)
+                names = tuple(params if is_linen else ("/".join(map(str, n[1:])) for n, _ in nnx.to_flat_state(params)))
                 array_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
                 signatures.append(_Signature(path, names, len(jax.tree.leaves(state)), tuple(array_paths)))
                 output, new_state = jax.jit(run)(params, state, arrays)

@@ -11,7 +11,6 @@ which a stage keeps the residuals of one microbatch.
 """
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -25,19 +24,6 @@ from jaxscale.typing import Array
 
 FETCHED = "jaxscale:fetched"
 """Name of a weight that came from the host, for policies of `jax.checkpoint`."""
-
-_BLOCK_PATTERN = re.compile(r"(?:^|/)layers(?:_from_\d+)?(?:/|$)")
-"""Pattern that matches the names of parameters of blocks, and no others."""
-
-
-def belongs_to_block(name: str) -> bool:
-    """Return whether the parameter with this name belongs to a block of a `Stack` or a `Chain`.
-
-    Example:
-        >>> [belongs_to_block(name) for name in ("blocks/layers/mlp/up/weight", "chain/layers/3/scale", "embed/table")]
-        [True, True, False]
-    """
-    return _BLOCK_PATTERN.search(name) is not None
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,7 @@
 The layers of a stack lie in one array, along its first dim. A rule that treats each number separately ignores stacks.
 A rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
 SOAP take matrices. The names of logical axes also distinguish matrices from tables, gains and biases. A parameter
-without named axes, as in a foreign module, is classified by its shape and its path.
+without named axes, as in a foreign module, is classified by its shape and its path, apart from a dim for layers.
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ def leaf_of(
         stacked_dim_count = max(stacked_dim_count, named_count)
     tensor_axes = () if axes is None else axes[stacked_dim_count:]
     is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(word in _TABLE_MODULES for word in path_words)
-    if axes is None:
+    if axes is None or (stacked_dim_count and not any(tensor_axes)):
         is_table = is_table or any("emb" in word for word in path_words)
     row_dims = None if dims is None else dims.rows
     if len(shape) - stacked_dim_count < 2 or "norm" in tensor_axes or row_dims == 0:

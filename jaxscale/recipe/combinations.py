@@ -153,9 +153,15 @@ RULES: tuple[Rule, ...] = (
         "at once; take save:BYTES of at least the blocks' inputs, none, dots or full",
     ),
     Rule(
-        requests.combination(requests.weights_host, requests.foreign_model),
-        "weights are streamed to the blocks of layers.Stack and layers.Chain; take offload.optimizer_state streamed "
-        "or host",
+        requests.request_unless(
+            requests.combination(requests.weights_host, requests.foreign_model), requests.has_blocks
+        ),
+        "weights are streamed to blocks that a scan runs, or that lie in layers.Stack or layers.Chain; take "
+        "offload.optimizer_state streamed or host",
+    ),
+    Rule(
+        requests.request_unless(requests.unrolled_foreign_model, requests.has_blocks),
+        "this model runs its own layers without a scan; leave unroll out",
     ),
     Rule(
         requests.request_unless(requests.host_updates_by_slices, lambda facts: facts.mixing is None),

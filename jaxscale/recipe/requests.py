@@ -28,6 +28,7 @@ class Facts:
         plan: the plan; if it has no mesh, rules about a mesh axis are skipped.
         experiment: the experiment; `None` if a plan is checked alone.
         state: names of the arrays that the model has in addition to parameters.
+        has_blocks: whether the model has a `Stack` or a `Chain`, or a scan over blocks; `None` while that is unknown.
         has_unlike_blocks: whether the stages of the pipeline have unlike blocks.
         has_copies: whether two devices of the pipeline have the weights of the same stage.
         mixing: name of the operation by which the optimizer's update mixes elements of a tensor. `None` if the update
@@ -38,6 +39,7 @@ class Facts:
     plan: "Plan"
     experiment: "Experiment | None" = None
     state: tuple[str, ...] = ()
+    has_blocks: bool | None = None
     has_unlike_blocks: bool = False
     has_copies: bool = False
     mixing: str | None = None
@@ -176,6 +178,10 @@ foreign_model = request_when(
     FOREIGN, lambda facts: facts.experiment is not None and ModelTraits.of(facts.experiment.model).foreign
 )
 """A model that is not built of jaxscale's layers."""
+unrolled_foreign_model = request_when(
+    "unroll {plan.unroll}", lambda facts: facts.plan.unroll > 1 and foreign_model(facts) is not None
+)
+"""Several layers in one iteration of the scan over the blocks of a model that is not built of jaxscale's layers."""
 foreign_model_over_tensor = request_when(
     f"{FOREIGN} and tensor:{{plan.mesh.tensor}}",
     lambda facts: foreign_model(facts) is not None and (facts.size("tensor") or 1) > 1,
@@ -242,6 +248,11 @@ def microbatches_beside_pipeline(facts: Facts) -> str | None:
 def model_state(facts: Facts) -> str | None:
     """Return the text of a request for a model that has state in addition to its parameters."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
+
+
+def has_blocks(facts: Facts) -> bool | None:
+    """Return whether the model has a `Stack` or a `Chain`, or a scan over blocks; `None` while that is unknown."""
+    return facts.has_blocks
 
 
 def meets_before_the_end(facts: Facts) -> bool | None:

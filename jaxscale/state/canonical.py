@@ -135,6 +135,7 @@ class Canonical:
                     arrays[name] = finish(to_device(layer))
                 continue
             array = jax.random.key_data(leaf) if part.key_impl else to_device(leaf)
+            array = array[jnp.array(part.rows)] if part.rows else array
             if array.shape != part.shape and not part.key_impl:  # cut off the padding
                 array = jax.lax.slice(array, (0,) * array.ndim, part.shape)
             if part.group_rows is not None:
@@ -197,7 +198,9 @@ class Canonical:
             leaf_arrays = [arrays[name] for name in part.names]
             pending_reads.subtract(part.names)
             is_last_read = not pending_reads[part.names[0]]
-            is_one_array = part.group_rows is None and part.key_impl is None and part.layer_dim is None
+            is_one_array = (
+                part.group_rows is None and part.key_impl is None and part.layer_dim is None and not part.rows
+            )
             if (
                 is_one_array
                 and is_last_read
@@ -206,7 +209,7 @@ class Canonical:
             ):
                 leaves.append(jax.device_put(leaf_arrays[0], leaf.sharding))
                 continue
-            join = _join_fn(part.layer_dim, part.key_impl, leaf, part.group_rows, part.row_of_name)
+            join = _join_fn(part.layer_dim, part.key_impl, leaf, part.group_rows, part.row_of_name or part.rows)
             leaves.append(jax.block_until_ready(join(leaf_arrays)))
             for array in leaf_arrays:
                 if is_last_read and isinstance(array, jax.Array):
@@ -249,7 +252,8 @@ def _join_fn(
         key_impl: name of the generator's implementation if the leaf is a PRNG key, otherwise `None`.
         leaf: shape, dtype and sharding of the leaf.
         group_rows: (start, stop) of the rows of the array that the leaf holds; `None` for all rows.
-        row_of_array: the row of each array, if some rows of the leaf are zeros; () if there is an array for every row.
+        row_of_array: the row of each array, or of each row of the one array, if some rows of the leaf are zeros or the
+            order differs; () if there is an array for every row.
     """
 
     def join(arrays: list[Array]) -> Array:
@@ -259,7 +263,10 @@ def _join_fn(
         if key_impl:
             return jax.random.wrap_key_data(device_arrays[0], impl=key_impl)
         rows = device_arrays
-        if row_of_array:
+        if row_of_array and layer_dim is None:
+            (array,) = device_arrays
+            rows = [jnp.zeros(leaf.shape, array.dtype).at[jnp.array(row_of_array)].set(array)]
+        elif row_of_array:
             assert layer_dim is not None
             array_by_row = dict(zip(row_of_array, device_arrays, strict=True))
             rows = [array_by_row.get(row, jnp.zeros_like(device_arrays[0])) for row in range(leaf.shape[layer_dim])]

@@ -18,7 +18,6 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantized import map_params
 from jaxscale.model_traits import ModelTraits
-from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.partition import axes_of
@@ -118,8 +117,6 @@ def check_model(plan: Plan, model: Model) -> None:
             )
         if kernels.names_attention:
             raise UserError(f"attention {kernels.attends}: this model has its own layers; leave attention out")
-        if plan.unroll > 1:
-            raise UserError(f"unroll {plan.unroll}: this model runs its own layers without a scan; leave unroll out")
     length = traits.context
     if length is not None:
         shard_count = math.prod(axis_sizes[axis] for axis in rules.seq)
@@ -170,6 +167,7 @@ class Layout:
         compute_shardings: the `NamedSharding` of each parameter's copy that passes read, in a tree like the parameters.
         state_shardings: a train state with the `NamedSharding` of every leaf.
         abstract: a train state with the shape, dtype and sharding of every leaf.
+        streamed: names of the parameters that blocks fetch themselves, if the plan keeps weights on the host.
     """
 
     plan: Plan
@@ -181,6 +179,7 @@ class Layout:
     compute_shardings: Shardings
     state_shardings: TrainState
     abstract: TrainState
+    streamed: frozenset[str]
 
     @classmethod
     def of(
@@ -208,7 +207,7 @@ class Layout:
 
         master_shardings = shardings_by_param("master", lambda _: plan.offload.masters)
         gradient_shardings = shardings_by_param(
-            "gradient", lambda name: plan.offload.gradients == "host" and belongs_to_block(name)
+            "gradient", lambda name: plan.offload.gradients == "host" and name in pure_model.of_blocks
         )
         whole_sharding = NamedSharding(mesh, PartitionSpec())
         abstract_params = pure_model.abstract_params
@@ -256,6 +255,7 @@ class Layout:
             shardings_by_param("compute"),
             state_shardings,
             abstract_state,
+            pure_model.of_blocks,
         )
 
     def with_extra(self, name: str, abstract: Shapes) -> "Layout":

@@ -40,6 +40,8 @@ class Part:
         row_of_name: the row of a stacked leaf that becomes the array of each name; () if every row has a name. The rows
             without a name are zeros, which pad the shorter stages of a pipeline.
         dtype: dtype of the arrays; `None` for the dtype of the leaf.
+        rows: the rows of the leaf that form its one array, in order, if the other rows are zeros that pad the shorter
+            stages of a pipeline, or the order differs; () for all rows in order.
     """
 
     names: tuple[str, ...]
@@ -49,6 +51,7 @@ class Part:
     group_rows: tuple[int, int] | None = None
     row_of_name: tuple[int, ...] = ()
     dtype: np.dtype | None = None
+    rows: tuple[int, ...] = ()
 
     def rows_and_names(self) -> list[tuple[int, str]]:
         """Return (index of the row, name of the array) for each row of a stacked leaf that becomes an array."""
@@ -112,6 +115,10 @@ class Naming:
             return Part((full_name + suffix,), None, shape, dtype=dtype)
         layer_dim, layer_of_row = axis_names.index("layers"), pure_model.layer_of_row
         row_of_name = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
+        if name in pure_model.unnamed_stacks:
+            rows = tuple(sorted(row_of_name, key=lambda row: layer_of_row[row]))
+            shape = (len(rows), *shape[1:]) if rows else shape
+            return Part((full_name + suffix,), None, shape, dtype=dtype, rows=rows)
         layers = [layer_of_row[row] for row in row_of_name] if layer_of_row else range(leaf.shape[layer_dim])
         names = tuple(layer_name(full_name, layer) + suffix for layer in layers)
         return Part(names, layer_dim, shape, row_of_name=row_of_name, dtype=dtype)

@@ -19,9 +19,9 @@ from flax.typing import PathParts
 from jax.tree_util import KeyPath
 
 from jaxscale import blocks
-from jaxscale.blocks import Model
+from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import group_name, in_one_stack
+from jaxscale.layers.stack import Chain, Stack, group_name, in_one_stack
 from jaxscale.model_traits import TensorDims
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
@@ -72,6 +72,10 @@ class PureModel:
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
         tensor_dims: dims of each trained parameter of a foreign model whose layer is known, by the parameter's name.
         variables: name of the type of variable of each trained parameter, by the parameter's name.
+        unnamed_stacks: names of stacked parameters whose module did not name the dim for layers; a checkpoint keeps
+            them whole, as before this dim was known.
+        of_blocks: names of the parameters of blocks that the plan runs: those of a `Stack` or a `Chain`, or of a scan
+            over blocks in a foreign module.
     """
 
     model: Model
@@ -90,6 +94,8 @@ class PureModel:
     frozen: frozenset[str] = frozenset()
     tensor_dims: Mapping[str, TensorDims] = dataclasses.field(default_factory=dict)
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unnamed_stacks: frozenset[str] = frozenset()
+    of_blocks: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -125,16 +131,25 @@ class PureModel:
             _refuse_train(train, frozen_state)
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
+        stack_prefixes, chain_prefixes = _block_prefixes(abstract_module)
+        unnamed_stacks, names_of_blocks = set[str](), set[str]()
         for path, variable in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(frozen_state)):
-            axes = variable.get_metadata().get("out_sharding")
+            axes, name = variable.get_metadata().get("out_sharding"), "/".join(map(str, path))
+            if axes is None and name.startswith(stack_prefixes):
+                axes = ("layers", *(None,) * (len(variable.shape) - 1))
+                unnamed_stacks.add(name)
+            if name.startswith((*stack_prefixes, *chain_prefixes)) or STACK_SHAPE in variable.get_metadata():
+                names_of_blocks.add(name)
+            if variable.get_metadata().get(UNNAMED_LAYERS):
+                unnamed_stacks.add(name)
             ignored_axes.update(variable.get_metadata().get("ignored_axes", ()))
             if axes is not None:
                 if len(axes) != len(variable.shape):
                     raise UserError(
-                        f"parameter {'/'.join(map(str, path))}: got {len(axes)} axis names {tuple(axes)} for "
+                        f"parameter {name}: got {len(axes)} axis names {tuple(axes)} for "
                         f"shape {tuple(variable.shape)}; give each dim one name ('layers' for the dim of a stack)"
                     )
-                axis_names["/".join(map(str, path))] = tuple(axes)
+                axis_names[name] = tuple(axes)
         abstract_params = jax.eval_shape(_float32, nnx.to_pure_dict(param_state))
         pure_model = cls(
             model,
@@ -159,6 +174,8 @@ class PureModel:
                 "/".join(map(str, path)): _variable_type(variable).__name__
                 for path, variable in nnx.to_flat_state(param_state)
             },
+            unnamed_stacks=frozenset(unnamed_stacks),
+            of_blocks=frozenset(names_of_blocks),
         )
         if not layer_of_row:
             return pure_model
@@ -251,6 +268,18 @@ class PureModel:
     def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its trained parameters, as a nested dict."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
+
+
+def _block_prefixes(module: nnx.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the beginnings of the names of all parameters in a `layers.Stack`, and of those in a `layers.Chain`."""
+    stack_prefixes, chain_prefixes = [], []
+    for path, node in nnx.iter_graph(module):
+        prefix = "".join(f"{word}/" for word in path)
+        if isinstance(node, Stack):
+            stack_prefixes += [f"{prefix}{name}/" for name in node.group_names]
+        elif isinstance(node, Chain):
+            chain_prefixes.append(f"{prefix}layers/")
+    return tuple(stack_prefixes), tuple(chain_prefixes)
 
 
 def _trained(train: str | None) -> nnx.filterlib.Predicate:

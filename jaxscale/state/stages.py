@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import Chain
+from jaxscale.layers.stack import chains_in
 from jaxscale.model_traits import ModelTraits
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.tables import tabulate
@@ -165,7 +165,9 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     assert pipeline is not None
     pure_model = PureModel.of(experiment.model, experiment.seed)
     stack_depths = {
-        leaf.shape[0] for name, leaf in named_leaves(pure_model.abstract_params).items() if pure_model.is_stacked(name)
+        leaf.shape[0]
+        for name, leaf in named_leaves(pure_model.abstract_params).items()
+        if name in pure_model.of_blocks and pure_model.is_stacked(name)
     }
     chains = chains_of(pure_model)
     if not stack_depths and not chains:
@@ -228,8 +230,7 @@ def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
     block_chains = getattr(pure_model.model, "block_chains", None)
     if block_chains is not None:
         return block_chains(module)
-    chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
-    return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]
+    return chains_in(module)
 
 
 def period_of(model: Model) -> int:

@@ -145,6 +145,7 @@ class Assembly:
                 for name in named_leaves(self.pure_model.abstract_model_state)
                 if name not in self.pure_model.frozen
             ),
+            has_blocks=bool(self.pure_model.of_blocks),
             has_unlike_blocks=stages is not None and bool(stages.chain),
             has_copies=stages is not None and bool(stages.copies),
             mixing=None if is_mixed_within_layers else mixing_operation,
@@ -192,7 +193,7 @@ class Assembly:
             devices: the devices to run on.
         """
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
-        lines = [self.resolved.line, *describe_frozen(self.pure_model)]
+        lines = [self.resolved.line, *describe_frozen(self.pure_model), *describe_ignored_axes(self.pure_model)]
         lines += describe_groups(experiment.optimizer, update.param_infos)
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
@@ -259,6 +260,17 @@ class Assembly:
             decision=decision,
             lines=tuple(lines),
         )
+
+
+def describe_ignored_axes(pure_model: PureModel) -> list[str]:
+    """Return a line on the axis names of the module that are no logical axes; none if all are."""
+    ignored_axes = pure_model.ignored_axes
+    if not ignored_axes:
+        return []
+    return [
+        f"axes {', '.join(ignored_axes)}: these names of the model are no logical axes, so their dims are kept "
+        f"whole; ForeignModel(axes={{{ignored_axes[0]!r}: 'mlp'}}, ...) would give one a logical axis"
+    ]
 
 
 def describe_frozen(pure_model: PureModel) -> list[str]:

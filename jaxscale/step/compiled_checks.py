@@ -18,7 +18,6 @@ from jaxscale.compiler.collectives import Collective
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.memory.decision import Decision
 from jaxscale.offload.slices import cut
-from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
 from jaxscale.replicas.low_communication import Diloco
@@ -168,7 +167,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
     copied_shapes = {
         leaf.sharding.shard_shape(leaf.shape)
         for name, leaf in named_leaves(layout.abstract.params).items()
-        if layout.plan.offload.masters and not belongs_to_block(name)
+        if layout.plan.offload.masters and name not in layout.streamed
     }
     for leaf in jax.tree.leaves(layout.abstract):
         local_shape = leaf.sharding.shard_shape(leaf.shape)

@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath
 
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import Advance, update_in_slices, update_on_device, update_on_host
-from jaxscale.offload.weights import Streamed, belongs_to_block
+from jaxscale.offload.weights import Streamed
 from jaxscale.optim.groups import group_indices, masked
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
@@ -175,7 +175,7 @@ def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
 
 
 def streamed_weights(
-    plan: Plan, params: Params, copies: Params, gradient_shardings: Params
+    layout: Layout, params: Params, copies: Params, gradient_shardings: Params
 ) -> tuple[Params, Callable[[Params], Params]]:
     """Return the differentiated leaves of weights on the host, and a function from them to the module's parameters.
 
@@ -184,23 +184,23 @@ def streamed_weights(
     the gradient. All other weights are copied to the device for the step.
 
     Args:
-        plan: the plan, which specifies dtypes, and where gradients lie.
+        layout: the names of the weights of blocks, and the plan, which specifies dtypes, and where gradients lie.
         params: the masters, on the host.
         copies: the copy of each weight that a pass on the device reads.
         gradient_shardings: `NamedSharding` of each gradient.
     """
-    map_with_path = jax.tree_util.tree_map_with_path
+    map_with_path, plan = jax.tree_util.tree_map_with_path, layout.plan
     has_host_gradients = plan.offload.gradients == "host"
 
     def differentiated_leaf(path: KeyPath, param: Array, copy: Array, sharding: NamedSharding) -> Array:
-        if not belongs_to_block(path_name(path)):
+        if path_name(path) not in layout.streamed:
             return copy
         zeros = jnp.zeros(param.shape, param.dtype)
         return param if has_host_gradients else jax.lax.with_sharding_constraint(zeros, sharding)
 
     def params_of(leaves: Params) -> Params:
         def param_of(path: KeyPath, leaf: Array, param: Array) -> Array | Streamed:
-            if not belongs_to_block(path_name(path)):
+            if path_name(path) not in layout.streamed:
                 return leaf
             return streamed_weight(plan, leaf) if has_host_gradients else streamed_weight(plan, param, leaf)
 

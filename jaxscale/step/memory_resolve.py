@@ -62,10 +62,11 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
 def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decision:
     """Return the decision of the plan's memory rule, without a check against the other settings of the plan."""
     memory_plan = objective.planned.plan.memory
-    is_foreign = ModelTraits.of(objective.planned.experiment.model).foreign
+    model = objective.planned.experiment.model
+    is_foreign_list = ModelTraits.of(model).foreign and not getattr(model, "scanned", ())
     if memory_plan.rule == "file":
         decision = read_decision(memory_plan.name)
-        calls = traced_blocks(objective, is_sequence=is_foreign and decision.chain is not None)
+        calls = traced_blocks(objective, is_sequence=is_foreign_list and decision.chain is not None)
         block_count, block_kinds = sum(call.count for call in calls), tuple(graphs_by_kind(calls))
         if block_count != decision.layers:
             raise UserError(
@@ -82,7 +83,7 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if memory_plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSAL_CHIP]
-    calls = traced_blocks(objective, chip, is_sequence=is_foreign and memory_plan.rule in _SEGMENT_RULES)
+    calls = traced_blocks(objective, chip, is_sequence=is_foreign_list and memory_plan.rule in _SEGMENT_RULES)
     stage_count = objective.stages_per_device
     if stage_count == 1 or memory_plan.budget is None:
         return decide(memory_plan, calls, chip)

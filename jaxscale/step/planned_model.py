@@ -208,7 +208,7 @@ class PlannedModel:
         if is_manual:
             mesh = jax.sharding.get_abstract_mesh()
             shardings = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), shardings)
-        return streamed_weights(self.plan, params, copies, shardings)
+        return streamed_weights(self.layout, params, copies, shardings)
 
 
 def unchanged(weights: Params) -> Params:

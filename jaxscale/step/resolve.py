@@ -16,6 +16,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.codecs.one_bit import OneBit
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.batches import batch_shapes
 from jaxscale.state.layout import Device, check_model, effective_rules
 from jaxscale.state.stages import Stages, stages_of
 from jaxscale.step.default_mesh import default_mesh, slice_count
@@ -52,6 +53,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
         UserError: the plan does not fit the model, the batch or the devices.
     """
     plan, line = resolve_mesh(plan, experiment, devices)
+    experiment = with_scans(experiment)
     check_options(plan.compiler, devices[0])
     check(Facts(plan, experiment))  # refuses combinations of requests
     plan = with_momentum_codec(experiment, plan)
@@ -74,6 +76,21 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
             "or jaxscale.train, which settle the rule first"
         )
     return ResolvedPlan(experiment, plan, stages, line)
+
+
+def with_scans(experiment: Experiment) -> Experiment:
+    """Return the experiment; a foreign model that scans over its blocks is told the parameters that the scan reads.
+
+    If the module cannot be traced, the experiment is returned unchanged, and the trace of the step reports the error.
+    """
+    find_scans = getattr(experiment.model, "with_scans", None)
+    if find_scans is None or experiment.data is None:
+        return experiment
+    try:
+        model = find_scans(batch_shapes(experiment))
+    except Exception:
+        return experiment
+    return experiment if model is experiment.model else dataclasses.replace(experiment, model=model)
 
 
 def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) -> tuple[Plan, str]:

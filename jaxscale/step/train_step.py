@@ -185,11 +185,6 @@ class TrainStep:
             more_text = f" and {len(whole_names) - 5} more" if len(whole_names) > 5 else ""
             names_text = ", ".join(whole_names[:5]) + more_text
             lines.append(f"zero {self.plan.zero}: kept whole, because no dim can be split evenly: {names_text}")
-        if ignored_axes := self.pure_model.ignored_axes:
-            lines.append(
-                f"axes {', '.join(ignored_axes)}: these names of the model are no logical axes, so their dims are kept "
-                f"whole; ForeignModel(axes={{{ignored_axes[0]!r}: 'mlp'}}, ...) would give one a logical axis"
-            )
         for extra in self.extras:
             lines += extra.describe()
         return lines + describe(self.layout)

@@ -13,7 +13,8 @@ from jaxscale import Experiment, Optimizer, build
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantized import StatePolicy
 from jaxscale.optim import quantize_state
-from tests.models.public_models import PUBLIC_MODELS, ROWS
+from tests.models.public_language_models import ROWS
+from tests.models.public_models import PUBLIC_MODELS
 from tests.plans import plan_of
 
 SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")

@@ -210,15 +210,22 @@ class StackForm:
         )
 
     def _gather_block(self, params: Params) -> Params:
-        """Gather the parameters of one block from their shards, and return them."""
+        """Gather the parameters of one block from their shards, and return them.
+
+        Args:
+            params: the parameters of a block. Names within a block of a `Stack` start after the name of the stack, and
+                those of a block that a foreign module scans over are the names in the module.
+        """
         planned = self.planned
         words_of_names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
         # the words with which all names begin; names within a block start after the last "layers" among these words
         shortest = min(map(len, words_of_names))
         common_length = next((n for n in range(shortest) if len({words[n] for words in words_of_names}) > 1), None)
         common_words = words_of_names[0][:common_length]
-        start = len(common_words) - common_words[::-1].index("layers")
-        spec_by_name = {"/".join(words[start:]): planned.read_spec("/".join(words)) for words in words_of_names}
+        starts = {0, len(common_words) - common_words[::-1].index("layers") if "layers" in common_words else 0}
+        spec_by_name = {
+            "/".join(words[start:]): planned.read_spec("/".join(words)) for words in words_of_names for start in starts
+        }
 
         def gather(path: KeyPath, leaf: Array) -> Array:
             for dim, axes in enumerate(dim_axes(spec_by_name[path_name(path)])):
