@@ -89,8 +89,8 @@ def leaf_of(
     axes: Sequence[str | None] | None,
     shape: Sequence[int],
     sharding: Any = None,
-    dims: TensorDims | None = None,
     variable: str = "",
+    dims: TensorDims | None = None,
 ) -> ParamInfo:
     """Return the `ParamInfo` of a parameter.
 
