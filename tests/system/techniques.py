@@ -155,6 +155,12 @@ TECHNIQUES: tuple[Technique, ...] = (
     *_alike("loss in chunks", "--plan.kernels loss_chunk=4"),
     *_alike("attention in chunks", "--plan.kernels attention=chunked"),
     *_alike("kernels", "--plan.kernels reference", "--plan.kernels attention=chunked"),
+    *_alike(
+        "optimizers by name",
+        """--optimizer.groups '{"embed|head":{"name":"lion","learning_rate":1e-3}}'""",
+        onto="--plan.mesh 1",
+        mixes=False,
+    ),
     *_alike("LoRA", "--optimizer.train attention", onto="--plan.mesh 1"),
     *(Technique("any Flax model", variant=name, mixes=False) for name in ("foreign", "linen_net")),
     Technique(
