@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import numpy as np
 import optax
+import safetensors.numpy
 import tokenizers
 from fault_injection.value_pools import (
     ALONE,
@@ -112,6 +113,24 @@ def namespace(folder: Path) -> dict[str, Any]:
     return tools | CLASS_BY_NAME
 
 
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "vocab_size": 257,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e4,
+}
+"""The config.json of a tiny Llama."""
+
+
 def write_data(folder: Path) -> None:
     """Write the files that a draw's source names."""
     (folder / "text.txt").write_text("\n\n".join(f"line {i * i % 97} of the text." for i in range(300)))
@@ -130,25 +149,33 @@ def write_data(folder: Path) -> None:
         Image.fromarray(values).save(folder / "photos" / name / f"{index}.png")
     write_chats(folder)
     (folder / "llama").mkdir()
-    config: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "vocab_size": 257, "hidden_size": 8}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
-    config |= {"max_position_embeddings": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e4}
-    (folder / "llama" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
 
 
 def write_chats(folder: Path) -> None:
-    """Write chats.jsonl, and the model folder chat/ with a tokenizer of words, a template and random weights."""
-    from jaxscale.models.huggingface import save
+    """Write chats.jsonl, and the model folder chat/ with a tokenizer of words, a template and random weights.
 
+    JAX stays out of it: a process that has started its backend is not to be forked.
+    """
     words = ["<s>", "</s>", "?", "hello", *map(str, range(9))]
-    model = Decoder(vocab=len(words), context=64, layers=2, embed=8, heads=2)
-    save(folder / "chat", model, nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param)))
+    chat_folder = folder / "chat"
+    chat_folder.mkdir()
+    sizes = {"vocab_size": len(words), "num_hidden_layers": 1, "max_position_embeddings": 64}
+    (chat_folder / "config.json").write_text(json.dumps({**LLAMA, **sizes}))
+    rng, layer = np.random.default_rng(0), "model.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(words), 8), "model.norm.weight": (8,)}
+    shapes |= {f"{layer}self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
+    shapes |= {f"{layer}mlp.{name}_proj.weight": (16, 8) for name in ("gate", "up")}
+    shapes |= {f"{layer}mlp.down_proj.weight": (8, 16)}
+    shapes |= {f"{layer}{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(weights, chat_folder / "model.safetensors")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "chat" / "tokenizer.json"))
+    tokenizer.save(str(chat_folder / "tokenizer.json"))
     template = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
-    (folder / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     chats = [{"prompt": f"hello {i % 9} ?", "completion": f"{i % 7} hello"} for i in range(40)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
