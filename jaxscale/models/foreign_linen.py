@@ -37,7 +37,7 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
 }
 """Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates the values.
 """
-CallWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns the function to call instead of a block's pure function."""
 
 
@@ -141,7 +141,7 @@ def unbox_params(module: nnx.Module) -> None:
 
 
 @contextlib.contextmanager
-def linen_blocks_wrapped(paths: Sequence[str], wrapper_of: Callable[[str], CallWrapper]) -> Iterator[set[str]]:
+def linen_blocks_wrapped(paths: Sequence[str], wrapper_of: Callable[[str], _Wrapper]) -> Iterator[set[str]]:
     """Return a context in which traced calls of Linen submodules go through a wrapper; its value are the paths called.
 
     Args:
@@ -167,7 +167,7 @@ def linen_blocks_wrapped(paths: Sequence[str], wrapper_of: Callable[[str], CallW
         yield called_paths
 
 
-def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: CallWrapper) -> Any:
+def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
     """Call a Linen module as a pure function, through a wrapper, and return its output.
 
     Args:

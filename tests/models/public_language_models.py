@@ -182,8 +182,8 @@ class ScannedBlock(nnx.Module):
 class ScannedRemat(nnx.Module):
     """Blocks of a user who recomputes them, and names the dim of the layers."""
 
-    def __init__(self, rngs, depth=4, rate=0.0, name="layers"):
-        self.embed, self.head = nnx.Embed(VOCAB, WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+    def __init__(self, rngs, depth=4, rate=0.0, name="layers", vocab=VOCAB):
+        self.embed, self.head = nnx.Embed(vocab, WIDTH, rngs=rngs), nnx.Linear(WIDTH, vocab, rngs=rngs)
         metadata = {} if name is None else {"transform_metadata": {nnx.PARTITION_NAME: name}}
         make = nnx.vmap(lambda rngs: ScannedBlock(rngs, rate), **metadata)
         self.blocks = nnx.split_rngs(splits=depth)(make)(rngs)
@@ -287,13 +287,14 @@ class LinenLoop(linen.Module):
     """Blocks in a Python loop."""
 
     rate: float = 0.0
+    vocab: int = VOCAB
 
     @linen.compact
     def __call__(self, tokens, train):
-        x, mask = linen.Embed(VOCAB, WIDTH)(tokens), (tokens > 3)[..., None].astype(jnp.float32)
+        x, mask = linen.Embed(self.vocab, WIDTH)(tokens), (tokens > 3)[..., None].astype(jnp.float32)
         for _ in range(4):
             x = LinenBlock(self.rate)(x, mask, train=train)
-        return linen.Dense(VOCAB)(x)
+        return linen.Dense(self.vocab)(x)
 
 
 class LinenLayer(linen.Module):
