@@ -86,11 +86,13 @@ class Evaluate:
 
     Args:
         run_dir: directory of a run.
+        data: file to evaluate on instead, read as the run's data.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
+    data: str | None = flag("PATH", "the run's held-out data")
     best: bool = False
     trust: bool = False
 
@@ -102,8 +104,10 @@ class Evaluate:
         start_backend()
         from jaxscale.training.evaluate import evaluate
 
-        for name, value in evaluate(self.run_dir, best=self.best).items():
-            print(f"{name:10} {value:.6g}" if isinstance(value, float) else f"{name:10} {value}")
+        figures = evaluate(self.run_dir, best=self.best, data=self.data)
+        width = max(10, *map(len, figures))
+        for name, value in figures.items():
+            print(f"{name:{width}} {value:.6g}" if isinstance(value, float) else f"{name:{width}} {value}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,6 +119,8 @@ def _metavar(hint: Any) -> str:
         return "|".join([*map(_metavar, member_types), *["none"] * (type(None) in typing.get_args(hint))])
     if origin in (tuple, list):
         return f"{_metavar(member_types[0])},..." if member_types else "LIST"
+    if origin is collections.abc.Mapping:
+        return "JSON"
     metavar_by_type = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", Any: "VALUE", Path: "PATH"}
     return metavar_by_type.get(origin, getattr(origin, "__name__", "VALUE"))
 

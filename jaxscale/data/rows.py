@@ -24,7 +24,8 @@ class Arrays:
 
     Args:
         arrays: NumPy arrays [N, ...] of numbers, by name.
-        held_out: share of the rows held out for evaluation; which rows they are depends only on their number.
+        held_out: share of the rows held out for evaluation; which rows they are depends only on their number. 1 holds
+            out all of them, for a held-out set of an experiment.
 
     Raises:
         UserError: an array is not of numbers, or the arrays differ in their numbers of rows.
@@ -76,7 +77,8 @@ class Rows:
 
     Args:
         rows: the dataset. All its rows have the same names, shapes and dtypes.
-        held_out: share of the rows held out for evaluation; which rows they are depends only on their number.
+        held_out: share of the rows held out for evaluation; which rows they are depends only on their number. 1 holds
+            out all of them, for a held-out set of an experiment.
         names: names of the items if each row is a tuple, such as ("images", "labels").
 
     Raises:
@@ -163,8 +165,8 @@ class Rows:
 
 def _check_held_out(held_out: float) -> None:
     """Raise an error if `held_out` is no share of the rows."""
-    if not 0 <= held_out < 1:
-        raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out < 1")
+    if not 0 <= held_out <= 1:
+        raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
 
 
 def _open_rows(

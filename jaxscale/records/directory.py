@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
 PROCESSES = "processes"
 
-MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
+MAY_CHANGE = ("steps", "evaluation", "held_out", "samples", "checkpoint", "plan")
 """Fields of an experiment that may change when a run is continued."""
 MAY_CHANGE_ON_RETURN = (
     "guard", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup", "optimizer.schedule",

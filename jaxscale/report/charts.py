@@ -173,6 +173,7 @@ def line_chart(
     legend_entries = [
         element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in curves
     ]
+    has_legend = len(curves) > 1 and (is_tall or all(curve.style != "faint" for curve in curves))
     note_texts = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
     gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves if curve.style != "line")
     note_texts += [f"{gap_count} not finite"] if gap_count else []
@@ -180,7 +181,7 @@ def line_chart(
     caption = (
         element("b", title),
         element("small", unit) if unit else None,
-        element("span", legend_entries, class_="legend") if is_tall and len(legend_entries) > 1 else None,
+        element("span", legend_entries, class_="legend") if has_legend else None,
         element("small", ", ".join(note_texts), class_="note") if note_texts else None,
     )
     plot = (curves_svg, labels, element("div", class_="cursor"), element("div", class_="tip"))

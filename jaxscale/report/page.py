@@ -115,9 +115,9 @@ def _figure_list(run: RunRecord) -> Markup | None:
     """Return a list of the run's most important figures, each with a name and a note; `None` if there are none."""
     train_rows = run.rows("train")
     # step and value of each loss, by the loss's name
-    losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
+    losses: dict[str, tuple[int, Any] | None] = {f"Best held-out {run.measure}": run.best}
     if run.final != run.best:
-        losses["Last held-out loss"] = run.final
+        losses[f"Last held-out {run.measure}"] = run.final
     if run.final is None and train_rows:
         losses["Training loss"] = train_rows[-1]["step"], train_rows.column("loss")[-1]
     # name, value and note of each figure, as texts
@@ -163,12 +163,18 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         curves += [Series("smoothed", steps, smooth(losses, min(500.0, max(5.0, len(losses) / 40))), "line", 1)]
     elif len(losses):
         curves = [Series("training", steps, losses, "line", 1)]
+    held_out_steps = held_out_rows.column("step")
+    set_names = held_out_sets(held_out_rows)
     if held_out_rows:
-        curves.append(Series("held out", held_out_rows.column("step"), held_out_rows.column("loss"), "dots", 2))
+        curves.append(Series("held out", held_out_steps, held_out_rows.column("loss"), "dots", 2))
+    curves += [
+        Series(name, held_out_steps, held_out_rows.column(f"{name}/loss"), "dots", 3 + index % 5)
+        for index, name in enumerate(set_names)
+    ]
     loss_chart = line_chart("Loss", curves, unit=run.loss_unit, marks=marks, is_tall=True)
     speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
-        *(_metric_chart(held_out_rows, name, f"Held-out {name}", color=2, from_zero=False) for name in run.own_metrics),
+        *_own_metric_charts(run, set_names),
         _metric_chart(train_rows, "learning_rate", "Learning rate", color=3),
         _metric_chart(train_rows, "tokens_per_second", "Throughput", color=1, **speed_options)
         or _metric_chart(train_rows, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),
@@ -190,6 +196,27 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
     metric_sheets = [_sheet(None, chart) for chart in charts if chart]
     loss_sheets = [_sheet(None, loss_chart)] if loss_chart else []
     return loss_sheets + ([element("div", metric_sheets, class_="pair")] if metric_sheets else [])
+
+
+def held_out_sets(rows: MetricsRows) -> list[str]:
+    """Return the names of the held-out sets whose losses evaluations report."""
+    return sorted({name.removesuffix("/loss") for row in rows for name in row if name.endswith("/loss")})
+
+
+def _own_metric_charts(run: RunRecord, set_names: list[str]) -> list[Markup]:
+    """Return a chart for each number beside the loss, with a curve for each held-out set that has it."""
+    rows = run.rows("eval")
+    charts = []
+    for metric in dict.fromkeys(name.rpartition("/")[2] for name in run.own_metrics):
+        if metric == "loss":
+            continue
+        columns = {"held out": metric} | {name: f"{name}/{metric}" for name in set_names}
+        curves = [
+            Series(label, rows.column("step"), rows.column(column), "line", 2 + index % 6)
+            for index, (label, column) in enumerate(columns.items())
+        ]
+        charts.append(line_chart(f"Held-out {metric}", curves))
+    return charts
 
 
 def _metric_chart(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxscale import heartbeat
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints
+from jaxscale.data.held_out_sets import check_same_arrays
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment, plan_of
@@ -32,13 +33,13 @@ from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
-from jaxscale.training.check_data import check_data, open_data
+from jaxscale.training.check_data import check_data, open_data, open_sets
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
 from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
-from jaxscale.training.pauses import Pauses
+from jaxscale.training.pauses import Pauses, measure_of
 from jaxscale.training.profile import Profiler, ProfileRange
 from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
 from jaxscale.training.run import Run
@@ -78,7 +79,7 @@ def train(
         limit: device memory in bytes, or a text such as "12GiB". A step that needs more is refused once it is compiled;
             the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. The default is the memory JAX may use.
         resume: "auto" continues the run in the directory; the run's experiment may differ from `experiment` in steps,
-            evaluation, samples, checkpoint and plan. "never" renames that directory and starts a new run.
+            evaluation, held_out, samples, checkpoint and plan. "never" renames that directory and starts a new run.
         from_step: step of a checkpoint to which the run returns; learning rate and guard may then change, too, and the
             newer checkpoints are renamed to STEP.aside. The same call again continues the run.
         log_every: number of steps per line of the log; the speeds in a line are means over these steps.
@@ -168,6 +169,7 @@ class _Training:
     Attributes set while the run is prepared:
         step: the train step.
         data: the opened data.
+        sets: the opened held-out sets by name.
         checkpoints: the run's checkpoints.
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
@@ -294,6 +296,7 @@ class _Training:
         """Open one process's shard of the data, and check that the model can be trained on it."""
         self.data = open_data(self.experiment, process_index, process_count)
         check_data(self.experiment, self.data)
+        self.sets = open_sets(self.experiment, self.data, process_index, process_count)
 
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
@@ -311,7 +314,9 @@ class _Training:
                 self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
             return self.step.init()
         description = restored.description
-        self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
+        self.updates, self.tokens = description.step, description.tokens
+        if description.measure == measure_of(self.experiment, self.data, self.sets):
+            self.best_loss = description.best
         self.stop.saved_step = self.updates
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
@@ -353,6 +358,7 @@ class _Training:
                     self.journal.say(note)
                 with heartbeat.in_phase("data"):
                     first_batch = next(batches)
+                check_same_arrays(self.sets, first_batch)
                 batch = self.step.place(first_batch)
                 self.data_state = batches.get_state()
                 if self.earlier is not None:
@@ -362,7 +368,7 @@ class _Training:
                 self.stop.is_early = False  # from now on there is something to save
                 self._stop_before_first_step()
                 start_time = time.monotonic()
-                parts = self.experiment, self.step, self.data, self.checkpoints, self.journal
+                parts = self.experiment, self.step, self.data, self.sets, self.checkpoints, self.journal
                 pauses = Pauses(*parts, self.best_loss, self.is_cpu, self.metrics)
                 try:
                     with endings.watch_steps(self.journal, self.checkpoints, self.step) as self.stuck_watch:
