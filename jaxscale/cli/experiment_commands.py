@@ -31,7 +31,8 @@ class Train:
         out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: plan.json file to take the plan from.
         resume: with auto, the run in the directory is continued; steps, evaluation, held-out sets, samples,
-            checkpoint and plan may differ from those of the run. With never, that directory is renamed, and a new run starts.
+            checkpoint and plan may differ from those of the run. With never, that directory is renamed, and a new run
+            starts.
         from_step: step of a checkpoint to return to, as in --from 1500; learning rate and guard may then change, and
             newer checkpoints are renamed. The same command again continues the run.
         log_every: number of steps per line of the log.

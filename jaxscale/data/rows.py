@@ -61,7 +61,7 @@ class Arrays:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         row_count = len(next(iter(self.arrays.values())))
-        return _open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
+        return open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices."""
@@ -122,7 +122,7 @@ class Rows:
         digest = hashlib.sha256(str(len(self.rows)).encode())
         for array in self._read(np.zeros(1, np.int64)).values() if len(self.rows) else ():
             digest.update(array.tobytes())
-        return _open_rows("rows", len(self.rows), self._read, self.held_out, digest, batch, seed, process, processes)
+        return open_rows("rows", len(self.rows), self._read, self.held_out, digest, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices, stacked."""
@@ -169,7 +169,7 @@ def _check_held_out(held_out: float) -> None:
         raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
 
 
-def _open_rows(
+def open_rows(
     kind: str,
     row_count: int,
     read: Callable[[np.ndarray], NumpyBatch],

@@ -27,7 +27,8 @@ class Text:
     """Text files as batches of tokens.
 
     Args:
-        path: path of a file or a glob, or several of them; a path may begin with gs:// or s3://.
+        path: path of a file or a glob, or several of them; a path may begin with gs:// or s3://. A file may be a table
+            (.parquet, .arrow), and a path the folder to which Hugging Face's `Dataset.save_to_disk` saved a dataset.
         tokenizer: "byte", "char" (with the alphabet of these files), or the path of a Hugging Face tokenizer.json.
         context: number of targets per row.
         layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, and no
@@ -40,8 +41,9 @@ class Text:
             to stop.
         prompt_end: marker that ends a prompt, for training on answers alone. Targets up to the end of the marker have
             weight 0, as do all targets of a document without the marker.
-        fields: for JSONL files, the name of the text in each line, such as ("text",), or of a prompt, whose targets
-            have weight 0, and its answer, such as ("prompt", "answer"). Each line is a document. () reads plain text.
+        fields: for JSONL files and tables, the name of the text in each line or row, such as ("text",), or of a prompt,
+            whose targets have weight 0, and its answer, such as ("prompt", "answer"). Each line or row is a document.
+            () reads plain text.
 
     Raises:
         UserError: a value is out of range; or, on `open`, a file is missing, empty, binary, not UTF-8 or too short.
@@ -271,7 +273,7 @@ def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -
         return Bytes()
     if kind_or_path == "char":
         alphabets = (
-            _recipe(part).alphabet_of(source.decode(source.read(file), file), file)
+            _recipe(part).alphabet_of(source.read(file), file)
             for part, files in zip(parts, files_by_part, strict=True)
             for file in files
         )
