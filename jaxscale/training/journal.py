@@ -51,9 +51,12 @@ class Journal:
 
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
         """Append a row about a step to metrics.jsonl; `kind` is the row's kind."""
-        if self._log is not None:
-            with run_files.explain_write_errors(self.folder):
-                self._log.append(step, kind, **fields)
+        if self._log is None:
+            return
+        try:
+            self._log.append(step, kind, **fields)
+        except OSError as error:
+            raise run_files.write_error(error, self.folder) from error
 
     def log_event(self, step: int, name: str, **fields: Any) -> None:
         """Log an event that happened after a step, by its name and with further fields."""

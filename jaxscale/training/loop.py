@@ -38,7 +38,7 @@ from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
 from jaxscale.training.journal import Journal
-from jaxscale.training.meter import Meter, peak_of
+from jaxscale.training.meter import Meter, host_scalars, peak_of
 from jaxscale.training.pauses import Pauses, measure_of
 from jaxscale.training.profile import Profiler, ProfileRange
 from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
@@ -464,10 +464,8 @@ class _Training:
 
     def _settle(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Wait for the metrics of a step and log them; stop the run if too many steps in a row were skipped."""
-        import jax
-
         with heartbeat.awaiting(step):
-            scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
+            scalars = host_scalars(metrics)
         self.stuck_watch.note_step()
         if self._last_earlier_step is not None and step > self._last_earlier_step:
             self._last_earlier_step = None
