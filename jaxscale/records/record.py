@@ -240,6 +240,21 @@ class RunRecord:
         return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
 
     @property
+    def origin(self) -> dict[str, str]:
+        """What the run ran on, as texts by title: commit, devices, host and versions, as far as they are recorded."""
+        texts = {"Folder": self.directory, "File": self.path, "Variant": str(self.source.get("variant") or "")}
+        texts["Git commit"] = str(self.source.get("git") or "")
+        device_count = self.layout.get("devices")
+        if device_count is not None and self.layout.get("kind"):
+            texts["Devices"] = f"{device_count:,} \N{MULTIPLICATION SIGN} {self.layout['kind']}"
+        texts["Host"] = str(self.source.get("platform") or "")
+        if self.kernels is not None:
+            texts["Kernels"] = f"{self.kernels[1]}, on {self.kernels[0]}"
+        versions = self.source.get("versions")
+        texts |= {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
+        return {title: text[:400] for title, text in texts.items() if text}
+
+    @property
     def command(self) -> str | None:
         """The command that repeats this run; `None` without an experiment file."""
         if not self.path:

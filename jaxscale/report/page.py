@@ -22,7 +22,7 @@ from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample
 from jaxscale.records.storage import run_path, write_whole
 from jaxscale.report.charts import Mark, Series, line_chart, smooth
-from jaxscale.report.pictures import memory_bar, mesh_picture, parameter_table
+from jaxscale.report.pictures import hours_bar, memory_bar, mesh_picture, parameter_table
 from jaxscale.report.sentences import axis_sizes_of_run, plan_in_words
 from jaxscale.report.summary import FILE, STATUS
 from jaxscale.values.units import count, duration, field, number, rate, round_size, short, size
@@ -38,6 +38,8 @@ _EVENT_COLORS = {
     "stuck": 4,
     "finished": 3,
 }
+_FOR_DEVELOPERS = ("compile", "kernels", "predicted", "hours")
+"""Events whose facts stand elsewhere on the page, or that only help to mend jaxscale."""
 _SAMPLE_CHARACTERS = 4000
 """Largest number of characters that the page shows of a sample."""
 _MAX_EVENT_ROWS = 60
@@ -66,14 +68,13 @@ def write_report(run_dir: Any) -> Any:
 
 def report_html(run: RunRecord) -> str:
     """Return the report of a run as an HTML page."""
-    module_path = Path(__file__)
-    style = module_path.with_name("report.css").read_text("utf-8")
-    script = module_path.with_name("report.js").read_text("utf-8")
+    style, script = page_files()
     with np.errstate(all="ignore"):  # a damaged row may hold any number
         header = _header(run)
         sections = {
             "Training": _chart_sheets(run),
             "How it was trained": _plan_sheets(run),
+            "Where the time went": _time_sheet(run),
             "Samples": _sample_sheets(run.samples),
             "What happened": _event_sheet(run),
             "Make it again": _reproduction_sheet(run),
@@ -88,7 +89,13 @@ def report_html(run: RunRecord) -> str:
     return page(f"{run.name} · jaxscale", body, style=style, script=script)
 
 
-def _sheet(title: str | None, *content: Any) -> Markup:
+def page_files() -> tuple[str, str]:
+    """Return the style and the script of a report."""
+    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("report.css", "report.js"))
+    return style, script
+
+
+def sheet(title: str | None, *content: Any) -> Markup:
     """Return a sheet, a box on the page, with a heading if `title` is not `None`."""
     return element("div", element("h3", title) if title else None, content, class_="sheet")
 
@@ -193,8 +200,8 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         flop_options: dict[str, Any] = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
         chart = _metric_chart(train_rows, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **flop_options)
         charts.append(chart)
-    metric_sheets = [_sheet(None, chart) for chart in charts if chart]
-    loss_sheets = [_sheet(None, loss_chart)] if loss_chart else []
+    metric_sheets = [sheet(None, chart) for chart in charts if chart]
+    loss_sheets = [sheet(None, loss_chart)] if loss_chart else []
     return loss_sheets + ([element("div", metric_sheets, class_="pair")] if metric_sheets else [])
 
 
@@ -241,12 +248,12 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
         device_count = int(run.layout.get("devices") or 1)
         kind_text = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
         title = f"Mesh: {device_count:,} device{'s' * (device_count != 1)}{kind_text}"
-        pictures.append(_sheet(title, mesh_picture(axis_sizes, device_count)))
+        pictures.append(sheet(title, mesh_picture(axis_sizes, device_count)))
     capacity_bytes = run.layout.get("capacity_bytes")
     device_bar = memory_bar(run.memory, float(capacity_bytes) if isinstance(capacity_bytes, int | float) else None)
-    pictures += [_sheet("Memory per device, of the compiled step", device_bar)] if device_bar else []
+    pictures += [sheet("Memory per device, of the compiled step", device_bar)] if device_bar else []
     host_bar = memory_bar(run.host_memory)
-    pictures += [_sheet("On the host, for each device", host_bar)] if host_bar else []
+    pictures += [sheet("On the host, for each device", host_bar)] if host_bar else []
     unsplit_names = run.layout.get("unsplit")
     warning = None
     if isinstance(unsplit_names, list) and unsplit_names:
@@ -255,12 +262,19 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
         warning_text = f"Whole on every device, since no dim can be split evenly: {names_text}"
         warning = element("p", warning_text, class_="warning")
     topic_list = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
-    columns = [_sheet("The plan", topic_list, warning)] if topics else []
+    columns = [sheet("The plan", topic_list, warning)] if topics else []
     columns += [element("div", pictures, class_="stack")] if pictures else []
     content = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
     entries = run.layout.get("parameters")
     parameter_grid = parameter_table(entries, axis_sizes) if isinstance(entries, list) else None
-    return content + ([_sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
+    return content + ([sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
+
+
+def _time_sheet(run: RunRecord) -> Markup | None:
+    """Return a sheet with the seconds of each phase and of each restart; `None` if nothing is recorded."""
+    run_hours = hours(run.directory)
+    bar = None if run_hours is None else hours_bar(run_hours)
+    return sheet(None, bar) if bar else None
 
 
 def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
@@ -284,7 +298,7 @@ def _sample_sheet(sample: Sample) -> Markup:
     omitted_count = len(sample.text) - len(text)
     note = f"… {omitted_count:,} more characters in samples.txt"
     body = [element("mark", _visible_text(prompt)), _visible_text(text)] if prompt else _visible_text(text.lstrip("\n"))
-    return _sheet(
+    return sheet(
         f"Step {sample.step:,}",
         element("p", body, class_="sample"),
         element("small", note, class_="faint") if omitted_count else None,
@@ -298,9 +312,10 @@ def _visible_text(text: str) -> str:
 
 def _event_sheet(run: RunRecord) -> Markup | None:
     """Return a sheet with a timeline for the events of each name, and a table of all events below; `None` for none."""
-    rows = run.rows("event")
-    if not rows:
+    all_rows = run.rows("event")
+    if not all_rows:
         return None
+    rows = MetricsRows(row for row in all_rows if row.get("name") not in _FOR_DEVELOPERS)
     last_step = max(run.step, 1)
     lanes = []
     for name in dict.fromkeys(str(row.get("name")) for row in rows):
@@ -313,12 +328,26 @@ def _event_sheet(run: RunRecord) -> Markup | None:
         ]
         count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, count_tag), element("div", dots)))
+    lists = [element("div", lanes, class_="lanes"), _event_list(rows, "All", is_open=True)] if rows else []
+    other_rows = MetricsRows(row for row in all_rows if row.get("name") in _FOR_DEVELOPERS)
+    lists += [_event_list(other_rows, "For developers:", is_open=False)] if other_rows else []
+    return sheet(None, lists)
+
+
+def _event_list(rows: MetricsRows, title: str, *, is_open: bool) -> Markup:
+    """Return a section with a table of events, which can be folded away.
+
+    Args:
+        rows: the events.
+        title: beginning of the section's heading.
+        is_open: whether a short table is shown at first.
+    """
     cells = _grouped_events(rows)
     grid = table(cells[-_MAX_EVENT_ROWS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
-    extent_text = f"The last {_MAX_EVENT_ROWS} of {len(cells)}" if len(cells) > _MAX_EVENT_ROWS else f"All {len(cells)}"
-    summary = element("summary", f"{extent_text}, in order")
-    details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(cells) < 13 else None)
-    return _sheet(None, element("div", lanes, class_="lanes"), details)
+    extent_text = f"the last {_MAX_EVENT_ROWS} of {len(cells)}" if len(cells) > _MAX_EVENT_ROWS else f"{len(cells)}"
+    summary = element("summary", f"{title} {extent_text}, in order")
+    is_open = is_open and len(cells) < 13
+    return element("details", summary, element("div", grid, class_="scroll"), open="" if is_open else None)
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
@@ -353,16 +382,16 @@ def _detail_text(row: dict[str, Any]) -> str:
 
 def _reproduction_sheet(run: RunRecord) -> Markup | None:
     """Return a sheet with the command that repeats the run, the versions, and all fields of experiment and plan."""
-    versions = run.source.get("versions")
-    source_facts = {name: run.source[name] for name in ("sha256", "git", "platform") if run.source.get(name)}
-    source_facts |= versions if isinstance(versions, dict) else {}
+    sha256 = run.source.get("sha256")
+    source_facts = {"SHA-256 of the file": sha256} if sha256 else {}
+    source_facts |= run.origin
     content = [element("pre", run.command, class_="command")] if run.command else []
     content += [_fact_table(source_facts)] if source_facts else []
     for name, fields in (("experiment", run.experiment), ("plan", run.plan)):
         if fields:
             summary = element("summary", f"The {name}, field by field")
-            content.append(element("details", summary, _fact_table(_flatten(fields))))
-    return _sheet(None, content) if content else None
+            content.append(element("details", summary, _fact_table(flatten(fields))))
+    return sheet(None, content) if content else None
 
 
 def _fact_table(facts: dict[str, Any]) -> Markup:
@@ -371,9 +400,9 @@ def _fact_table(facts: dict[str, Any]) -> Markup:
     return table(rows, class_="facts")
 
 
-def _flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested JSON object by their dotted paths, which begin with `prefix`."""
     fields: dict[str, Any] = {}
     for name, value in json_object.items():
-        fields |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        fields |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return fields
