@@ -182,8 +182,9 @@ def _charts(runs: Sequence[RunRecord], names: list[str], button: str, axis: Axis
             if kind == "train" and field != "learning_rate" and len(values) > 20:
                 values = smooth(values, max(5.0, len(values) / 40))
             is_known = np.isfinite(places)
-            curve = Series(name, places[is_known], values[is_known], "line", index + 1)
-            curves += [curve] if is_known.any() else []
+            if not np.isfinite(values[is_known]).any():
+                continue
+            curves.append(Series(name, places[is_known], values[is_known], "line", index + 1))
         if len(curves) == 1:  # a chart of one curve has no legend
             options = {**options, "unit": curves[0].label}
         return line_chart(title, curves, axis=axis, **options)
