@@ -293,20 +293,34 @@ def awaited() -> tuple[int, int] | None:
     return None if step is None else (step, wait_number)
 
 
-@contextlib.contextmanager
-def awaiting(step: int | None = None) -> Iterator[None]:
-    """Report while the context is open that the main thread gives a step to the devices, or waits for it.
+class Awaiting:
+    """A context that reports that the main thread gives a step to the devices, or waits for it.
+
+    A class, since a generator takes twice as long, and each step opens two contexts.
+
+    Args:
+        step: number of the step; `None` for the one that this process entered last.
+    """
+
+    def __init__(self, step: int | None) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._writer = _writer
+        self._writer.wait_count += 1
+        self._writer.awaited_step = self._writer.step if self._step is None else self._step
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.awaited_step = None
+
+
+def awaiting(step: int | None = None) -> Awaiting:
+    """Return a context that reports that the main thread gives a step to the devices, or waits for it.
 
     Args:
         step: number of the step; by default, the one that this process entered last.
     """
-    writer = _writer
-    writer.wait_count += 1
-    writer.awaited_step = writer.step if step is None else step
-    try:
-        yield
-    finally:
-        writer.awaited_step = None
+    return Awaiting(step)
 
 
 def set_phase(phase: RunPhase, step: int | None = None) -> None:

@@ -109,6 +109,8 @@ _SCHEDULES = (
 RIGHT: dict[str, Sequence[str]] = {
     "file": ("exp.py",),
     "run_dir": ("run", "run", "piped_run", "chat"),
+    "others": ("piped_run",),
+    "data": ("text.txt",),
     "variant": ("piped",),
     "out": ("out", "out.html", "out.svg"),
     "folder": ("out",),
@@ -158,6 +160,8 @@ RIGHT: dict[str, Sequence[str]] = {
 WRONG: dict[str, Sequence[str]] = {
     "file": _PATHS,
     "run_dir": _PATHS,
+    "others": _PATHS,
+    "data": _PATHS,
     "variant": ("pipd", "", "²"),
     "out": _OUTS,
     "folder": _OUTS,

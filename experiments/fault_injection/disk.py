@@ -68,7 +68,7 @@ MOMENTS = (
     Moment("lock", f"{FILES}:lock_run"),
     Moment("experiment.json", f"{FILES}:write_values"),
     Moment("plan.json", f"{FILES}:write_json", 2),
-    Moment("tokenizer.json", "jaxscale.training.loop:write_tokenizer"),
+    Moment("tokenizer.json", "jaxscale.training.loop:write_text_files"),
     Moment("source", "jaxscale.records.source:Source.write"),
     Moment("sums.json", "jaxscale.records.source:write_sums"),
     Moment("the log is opened", f"{LOG}:MetricsLog.__init__"),

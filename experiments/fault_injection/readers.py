@@ -248,6 +248,22 @@ def _prepare_documents(folder: Path) -> Prepared:
     return written(path, read), [b"\n".join(map(dumps, chats)), b"\n".join(dumps({"text": text}) for text in "ab")]
 
 
+def _prepare_dataset(folder: Path) -> Prepared:
+    from jaxscale.data import source
+
+    for name in ("dataset_info.json", "data-00000-of-00001.arrow"):
+        (folder / name).write_text("{}")
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "0f", "_split": None}
+    path = folder / "state.json"
+
+    def read() -> None:
+        for file in source.find_files((str(folder),)):
+            assert Path(file).parent == folder, "a file outside of the folder"
+
+    files = [dumps(state), dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]})]
+    return written(path, read), files
+
+
 def _prepare_cache(folder: Path) -> Prepared:
     from jaxscale.data import cache
     from jaxscale.data.documents import DocumentRecipe
@@ -373,6 +389,7 @@ TARGETS = (
     Target("tokenizer.json", mutate.JSON, _prepare_tokenizer),
     Target("tokenizer of a run", mutate.JSON, _prepare_run_tokenizer),
     Target("chats", mutate.LINES, _prepare_documents),
+    Target("state.json", mutate.JSON, _prepare_dataset, ("_indices_files", "../a.arrow", "a\0", "splits")),
     Target("token cache", mutate.JSON, _prepare_cache, ("uint16", "object", "float64", "U8")),
     Target("schedule", mutate.CELLS, _prepare_csv, ("0F0", "1B1", "0I0", "0W1", "0SEND_F0", "1RECV_F0", "OVERLAP_F_B")),
     Target("plan.json", mutate.JSON, _prepare_plan),

@@ -24,6 +24,8 @@ MODELS = (
     (DECODER, CHATS),
     (DECODER, "Arrays(arrays={'tokens': np.zeros((40, 8), int), 'targets': np.ones((40, 8), int)})"),
     (DECODER, "Rows(rows=[{'tokens': [1] * 8, 'targets': [2] * 8}] * 40)"),
+    (DECODER, "Text(path=FOLDER / 'table.parquet', context=8, fields=('text',), layout='packed')"),
+    (DECODER, "Table(path=FOLDER / 'table.parquet', columns=('tokens', 'targets'))"),
     (DECODER, "Stream(batches=[{'tokens': np.zeros((8, 8), int), 'targets': np.ones((8, 8), int)}] * 3)"),
     ("Pretrained(folder=FOLDER / 'llama')", TEXT),
     ("ViT(classes=10, image=8, patch=4, channels=1, layers=2, embed=8, heads=2)", IMAGES),

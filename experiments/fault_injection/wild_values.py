@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import numpy as np
 import optax
+import pyarrow
+import pyarrow.parquet
 import safetensors.numpy
 import tokenizers
 from fault_injection.value_pools import (
@@ -37,6 +39,7 @@ from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.rows import Arrays, Rows
 from jaxscale.data.stream import Stream
+from jaxscale.data.table import Table
 from jaxscale.data.text import Mixture, Text
 from jaxscale.generation.sampling import Sampling
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh
@@ -65,7 +68,7 @@ RECORDS: tuple[type, ...] = (
     *(Arrays, AxisRules, Chats, Checkpointing, Cluster, CompilerOptions, CrossEntropy, Decoder, Diloco, Evaluation),
     *(Experiment, ForeignModel, FromLinen, Guard, ImageFolder, Images, JobSet, Kernels, Llama3Scaling, Local, LoRA),
     *(MemoryPlan, MeshSpec, Mixture, OffloadPlan, Optimizer, PipelinePlan, Plan, Pretrained, QueuedResource, ResNet),
-    *(Rows, Samples, Sampling, Slurm, Ssh, StatePlan, Stream, Text, ViT, *CODECS.values()),
+    *(Rows, Samples, Sampling, Slurm, Ssh, StatePlan, Stream, Table, Text, ViT, *CODECS.values()),
 )
 """Classes whose calls a draw contains; their fields become wild."""
 CLASS_BY_NAME = {cls.__name__: cls for cls in RECORDS}
@@ -137,6 +140,8 @@ def write_data(folder: Path) -> None:
     (folder / "lines.jsonl").write_text(
         "".join(f'{{"text": "line {i} of many", "answer": "{i}"}}\n' for i in range(99))
     )
+    columns = {"text": [f"line {i} of many" for i in range(99)], "tokens": [[1] * 8] * 99, "targets": [[2] * 8] * 99}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "table.parquet")
     (folder / "empty.txt").write_text("")
     (folder / "short.txt").write_text("ab")
     (folder / "binary.txt").write_bytes(bytes(range(256)))

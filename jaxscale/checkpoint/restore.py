@@ -64,10 +64,16 @@ def read_tokenizer(directory: Any) -> Any:
         ) from error
 
 
-def write_tokenizer(directory: Any, tokenizer: Any) -> None:
-    """Write the tokenizer of the data to the run directory, if it is not `None` and can be written as JSON."""
+def write_text_files(directory: Any, data: Any) -> None:
+    """Write the tokenizer and the chat template of opened data to the run directory, those that it has.
+
+    A tokenizer that cannot be written as JSON is left out.
+    """
+    tokenizer, template = data.tokenizer, getattr(data, "chat_template", None)
     if tokenizer is not None and hasattr(tokenizer, "to_json"):
         write_whole(run_path(directory) / TOKENIZER, tokenizer.to_json())
+    if template is not None:
+        write_whole(run_path(directory) / TEMPLATE, template.to_json())
 
 
 def read_template(directory: Any) -> Any:
@@ -83,12 +89,6 @@ def read_template(directory: Any) -> Any:
     from jaxscale.data.chat_template import ChatTemplate
 
     return ChatTemplate.from_json(read_bytes(path).decode("utf-8", "replace"), str(path))
-
-
-def write_template(directory: Any, template: Any) -> None:
-    """Write the chat template of the data to the run directory, if it is not `None`."""
-    if template is not None:
-        write_whole(run_path(directory) / TEMPLATE, template.to_json())
 
 
 def _report(message: str) -> None:

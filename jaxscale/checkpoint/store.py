@@ -112,16 +112,16 @@ class Checkpoints:
         return self._descriptions[step]
 
     def best(self) -> int | None:
-        """Return the step of the checkpoint with the lowest held-out loss; `None` if no checkpoint has such a loss."""
-        loss_by_step = {}
+        """Return the step of the checkpoint with the lowest held-out loss; `None` if no checkpoint has such a loss.
+
+        Only losses of the held-out data by which the newest of them was measured are compared.
+        """
+        pairs = []  # of a loss and its description
         for step in self.steps():
-            try:
-                loss = self.describe(step).loss
-            except DamagedError:
-                continue
-            if loss is not None and loss == loss:  # NaN is not equal to itself
-                loss_by_step[step] = loss
-        return min(loss_by_step, key=loss_by_step.__getitem__) if loss_by_step else None
+            with contextlib.suppress(DamagedError):
+                pairs.append((self.describe(step).loss, self.describe(step)))
+        pairs = [(loss, it) for loss, it in pairs if loss is not None and loss == loss]  # NaN is not equal to itself
+        return min((loss, it.step) for loss, it in pairs if it.measure == pairs[-1][1].measure)[1] if pairs else None
 
     def last_good(self) -> int | None:
         """Return the step of the newest checkpoint whose state is sound, saved while no step was being skipped.

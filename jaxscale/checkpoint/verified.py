@@ -49,6 +49,7 @@ class Description:
         is_sound: whether parameters and optimizer state are finite and sane; `None` in checkpoints of earlier versions.
         skipped_in_row: number of steps that were skipped since the last good one when the state was saved.
         first_rms: root mean square of the parameters in the run's first checkpoint, by which later ones are judged.
+        measure: what `loss` is: "" for that of the data's own held-out part, or else name and hash of a held-out set.
     """
 
     step: int
@@ -61,11 +62,12 @@ class Description:
     is_sound: bool | None = None
     skipped_in_row: int = 0
     first_rms: float | None = None
+    measure: str = ""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
         """Return the description that is in the dict from `read_content`; earlier versions wrote fewer fields."""
-        later_names = ("is_sound", "skipped_in_row", "first_rms")
+        later_names = ("is_sound", "skipped_in_row", "first_rms", "measure")
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: content[name] for name in names if name in content or name not in later_names})
 
@@ -230,6 +232,7 @@ def invalid_fields(content: Mapping[str, Any]) -> list[str]:
         "loss, best or first_rms": all(loss is None or type(loss) in (int, float) for loss in losses),
         "data": isinstance(content.get("data", ""), dict | None),
         "experiment": isinstance(content.get("experiment"), str),
+        "measure": isinstance(content.get("measure", ""), str),
         "versions": isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values()),
         "is_sound": content.get("is_sound") in (None, True, False),
     }

@@ -122,12 +122,17 @@ def read(argv: Sequence[str]) -> Arguments:
     return Arguments(command_name, flag_values, field_texts, is_help)
 
 
-def _positional_values(command_name: str, positional_words: Sequence[str], is_help: bool) -> dict[str, str]:
+def _positional_values(command_name: str, positional_words: Sequence[str], is_help: bool) -> dict[str, Any]:
     """Return the values of the fields that positional words set, by name; with `is_help`, any words are valid."""
     fields = words_of(COMMANDS[command_name])
     missing_names = [field.name for field in fields[len(positional_words) :] if field.default is dataclasses.MISSING]
     if missing_names and not is_help:
         raise UserError(f"{command_name} lacks its {missing_names[0].upper()}: {synopsis(command_name)}")
+    if fields and "many" in fields[-1].metadata:
+        one_by_one = len(fields) - 1
+        values_by_name = dict(zip((field.name for field in fields[:-1]), positional_words, strict=False))
+        further_words = tuple(positional_words[one_by_one:])
+        return values_by_name | ({fields[-1].name: further_words} if further_words else {})
     if len(positional_words) > len(fields) and not is_help:
         superfluous_text = " ".join(map(repr, positional_words[len(fields) :]))
         raise UserError(f"{command_name} does not take {superfluous_text}: {synopsis(command_name)}")

@@ -30,8 +30,9 @@ class Train:
         variant: one of the file's VARIANTS.
         out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: plan.json file to take the plan from.
-        resume: with auto, the run in the directory is continued; steps, evaluation, samples, checkpoint and plan may
-            differ from those of the run. With never, that directory is renamed, and a new run starts.
+        resume: with auto, the run in the directory is continued; steps, evaluation, held-out sets, samples,
+            checkpoint and plan may differ from those of the run. With never, that directory is renamed, and a new run
+            starts.
         from_step: step of a checkpoint to return to, as in --from 1500; learning rate and guard may then change, and
             newer checkpoints are renamed. The same command again continues the run.
         init_from: a run, one of its checkpoints (RUN/checkpoints/00000500) or a folder of transformers, whose weights a

@@ -17,6 +17,15 @@ def word(metavar: str, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"metavar": metavar, "word": True})
 
 
+def words(metavar: str) -> Any:
+    """Declare a field that all further positional words set, as a tuple; it is the last such field.
+
+    Args:
+        metavar: placeholder of the words in the help.
+    """
+    return dataclasses.field(default=(), metadata={"metavar": metavar, "word": True, "many": True})
+
+
 def flag(metavar: str, default_text: str | None = None, default: Any = None) -> Any:
     """Declare a field that a flag sets, and return the dataclass field.
 

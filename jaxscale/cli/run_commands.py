@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from jaxscale.cli.flags import flag, word
+from jaxscale.cli.flags import flag, word, words
 from jaxscale.errors import UserError, near_miss
 from jaxscale.records.storage import check_location, is_remote
 
@@ -95,13 +95,13 @@ class Evaluate:
 
     Args:
         run_dir: directory of a run, or a folder that transformers saved.
-        data: JSONL file of chats, all of which count; of a folder, a text file too.
+        data: file to evaluate on instead, read as the run's data; of a folder, a JSONL file of chats or a text file.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         trust: whether the run's experiment file, which is not yours, may be executed.
     """
 
     run_dir: str = word("RUN_DIR")
-    data: str | None = flag("CHATS.JSONL", "what the run held out")
+    data: str | None = flag("PATH", "what the run held out")
     best: bool = False
     trust: bool = False
 
@@ -113,8 +113,10 @@ class Evaluate:
         start_backend()
         from jaxscale.training.evaluate import evaluate
 
-        for name, value in evaluate(self.run_dir, best=self.best, data=self.data).items():
-            print(f"{name:10} {value:.6g}" if isinstance(value, float) else f"{name:10} {value}")
+        figures = evaluate(self.run_dir, best=self.best, data=self.data)
+        width = max(10, *map(len, figures))
+        for name, value in figures.items():
+            print(f"{name:{width}} {value:.6g}" if isinstance(value, float) else f"{name:{width}} {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,17 +153,35 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Write a run's report.html again, using only the run's files.
+    """Write a run's report again, or draw several runs on one page.
+
+    Only the files of the runs are read.
 
     Args:
         run_dir: directory of a run.
+        others: directories of further runs, to draw all of them on one page.
+        out: file to write the page of several runs to, .html.
     """
 
     run_dir: str = word("RUN_DIR")
+    others: tuple[str, ...] = words("[RUN_DIR...]")
+    out: str | None = flag("PAGE.HTML", "comparison.html")
 
     def run(self) -> None:
-        """Write the report, and print the summary of the run."""
-        _check_run(self.run_dir)
+        """Write the report and print the summary of the run, or write the page of several runs and print its path."""
+        for run_dir in (self.run_dir, *self.others):
+            _check_run(run_dir)
+        if self.others:
+            from jaxscale.report.comparison import write_comparison
+
+            path = "comparison.html" if self.out is None else self.out
+            if not path.endswith(".html"):
+                raise UserError(f"--out {path}: expected a name that ends in .html")
+            write_comparison((self.run_dir, *self.others), path)
+            print(f"written to {path}")
+            return
+        if self.out is not None:
+            raise UserError(f"--out {self.out}: it is for several runs, and that of one is in its directory: omit it")
         from jaxscale.report.page import write_report
         from jaxscale.report.summary import summary
 

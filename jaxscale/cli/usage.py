@@ -61,7 +61,9 @@ def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
             continue
         is_rest = "rest" in field.metadata
         is_word, default_text = is_rest or "word" in field.metadata, field.metadata.get("default_text")
-        note = "(optional)" if is_word and field.default is None else default_text and f"(default: {default_text})"
+        note = (
+            "(optional)" if is_word and field.default in (None, ()) else default_text and f"(default: {default_text})"
+        )
         metavar = field.metadata.get("metavar")
         argument = tyro.conf.arg(help=descriptions[field.name], metavar=metavar, help_behavior_hint=note)
         field_type = Annotated[str if is_rest else type_by_field[field.name], argument]

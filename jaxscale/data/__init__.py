@@ -8,6 +8,7 @@
 | `Images` | labeled images from an .npz file |
 | `ImageFolder` | labeled images from the folders of their classes, decoded and augmented by threads |
 | `Arrays` | NumPy arrays of equally many rows |
+| `Table` | columns of numbers in .parquet and .arrow files |
 | `Rows` | a dataset with `len(rows)` and `rows[i]` |
 | `Stream` | an iterable of batches that are ready to use |
 
@@ -23,6 +24,7 @@ from jaxscale.data.images import Images
 from jaxscale.data.loader import Batches, HeldOut, Opened
 from jaxscale.data.rows import Arrays, Rows
 from jaxscale.data.stream import Stream
+from jaxscale.data.table import Table
 from jaxscale.data.text import Mixture, Text
 from jaxscale.data.tokenizer import Tokenizer
 
@@ -37,6 +39,7 @@ __all__ = [
     "Opened",
     "Rows",
     "Stream",
+    "Table",
     "Text",
     "Tokenizer",
 ]

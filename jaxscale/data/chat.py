@@ -34,7 +34,8 @@ class Chats:
         path: path of a JSONL file or a glob, or several of them; a path may begin with gs:// or s3://.
         folder: model folder that holds tokenizer.json and the chat template.
         context: number of targets per row.
-        held_out: share of the chats, the last ones, held out for evaluation.
+        held_out: share of the chats, the last ones, held out for evaluation; 1 holds out all of them, for a held-out
+            set of an experiment.
         held_out_path: file, glob or several of them, whose chats are held out; `held_out` is then not used.
         date: day that the template sees as today, as YYYY-MM-DD; a fixed one, so that a continued run has the same
             text. The default is that of Llama's templates.
@@ -76,8 +77,8 @@ class Chats:
         object.__setattr__(self, "folder", source.absolute_path(self.folder))
         if self.context < 1:
             raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
-        if not 0 <= self.held_out < 1:
-            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the chats, 0 <= held_out < 1")
+        if not 0 <= self.held_out <= 1:
+            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the chats from 0 to 1")
         try:
             datetime.date.fromisoformat(self.date)
         except ValueError:
@@ -88,16 +89,24 @@ class Chats:
         """The folder's chat template."""
         return read_template(self.folder)
 
+    def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> "Chats":
+        """Return the chats at another path, read as these, with all of them held out."""
+        return dataclasses.replace(self, path=path, held_out=1.0, held_out_path=None)
+
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """Render and encode the chats, and return their batches; for arguments and errors, see `Text.open`."""
         check_share(batch, process, processes)
         template, tokenizer = self.template, folder_tokenizer(self.folder)
         held_out_files = [] if self.held_out_path is None else source.find_files(_paths(self.held_out_path))
         files = [*source.find_files(_paths(self.path)), *held_out_files]
-        corpus = open_corpus(files, tokenizer, ChatRecipe(template, self.date, self.held_out, len(held_out_files)))
+        is_held_out = self.held_out == 1 and not held_out_files
+        share = 0.0 if is_held_out else self.held_out
+        corpus = open_corpus(files, tokenizer, ChatRecipe(template, self.date, share, len(held_out_files)))
         rows, held_out_rows = (Packed(tokens, self.context, True) for tokens in (corpus.train, corpus.held_out))
         if not len(rows):
             raise UserError(f"{files[0]}: {_no_rows_text(corpus.train, self.context)} to train on; {_NO_ROWS_ADVICE}")
+        if is_held_out:
+            rows, held_out_rows = held_out_rows, rows
         if not len(held_out_rows) and (held_out_files or self.held_out):
             name = held_out_files[0] if held_out_files else f"held_out {self.held_out:g} of {files[0]}"
             raise UserError(f"{name}: {_no_rows_text(corpus.held_out, self.context)} to evaluate; {_NO_ROWS_ADVICE}")

@@ -6,10 +6,10 @@ encoded separately, so a prompt has the same ids in training as when a trained m
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxscale.data import source
+from jaxscale.data import arrow, source
 from jaxscale.errors import UserError
 from jaxscale.values.read_files import parse_json
 
@@ -43,8 +43,8 @@ class DocumentRecipe:
             document without the marker. With `None`, all tokens have weight 1.
         held_out: share of the text, at its end, that is held out from training, from 0 to 1.
         is_cut_at_document: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
-        fields: names of the texts in each line of a JSONL file, which is one document: the text, or a prompt, whose
-            tokens have weight 0, and an answer. () for files of plain text.
+        fields: names of the texts in each line of a JSONL file, or row of a table, which is one document: the text, or
+            a prompt, whose tokens have weight 0, and an answer. () for files of plain text.
     """
 
     separator: str | None
@@ -61,14 +61,33 @@ class DocumentRecipe:
         settings = dataclasses.astuple(self)
         return settings if self.fields else settings[:-1]
 
-    def alphabet_of(self, text: str, file: str) -> str:
-        """Return the characters of a file's text, each once, in any order; of a JSONL file, those of its documents."""
-        return "".join(set(text) if not self.fields else set().union(*self.documents(text, file)) - {_BOUNDARY})
+    def alphabet_of(self, content: bytes, file: str) -> str:
+        """Return the characters of a file's text, each once, in any order; with fields, those of its documents."""
+        if not self.fields and not arrow.is_table(file):
+            return "".join(set(source.decode(content, file)))
+        return "".join(set().union(*self.documents_of(content, file)) - {_BOUNDARY})
 
     @property
     def is_masked(self) -> bool:
         """Whether some tokens have weight 0."""
         return self.prompt_end is not None or len(self.fields) == 2
+
+    def documents_of(self, content: bytes, file: str) -> list[str]:
+        """Return the documents in the bytes of one file: of a table its rows, of any other file those in its text.
+
+        Args:
+            content: the bytes of the file.
+            file: path of the file, for messages.
+
+        Raises:
+            UserError: the file is no text or table, or a document cannot be encoded.
+        """
+        if not arrow.is_table(file):
+            return self.documents(source.decode(content, file), file)
+        if not self.fields:
+            raise UserError(f"{file} is a table, expected the name of its column of texts: set fields, as in ('text',)")
+        rows = arrow.read_texts(content, file, self.fields)
+        return [self._document_of_texts(texts, f"{file}: row {number}") for number, texts in enumerate(rows)]
 
     def documents(self, text: str, file: str) -> list[str]:
         """Return the documents in the text of one file, without empty ones.
@@ -104,6 +123,20 @@ class DocumentRecipe:
                 if isinstance(content, dict):
                     content_text = f"the names {', '.join(map(repr, content))}"
                 raise UserError(f"{place}: {name} is {text!r:.40}, expected text; the line has {content_text}")
+            texts.append(text)
+        return self._document_of_texts(texts, place)
+
+    def _document_of_texts(self, texts: Sequence[str], place: str) -> str:
+        """Return the document of the texts of `fields`, with a NUL between prompt and answer.
+
+        Args:
+            texts: the texts.
+            place: where they are in which file, for messages.
+
+        Raises:
+            UserError: a text cannot be encoded.
+        """
+        for name, text in zip(self.fields, texts, strict=True):
             if _BOUNDARY in text:
                 raise UserError(
                     f"{place}: {name} contains a NUL character, which separates prompt and answer: remove it"
@@ -112,7 +145,6 @@ class DocumentRecipe:
                 raise UserError(
                     f"{place}: {name} contains half a surrogate pair, such as \\ud83d: repair or remove that character"
                 )
-            texts.append(text)
         return _BOUNDARY.join(texts)
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
@@ -152,7 +184,7 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     added_character_count = len(recipe.beginning) + len(recipe.ending)
     for file in files:
         content = source.read(file)
-        file_documents = recipe.documents(source.decode(content, file), file)
+        file_documents = recipe.documents_of(content, file)
         byte_count += len(content)
         document_count += len(file_documents)
         boundary_count = len(file_documents) * (len(recipe.fields) == 2)
@@ -163,6 +195,8 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
             f"prompt_end {recipe.prompt_end!r} occurs in none of the {document_count} documents: expected one in each. "
             "Check the spelling of prompt_end, and the separator"
             if document_count
+            else f"{files[0]} has no rows, expected texts"
+            if recipe.fields
             else f"separator {recipe.separator!r} leaves no document: expected text between separators"
         )
     return {
@@ -188,7 +222,7 @@ def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iter
     """
     position = 0  # index of a document if whole documents are held out, otherwise of a character
     for file in files:
-        for document in recipe.documents(source.decode(source.read(file), file), file):
+        for document in recipe.documents_of(source.read(file), file):
             if recipe.is_cut_at_document:
                 split_index, is_document_start = int(position >= held_out_start), True
                 for text, is_learned in recipe.parts(document):

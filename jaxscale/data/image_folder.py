@@ -93,6 +93,10 @@ class ImageFolder:
         if not all(0 < std < math.inf for std in self.std):
             raise UserError(f"std: got {self.std!r}, expected a positive standard deviation of each channel")
 
+    def held_out_at(self, path: str | Path) -> "ImageFolder":
+        """Return this folder with the images in another one held out."""
+        return dataclasses.replace(self, held_out_path=path)
+
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """List the images, and return their batches.
 

@@ -24,7 +24,7 @@ class Images:
     Args:
         path: path of an .npz file, which may begin with gs:// or s3://.
         held_out: share of the images held out for evaluation; which images they are depends only on the number of
-            images.
+            images. 1 holds out all of them, for a held-out set of an experiment.
         scale: pixel value that becomes 1.0.
         images: name of the array of images, numbers of shape [N, height, width] or [N, height, width, C].
         labels: name of the array of classes, whole numbers [N] from 0 on.
@@ -46,10 +46,14 @@ class Images:
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "path", source.absolute_path(os.fspath(self.path)))
-        if not 0 <= self.held_out < 1:
-            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the images, 0 <= held_out < 1")
+        if not 0 <= self.held_out <= 1:
+            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the images, 0 <= held_out <= 1")
         if not 0 < self.scale < float("inf"):
             raise UserError(f"scale: got {self.scale!r}, expected the positive value that becomes 1.0")
+
+    def held_out_at(self, path: str | Path) -> "Images":
+        """Return the images at another path, read as these, with all of them held out."""
+        return dataclasses.replace(self, path=path, held_out=1.0)
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """Open the file, and return its batches.

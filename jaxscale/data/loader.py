@@ -73,7 +73,13 @@ class Opened:
     chat_template: Any = None
 
     def train(self, start: dict[str, Any] | None = None) -> "Batches":
-        """Return the endless training batches, starting at the first one or at a state from `Batches.get_state`."""
+        """Return the endless training batches, starting at the first one or at a state from `Batches.get_state`.
+
+        Raises:
+            UserError: all of the data is held out.
+        """
+        if not all(map(len, self.parts)):
+            raise UserError("held_out: got 1, which leaves nothing to train on; give a share below 1")
         return Batches(self._batches, self.facts["hash"], start, self.note)
 
     def evaluation(self) -> "HeldOut":

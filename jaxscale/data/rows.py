@@ -24,7 +24,8 @@ class Arrays:
 
     Args:
         arrays: NumPy arrays [N, ...] of numbers, by name.
-        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones.
+        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones. 1 holds
+            out all of them, for a held-out set of an experiment.
 
     Raises:
         UserError: an array is not numeric, or the arrays differ in their numbers of rows.
@@ -60,7 +61,7 @@ class Arrays:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         row_count = len(next(iter(self.arrays.values())))
-        return _open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
+        return open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices."""
@@ -76,7 +77,8 @@ class Rows:
 
     Args:
         rows: the dataset. All its rows have the same names, shapes and dtypes.
-        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones.
+        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones. 1 holds
+            out all of them, for a held-out set of an experiment.
         names: names of the items if each row is a tuple, such as ("images", "labels").
 
     Raises:
@@ -120,7 +122,7 @@ class Rows:
         digest = hashlib.sha256(str(len(self.rows)).encode())
         for array in self._read(np.zeros(1, np.int64)).values() if len(self.rows) else ():
             digest.update(array.tobytes())
-        return _open_rows("rows", len(self.rows), self._read, self.held_out, digest, batch, seed, process, processes)
+        return open_rows("rows", len(self.rows), self._read, self.held_out, digest, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices, stacked."""
@@ -163,11 +165,11 @@ class Rows:
 
 def _check_held_out(held_out: float) -> None:
     """Raise an error if `held_out` is no share of the rows."""
-    if not 0 <= held_out < 1:
-        raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out < 1")
+    if not 0 <= held_out <= 1:
+        raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
 
 
-def _open_rows(
+def open_rows(
     kind: str,
     row_count: int,
     read: Callable[[np.ndarray], NumpyBatch],

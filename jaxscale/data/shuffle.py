@@ -25,7 +25,7 @@ def split_rows(row_count: int, held_out: float, name: str) -> tuple[np.ndarray, 
 
     Args:
         row_count: number of rows.
-        held_out: share of the rows to hold out, 0 <= held_out < 1.
+        held_out: share of the rows to hold out, 0 <= held_out <= 1; 1 leaves none to train on.
         name: description of the rows, for messages, such as "digits.npz holds 100 images".
 
     Raises:
@@ -34,7 +34,8 @@ def split_rows(row_count: int, held_out: float, name: str) -> tuple[np.ndarray, 
     # a fixed generator's raw bits are the same in every version of numpy, and so is their order
     order = np.argsort(np.random.PCG64(0).random_raw(row_count), kind="stable")
     train_count = int((1 - held_out) * row_count)
-    if train_count == 0 or (held_out and train_count == row_count):
+    is_short = train_count == 0 and (held_out < 1 or not row_count)
+    if is_short or (held_out and train_count == row_count):
         raise UserError(
             f"{name}: held_out {held_out:g} leaves none to {'evaluate' if train_count else 'train'} on; change held_out"
         )

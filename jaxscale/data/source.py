@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale.data import arrow
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import is_name_too_long
@@ -59,6 +60,9 @@ def _matching_files(path: str) -> list[str]:
     if _call_with_client(path, location.is_file):
         return [path]
     if _call_with_client(path, location.is_dir):
+        files = arrow.dataset_files(location, path)
+        if files is not None:
+            return files
         raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
     if any(wildcard in path for wildcard in _WILDCARDS):
         files = sorted(match for match in _glob(path) if path_object(match).is_file())

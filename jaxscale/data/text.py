@@ -27,20 +27,23 @@ class Text:
     """Text files as batches of tokens.
 
     Args:
-        path: path of a file or a glob, or several of them; a path may begin with gs:// or s3://.
+        path: path of a file or a glob, or several of them; a path may begin with gs:// or s3://. A file may be a table
+            (.parquet, .arrow), and a path the folder to which Hugging Face's `Dataset.save_to_disk` saved a dataset.
         tokenizer: "byte", "char" (with the alphabet of these files), or the path of a Hugging Face tokenizer.json.
         context: number of targets per row.
         layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, and no
             document attends to another (the batch has `segments` and `positions`).
-        held_out: share of the text held out for evaluation: its last characters, or its last documents if packed.
+        held_out: share of the text held out for evaluation: its last characters, or its last documents if packed. 1
+            holds out all of it, for a held-out set of an experiment.
         separator: text between two documents; `None` makes each file one document.
         beginning: text put before every document, such as "<|bos|>".
         ending: text put after every document, such as "<|eos|>"; without it, a model of packed documents never learns
             to stop.
         prompt_end: marker that ends a prompt, for training on answers alone. Targets up to the end of the marker have
             weight 0, as do all targets of a document without the marker.
-        fields: for JSONL files, the name of the text in each line, such as ("text",), or of a prompt, whose targets
-            have weight 0, and its answer, such as ("prompt", "answer"). Each line is a document. () reads plain text.
+        fields: for JSONL files and tables, the name of the text in each line or row, such as ("text",), or of a prompt,
+            whose targets have weight 0, and its answer, such as ("prompt", "answer"). Each line or row is a document.
+            () reads plain text.
 
     Raises:
         UserError: a value is out of range; or, on `open`, a file is missing, empty, binary, not UTF-8 or too short.
@@ -49,7 +52,7 @@ class Text:
         >>> Text("a.txt", held_out=1.5)
         Traceback (most recent call last):
         ...
-        jaxscale.errors.UserError: held_out: got 1.5, expected a share of the text, 0 <= held_out < 1
+        jaxscale.errors.UserError: held_out: got 1.5, expected a share of the text, 0 <= held_out <= 1
     """
 
     path: str | Path | tuple[str | Path, ...] = dataclasses.field(metadata={"place": "content"})
@@ -74,8 +77,8 @@ class Text:
         object.__setattr__(self, "tokenizer", _stored_tokenizer(os.fspath(self.tokenizer)))
         if self.context < 1:
             raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
-        if not 0 <= self.held_out < 1:
-            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the text, 0 <= held_out < 1")
+        if not 0 <= self.held_out <= 1:
+            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the text, 0 <= held_out <= 1")
         for name in ("separator", "prompt_end"):
             if getattr(self, name) == "":
                 raise UserError(f"{name}: got an empty text, expected a marker; leave {name} out to have none")
@@ -93,7 +96,13 @@ class Text:
         """The paths and globs, as absolute paths."""
         return tuple(map(str, self.path if isinstance(self.path, tuple) else (self.path,)))
 
-    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+    def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> "Text":
+        """Return the text at another path, read as this one, with all of it held out."""
+        return dataclasses.replace(self, path=path, held_out=1.0)
+
+    def open(
+        self, batch: int, seed: int, *, process: int = 0, processes: int = 1, tokenizer: Tokenizer | None = None
+    ) -> Opened:
         """Open the files, and return their batches; the token cache is used if these files were encoded before.
 
         Args:
@@ -101,6 +110,7 @@ class Text:
             seed: seed of the order of rows.
             process: index of this process.
             processes: number of processes that share the batch; each process gets contiguous rows.
+            tokenizer: tokenizer to encode with, such as that of other data; by default, the one that this text names.
 
         Returns:
             The opened data, with `train()`, `evaluation()`, `tokenizer` and `facts`.
@@ -108,7 +118,7 @@ class Text:
         Raises:
             UserError: a file is invalid, the text is too short for a row, or the batch cannot be shared.
         """
-        return _open((self,), (1.0,), batch, seed, process, processes)
+        return _open((self,), (1.0,), batch, seed, process, processes, tokenizer)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of each array in a batch, by name, without reading the files.
@@ -168,9 +178,20 @@ class Mixture:
         """Number of targets per row."""
         return self.parts[0].context
 
-    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+    @property
+    def tokenizer(self) -> str | Path:
+        """The tokenizer of all parts."""
+        return self.parts[0].tokenizer
+
+    def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> Text:
+        """Return the text at another path, read as the first part, with all of it held out."""
+        return self.parts[0].held_out_at(path)
+
+    def open(
+        self, batch: int, seed: int, *, process: int = 0, processes: int = 1, tokenizer: Tokenizer | None = None
+    ) -> Opened:
         """Open the files of all parts, and return mixed batches; for arguments and errors, see `Text.open`."""
-        return _open(self.parts, self.weights, batch, seed, process, processes)
+        return _open(self.parts, self.weights, batch, seed, process, processes, tokenizer)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of each array in a batch, by name, without reading the files."""
@@ -200,12 +221,19 @@ def check_share(batch: int, process: int, processes: int) -> None:
 
 
 def _open(
-    parts: tuple[Text, ...], weights: tuple[float, ...], batch: int, seed: int, process: int, processes: int
+    parts: tuple[Text, ...],
+    weights: tuple[float, ...],
+    batch: int,
+    seed: int,
+    process: int,
+    processes: int,
+    tokenizer: Tokenizer | None,
 ) -> Opened:
     """Open the data of one text, or of the parts of a mixture."""
     check_share(batch, process, processes)
     files_by_part = [source.find_files(part.paths) for part in parts]
-    tokenizer = _shared_tokenizer(parts, files_by_part)
+    if tokenizer is None:
+        tokenizer = _shared_tokenizer(parts, files_by_part)
     corpora = [open_corpus(files, tokenizer, _recipe(part)) for part, files in zip(parts, files_by_part, strict=True)]
     train_rows, held_out_rows = [], []  # the `EpochRows` of each part
     for index, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
@@ -215,7 +243,7 @@ def _open(
         else:
             part_train_rows = Windows(corpus.train, part.context, derive(seed, "windows", index))
             part_held_out_rows = Windows(corpus.held_out, part.context, None)
-        if not len(part_train_rows):
+        if not len(part_train_rows) and part.held_out < 1:
             raise _too_short_error("training", part, corpus.facts["train"])
         if part.held_out and not len(part_held_out_rows):
             raise _too_short_error("held-out", part, corpus.facts["held_out"])
@@ -245,7 +273,7 @@ def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -
         return Bytes()
     if kind_or_path == "char":
         alphabets = (
-            _recipe(part).alphabet_of(source.decode(source.read(file), file), file)
+            _recipe(part).alphabet_of(source.read(file), file)
             for part, files in zip(parts, files_by_part, strict=True)
             for file in files
         )
@@ -299,7 +327,7 @@ def _facts(
         "targets": target_count,
         "held_out_rows": sum(map(len, held_out_rows)),
         "held_out_targets": sum(rows.targets for rows in held_out_rows),
-        "filled": target_count / (sum(map(len, train_rows)) * parts[0].context),
+        "filled": target_count / (max(1, sum(map(len, train_rows))) * parts[0].context),
         "hash": hashlib.sha256(" ".join(corpus.facts["hash"] for corpus in corpora).encode()).hexdigest()[:16],
         "cache": [corpus.facts["cache"] for corpus in corpora],
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.errors import UserError
 
-_WITHOUT_CONTENT = ("meta", "rect", "path", "line", "circle", "polyline", "wbr")
+_WITHOUT_CONTENT = ("meta", "input", "rect", "path", "line", "circle", "polyline", "wbr")
 
 
 class Markup(str):

@@ -25,6 +25,8 @@ def check_metrics(metrics: Mapping[Any, Any]) -> None:
     for name, metric in metrics.items():
         if name in RESERVED or not isinstance(name, str):
             raise UserError(f"metrics: got the name {name!r}, expected one that is not among {', '.join(RESERVED)}")
+        if "/" in name:
+            raise UserError(f"metrics: got the name {name!r}, expected one without '/', which follows a held-out set's")
         if not callable(metric):
             raise UserError(f"metrics: {name} is a {type(metric).__name__}, expected a function of module and batch")
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.blocks import Model
-from jaxscale.errors import UserError
+from jaxscale.errors import UserError, near_miss
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
@@ -38,12 +39,16 @@ class Evaluation:
     Args:
         every: number of steps between evaluations; 0 evaluates at the end only.
         batches: number of held-out batches per evaluation, spread evenly over the split; `None` takes the whole split.
+            The same number is taken of each of the experiment's held-out sets.
         at_start: whether to measure also before the first step, such as of a model that is fine-tuned.
+        best: the loss by which the best checkpoint is chosen: "loss" for that of the data's own held-out part (without
+            one, that of the first held-out set), or that of a held-out set, such as "news/loss".
     """
 
     every: int = 250
     batches: int | None = None
     at_start: bool = False
+    best: str = "loss"
 
     def __post_init__(self) -> None:
         _check(self, "evaluation", every=0, batches=1)
@@ -130,6 +135,9 @@ class Experiment:
         model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
         data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
             iterable of batches for `data.Stream`.
+        held_out: further held-out sets by name, which are evaluated beside the held-out part of `data`. Each is data
+            whose held-out part is evaluated, or stands for a set of which all is held out: a path of files that are
+            read as `data`, a dict of arrays, or an iterable of batches.
         optimizer: the optimizer and its schedule.
         steps: number of updates.
         batch: number of rows of the global batch.
@@ -153,6 +161,7 @@ class Experiment:
     checkpoint: Checkpointing = Checkpointing()
     guard: Guard = Guard()
     plan: Plan = Plan()
+    held_out: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _check(self, "", steps=1, batch=1, seed=0)
@@ -160,6 +169,16 @@ class Experiment:
             from jaxscale.data.stream import as_data
 
             object.__setattr__(self, "data", as_data(self.data))
+        if self.held_out:
+            from jaxscale.data.held_out_sets import as_held_out_sets
+
+            object.__setattr__(self, "held_out", as_held_out_sets(self.held_out, self.data))
+        losses = ("loss", *(f"{name}/loss" for name in self.held_out))
+        if self.evaluation.best not in losses:
+            raise UserError(
+                f"evaluation.best: got {self.evaluation.best!r}, expected {' or '.join(losses)}"
+                f"{near_miss(self.evaluation.best, losses)}"
+            )
         for name in ("steps", "batch", "seed"):
             if getattr(self, name) > MAX_INT32:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
 PROCESSES = "processes"
 
-MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
+MAY_CHANGE = ("steps", "evaluation", "held_out", "samples", "checkpoint", "plan")
 """Fields of an experiment that may change when a run is continued."""
 MAY_CHANGE_ON_RETURN = (
     "guard", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup", "optimizer.schedule",
@@ -115,11 +115,20 @@ def explain_write_errors(directory: Any) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        path = error.filename or directory
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}. Earlier checkpoints are intact. {_remedy(error)}, "
-            "or choose another directory with --out, and start again"
-        ) from error
+        raise write_error(error, directory) from error
+
+
+def write_error(error: OSError, directory: Any) -> UserError:
+    """Return the UserError for an OSError, such as that of a full disk; `directory` is the path if the error has none.
+
+    Example:
+        >>> str(write_error(OSError(errno.ENOSPC, "no space"), "runs/a"))[:30]
+        'cannot write runs/a: no space.'
+    """
+    return UserError(
+        f"cannot write {error.filename or directory}: {error.strerror or error}. Earlier checkpoints are intact. "
+        f"{_remedy(error)}, or choose another directory with --out, and start again"
+    )
 
 
 @contextlib.contextmanager

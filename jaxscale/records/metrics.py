@@ -15,13 +15,13 @@ import json
 import math
 import os
 import re
-import struct
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, get_args, overload
 
 from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
+from jaxscale.records.tensorboard import encode_records
 from jaxscale.values.limits import MAX_INT32, MAX_LINE_BYTES, MAX_LOG_BYTES
 from jaxscale.values.read_files import check_own_file, check_regular, parse_json, read_bytes
 
@@ -134,6 +134,9 @@ class MetricsLog:
         self.close()
 
 
+_encode_json = json.JSONEncoder(allow_nan=False).encode
+
+
 def encode(row: dict[str, Any]) -> bytes:
     """Return a row as one line of strict JSON.
 
@@ -145,7 +148,7 @@ def encode(row: dict[str, Any]) -> bytes:
         name: repr(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
     }
     strict_row = {**row, **dict.fromkeys(nonfinite_texts), "nonfinite": nonfinite_texts} if nonfinite_texts else row
-    return (json.dumps(strict_row, allow_nan=False) + "\n").encode()
+    return (_encode_json(strict_row) + "\n").encode()
 
 
 def decode(line: bytes) -> dict[str, Any]:
@@ -352,15 +355,16 @@ class _EventFile:
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-        records: list[bytes] = []
+        records: list[bytes] = []  # the events, encoded
         if self._file is None:
             file_name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{time.monotonic_ns()}"
             self._file = open_append(self._folder / file_name)
-            records.append(_record(Event(wall_time=time.time(), file_version="brain.Event:2")))
+            records.append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         if self._purge_step is not None:
             # make TensorBoard drop its events of this and later steps, since they will be written again
             session_log = SessionLog(status=SessionLog.START)
-            records.append(_record(Event(wall_time=time.time(), step=self._purge_step, session_log=session_log)))
+            event = Event(wall_time=time.time(), step=self._purge_step, session_log=session_log)
+            records.append(event.SerializeToString())
             self._purge_step = None
         for row in self._rows:
             summary_values = [
@@ -369,9 +373,9 @@ class _EventFile:
                 if name not in ("step", "time") and isinstance(value, int | float) and not isinstance(value, bool)
             ]
             event = Event(wall_time=row["time"], step=row["step"], summary=Summary(value=summary_values))
-            records.append(_record(event))
+            records.append(event.SerializeToString())
         self._rows.clear()
-        self._file.write(b"".join(records))
+        self._file.write(encode_records(records))
 
     def close(self) -> None:
         """Flush the buffer and close the file."""
@@ -379,13 +383,3 @@ class _EventFile:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _record(event: Any) -> bytes:
-    """Return the bytes of an event as a record of a TensorBoard file."""
-    from tensorboardX.record_writer import masked_crc32c
-
-    event_bytes = event.SerializeToString()
-    length_bytes = struct.pack("<Q", len(event_bytes))
-    length_crc, event_crc = (struct.pack("<I", masked_crc32c(data)) for data in (length_bytes, event_bytes))
-    return length_bytes + length_crc + event_bytes + event_crc

@@ -128,8 +128,15 @@ class RunRecord:
         return "stopped" if is_silent else "running"
 
     @property
+    def measure(self) -> str:
+        """Name of the held-out loss by which the best checkpoint is chosen, such as "loss" or "news/loss"."""
+        evaluation = self.experiment.get("evaluation")
+        name = evaluation.get("best") if isinstance(evaluation, dict) else None
+        return name if isinstance(name, str) and any(name in row for row in self.rows("eval")) else "loss"
+
+    @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the lowest held-out loss; `None` if none was measured."""
+        """Step and value of the lowest held-out loss, that of `measure`; `None` if none was measured."""
         losses_and_steps = [(loss, step) for step, loss in self._held_out_losses() if np.isfinite(loss)]
         return (min(losses_and_steps)[1], min(losses_and_steps)[0]) if losses_and_steps else None
 
@@ -153,14 +160,14 @@ class RunRecord:
 
     @property
     def own_metrics(self) -> list[str]:
-        """Names of the numbers that evaluations report beside the loss, such as "accuracy"."""
+        """Names of the numbers that evaluations report beside `measure`, such as "accuracy" or "news/loss"."""
         names = {name for row in self.rows("eval") for name, value in row.items() if isinstance(value, int | float)}
-        return sorted(names - {"step", "time", "loss", "targets"})
+        return sorted(name for name in names - {"step", "time", self.measure} if name.rpartition("/")[2] != "targets")
 
     def _held_out_losses(self) -> list[tuple[int, float]]:
         """Return pairs of the step and the value of each held-out loss, in the order of their rows."""
         rows = self.rows("eval")
-        return list(zip(rows.column("step").astype(int).tolist(), rows.column("loss").tolist(), strict=True))
+        return list(zip(rows.column("step").astype(int).tolist(), rows.column(self.measure).tolist(), strict=True))
 
     @property
     def tokens(self) -> float | None:
@@ -241,6 +248,21 @@ class RunRecord:
     def path(self) -> str:
         """Path of the experiment file, relative to the run's working directory if known; empty without a file."""
         return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What the run ran on, as texts by title: commit, devices, host and versions, as far as they are recorded."""
+        texts = {"Folder": self.directory, "File": self.path, "Variant": str(self.source.get("variant") or "")}
+        texts["Git commit"] = str(self.source.get("git") or "")
+        device_count = self.layout.get("devices")
+        if device_count is not None and self.layout.get("kind"):
+            texts["Devices"] = f"{device_count:,} \N{MULTIPLICATION SIGN} {self.layout['kind']}"
+        texts["Host"] = str(self.source.get("platform") or "")
+        if self.kernels is not None:
+            texts["Kernels"] = f"{self.kernels[1]}, on {self.kernels[0]}"
+        versions = self.source.get("versions")
+        texts |= {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
+        return {title: text[:400] for title, text in texts.items() if text}
 
     @property
     def command(self) -> str | None:

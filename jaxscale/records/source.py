@@ -14,6 +14,7 @@ import json
 import linecache
 import os
 import platform
+import subprocess
 import sys
 import traceback
 import types
@@ -109,7 +110,7 @@ class Source:
             write_whole(folder / self.file, self.text)
         source_json = dataclasses.asdict(self)
         del source_json["text"]
-        source_json |= {"file": self.file, "sha256": self.sha256}
+        source_json |= {"file": self.file, "sha256": self.sha256, "git": git_commit(self.path), "platform": host_text()}
         write_whole(folder / SOURCE_JSON, json.dumps(source_json, indent=2) + "\n")
         write_sums(run_dir)
         self.trust()
@@ -126,6 +127,8 @@ class Source:
         if not isinstance(source_json, dict):
             raise UserError(f"{folder / SOURCE_JSON}: got a {type(source_json).__name__}, expected a JSON object")
         file_name, stored_sha256 = source_json.pop("file", None), source_json.pop("sha256", None)
+        for name in ("git", "platform"):  # for reports alone
+            source_json.pop(name, None)
         text = None
         if file_name is not None:
             if not _is_plain_name(file_name):
@@ -149,6 +152,29 @@ class Source:
                 f"{str(stored_sha256)[:12]}): restore the file, or train again from the changed file"
             )
         return source
+
+
+def git_commit(path: str | None) -> str | None:
+    """Return the commit of the git repository with a file, or with the working directory; `None` without one.
+
+    "with changes" follows it if files in the repository differ from the commit.
+    """
+    folder = Path.cwd() if path is None else Path(path).parent
+    texts: list[str] = []
+    for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+        try:
+            ended = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)
+        except (OSError, ValueError, subprocess.TimeoutExpired):  # git is not installed, or the disk is slow
+            return texts[0] if texts else None
+        if ended.returncode:
+            return None
+        texts.append(ended.stdout.strip())
+    return texts[0] + " with changes" * bool(texts[1])
+
+
+def host_text() -> str:
+    """Return system, architecture and number of cores of this machine, such as "Linux x86_64, 8 cores"."""
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 def _is_plain_name(name: Any) -> bool:

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,12 +32,25 @@ _MAX_MARKS = 40
 
 
 @dataclasses.dataclass(frozen=True)
+class Axis:
+    """What a chart's curves are drawn over, instead of steps.
+
+    Args:
+        name: name in the read-out, before a place on the axis.
+        format_ticks: function that formats a tick; by default, ticks are whole numbers.
+    """
+
+    name: str = "step"
+    format_ticks: Callable[[float], str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Series:
     """A curve of values over steps.
 
     Args:
         label: name of the curve in the legend and the read-out.
-        steps: (n,) ascending steps.
+        steps: (n,) ascending steps, or places on another axis.
         values: (n,) value at each step; a value that is not finite leaves a gap.
         style: style of the curve: a line, a faint line behind the others, or dots.
         color: number of the curve's color in the page's palette, from 1 on.
@@ -98,6 +111,7 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
     is_tall: bool = False,
+    axis: Axis = Axis(),
 ) -> Markup:
     """Draw a chart of curves over steps as an HTML figure.
 
@@ -114,6 +128,7 @@ def line_chart(
         from_zero: whether the axis begins at 0.
         marks: labeled steps, drawn as vertical lines.
         is_tall: whether the chart is tall and as wide as the page.
+        axis: what the curves are drawn over.
 
     Returns:
         The figure; "" if no value is finite.
@@ -165,14 +180,15 @@ def line_chart(
         aria_hidden="true",
     )
     format_tick = format_ticks or ("{:g}".format if is_logarithmic else _tick_formatter(tick_values))
-    format_step = short if last_step >= 1e6 else "{:,.0f}".format
+    format_step = axis.format_ticks or (short if last_step >= 1e6 else "{:,.0f}".format)
     labels = [element("span", format_tick(value), class_="y", style=f"top:{y_of(value):.2%}") for value in tick_values]
-    tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step)]
+    tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step) or axis.format_ticks]
     labels += [element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps]
     labels += _mark_labels(shown_marks, x_of) if is_tall else []
     legend_entries = [
         element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in curves
     ]
+    has_legend = len(curves) > 1 and (is_tall or all(curve.style != "faint" for curve in curves))
     note_texts = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
     gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves if curve.style != "line")
     note_texts += [f"{gap_count} not finite"] if gap_count else []
@@ -180,12 +196,12 @@ def line_chart(
     caption = (
         element("b", title),
         element("small", unit) if unit else None,
-        element("span", legend_entries, class_="legend") if is_tall and len(legend_entries) > 1 else None,
+        element("span", legend_entries, class_="legend") if has_legend else None,
         element("small", ", ".join(note_texts), class_="note") if note_texts else None,
     )
     plot = (curves_svg, labels, element("div", class_="cursor"), element("div", class_="tip"))
     description = _description(title, curves, format_value)
-    readout_json = _readout_json(curves, shown_marks, format_value, first_step, last_step)
+    readout_json = _readout_json(curves, shown_marks, format_value, (first_step, last_step), axis)
     return element(
         "figure",
         element("figcaption", caption),
@@ -262,8 +278,8 @@ def _readout_json(
     curves: Sequence[Series],
     marks: Sequence[Mark],
     format_value: Callable[[float], str],
-    first_step: float,
-    last_step: float,
+    ends: tuple[float, float],
+    axis: Axis,
 ) -> Markup:
     """Return the JSON for the page's script, with the steps and formatted values of each curve, evenly thinned.
 
@@ -271,8 +287,8 @@ def _readout_json(
         curves: the curves of the chart.
         marks: the marks of the chart.
         format_value: function that formats a value.
-        first_step: step at the left side of the chart.
-        last_step: step at the right side of the chart.
+        ends: steps at the left and the right side of the chart.
+        axis: what the curves are drawn over.
     """
     curves_json = []
     for curve in curves:
@@ -281,12 +297,13 @@ def _readout_json(
             {
                 "label": curve.label,
                 "color": curve.color,
-                "steps": curve.steps[indices].astype(int).tolist(),
+                "steps": [int(step) if step == int(step) else round(step, 3) for step in curve.steps[indices].tolist()],
                 "texts": [format_value(value) for value in curve.values[indices].tolist()],
             }
         )
     marks_json = [[mark.step, mark.label] for mark in marks]
-    chart_json = {"left": first_step, "right": last_step, "curves": curves_json, "marks": marks_json}
+    chart_json: dict[str, Any] = {"left": ends[0], "right": ends[1], "curves": curves_json, "marks": marks_json}
+    chart_json |= {} if axis.name == "step" else {"axis": axis.name}
     return Markup(json.dumps(chart_json, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 
 

@@ -22,7 +22,7 @@ from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample
 from jaxscale.records.storage import run_path, write_whole
 from jaxscale.report.charts import Mark, Series, line_chart, smooth
-from jaxscale.report.pictures import memory_bar, mesh_picture, parameter_table
+from jaxscale.report.pictures import hours_bar, memory_bar, mesh_picture, parameter_table
 from jaxscale.report.sentences import axis_sizes_of_run, plan_in_words
 from jaxscale.report.summary import FILE, STATUS
 from jaxscale.values.units import count, duration, field, number, rate, round_size, short, size
@@ -38,6 +38,8 @@ _EVENT_COLORS = {
     "stuck": 4,
     "finished": 3,
 }
+_FOR_DEVELOPERS = ("compile", "kernels", "predicted", "hours")
+"""Events whose facts stand elsewhere on the page, or that only help to mend jaxscale."""
 _SAMPLE_CHARACTERS = 4000
 """Largest number of characters that the page shows of a sample."""
 _MAX_EVENT_ROWS = 60
@@ -66,14 +68,13 @@ def write_report(run_dir: Any) -> Any:
 
 def report_html(run: RunRecord) -> str:
     """Return the report of a run as an HTML page."""
-    module_path = Path(__file__)
-    style = module_path.with_name("report.css").read_text("utf-8")
-    script = module_path.with_name("report.js").read_text("utf-8")
+    style, script = page_files()
     with np.errstate(all="ignore"):  # a damaged row may hold any number
         header = _header(run)
         sections = {
             "Training": _chart_sheets(run),
             "How it was trained": _plan_sheets(run),
+            "Where the time went": _time_sheet(run),
             "Samples": _sample_sheets(run.samples),
             "What happened": _event_sheet(run),
             "Make it again": _reproduction_sheet(run),
@@ -88,7 +89,13 @@ def report_html(run: RunRecord) -> str:
     return page(f"{run.name} · jaxscale", body, style=style, script=script)
 
 
-def _sheet(title: str | None, *content: Any) -> Markup:
+def page_files() -> tuple[str, str]:
+    """Return the style and the script of a report."""
+    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("report.css", "report.js"))
+    return style, script
+
+
+def sheet(title: str | None, *content: Any) -> Markup:
     """Return a sheet, a box on the page, with a heading if `title` is not `None`."""
     return element("div", element("h3", title) if title else None, content, class_="sheet")
 
@@ -116,9 +123,9 @@ def _figure_list(run: RunRecord) -> Markup | None:
     """Return a list of the run's most important figures, each with a name and a note; `None` if there are none."""
     train_rows = run.rows("train")
     # step and value of each loss, by the loss's name
-    losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
+    losses: dict[str, tuple[int, Any] | None] = {f"Best held-out {run.measure}": run.best}
     if run.final != run.best:
-        losses["Last held-out loss"] = run.final
+        losses[f"Last held-out {run.measure}"] = run.final
     if run.final is None and train_rows:
         losses["Training loss"] = train_rows[-1]["step"], train_rows.column("loss")[-1]
     # name, value and note of each figure, as texts
@@ -164,12 +171,18 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         curves += [Series("smoothed", steps, smooth(losses, min(500.0, max(5.0, len(losses) / 40))), "line", 1)]
     elif len(losses):
         curves = [Series("training", steps, losses, "line", 1)]
+    held_out_steps = held_out_rows.column("step")
+    set_names = held_out_sets(held_out_rows)
     if held_out_rows:
-        curves.append(Series("held out", held_out_rows.column("step"), held_out_rows.column("loss"), "dots", 2))
+        curves.append(Series("held out", held_out_steps, held_out_rows.column("loss"), "dots", 2))
+    curves += [
+        Series(name, held_out_steps, held_out_rows.column(f"{name}/loss"), "dots", 3 + index % 5)
+        for index, name in enumerate(set_names)
+    ]
     loss_chart = line_chart("Loss", curves, unit=run.loss_unit, marks=marks, is_tall=True)
     speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
-        *(_metric_chart(held_out_rows, name, f"Held-out {name}", color=2, from_zero=False) for name in run.own_metrics),
+        *_own_metric_charts(run, set_names),
         _rate_chart(train_rows),
         _metric_chart(train_rows, "tokens_per_second", "Throughput", color=1, **speed_options)
         or _metric_chart(train_rows, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),
@@ -188,9 +201,30 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         flop_options: dict[str, Any] = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
         chart = _metric_chart(train_rows, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **flop_options)
         charts.append(chart)
-    metric_sheets = [_sheet(None, chart) for chart in charts if chart]
-    loss_sheets = [_sheet(None, loss_chart)] if loss_chart else []
+    metric_sheets = [sheet(None, chart) for chart in charts if chart]
+    loss_sheets = [sheet(None, loss_chart)] if loss_chart else []
     return loss_sheets + ([element("div", metric_sheets, class_="pair")] if metric_sheets else [])
+
+
+def held_out_sets(rows: MetricsRows) -> list[str]:
+    """Return the names of the held-out sets whose losses evaluations report."""
+    return sorted({name.removesuffix("/loss") for row in rows for name in row if name.endswith("/loss")})
+
+
+def _own_metric_charts(run: RunRecord, set_names: list[str]) -> list[Markup]:
+    """Return a chart for each number beside the loss, with a curve for each held-out set that has it."""
+    rows = run.rows("eval")
+    charts = []
+    for metric in dict.fromkeys(name.rpartition("/")[2] for name in run.own_metrics):
+        if metric == "loss":
+            continue
+        columns = {"held out": metric} | {name: f"{name}/{metric}" for name in set_names}
+        curves = [
+            Series(label, rows.column("step"), rows.column(column), "line", 2 + index % 6)
+            for index, (label, column) in enumerate(columns.items())
+        ]
+        charts.append(line_chart(f"Held-out {metric}", curves))
+    return charts
 
 
 def _metric_chart(
@@ -230,12 +264,12 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
         device_count = int(run.layout.get("devices") or 1)
         kind_text = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
         title = f"Mesh: {device_count:,} device{'s' * (device_count != 1)}{kind_text}"
-        pictures.append(_sheet(title, mesh_picture(axis_sizes, device_count)))
+        pictures.append(sheet(title, mesh_picture(axis_sizes, device_count)))
     capacity_bytes = run.layout.get("capacity_bytes")
     device_bar = memory_bar(run.memory, float(capacity_bytes) if isinstance(capacity_bytes, int | float) else None)
-    pictures += [_sheet("Memory per device, of the compiled step", device_bar)] if device_bar else []
+    pictures += [sheet("Memory per device, of the compiled step", device_bar)] if device_bar else []
     host_bar = memory_bar(run.host_memory)
-    pictures += [_sheet("On the host, for each device", host_bar)] if host_bar else []
+    pictures += [sheet("On the host, for each device", host_bar)] if host_bar else []
     unsplit_names = run.layout.get("unsplit")
     warning = None
     if isinstance(unsplit_names, list) and unsplit_names:
@@ -244,12 +278,19 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
         warning_text = f"Whole on every device, since no dim can be split evenly: {names_text}"
         warning = element("p", warning_text, class_="warning")
     topic_list = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
-    columns = [_sheet("The plan", topic_list, warning)] if topics else []
+    columns = [sheet("The plan", topic_list, warning)] if topics else []
     columns += [element("div", pictures, class_="stack")] if pictures else []
     content = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
     entries = run.layout.get("parameters")
     parameter_grid = parameter_table(entries, axis_sizes) if isinstance(entries, list) else None
-    return content + ([_sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
+    return content + ([sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
+
+
+def _time_sheet(run: RunRecord) -> Markup | None:
+    """Return a sheet with the seconds of each phase and of each restart; `None` if nothing is recorded."""
+    run_hours = hours(run.directory)
+    bar = None if run_hours is None else hours_bar(run_hours)
+    return sheet(None, bar) if bar else None
 
 
 def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
@@ -273,7 +314,7 @@ def _sample_sheet(sample: Sample) -> Markup:
     omitted_count = len(sample.text) - len(text)
     note = f"… {omitted_count:,} more characters in samples.txt"
     body = [element("mark", _visible_text(prompt)), _visible_text(text)] if prompt else _visible_text(text.lstrip("\n"))
-    return _sheet(
+    return sheet(
         f"Step {sample.step:,}",
         element("p", body, class_="sample"),
         element("small", note, class_="faint") if omitted_count else None,
@@ -287,9 +328,10 @@ def _visible_text(text: str) -> str:
 
 def _event_sheet(run: RunRecord) -> Markup | None:
     """Return a sheet with a timeline for the events of each name, and a table of all events below; `None` for none."""
-    rows = run.rows("event")
-    if not rows:
+    all_rows = run.rows("event")
+    if not all_rows:
         return None
+    rows = MetricsRows(row for row in all_rows if row.get("name") not in _FOR_DEVELOPERS)
     last_step = max(run.step, 1)
     lanes = []
     for name in dict.fromkeys(str(row.get("name")) for row in rows):
@@ -302,12 +344,26 @@ def _event_sheet(run: RunRecord) -> Markup | None:
         ]
         count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, count_tag), element("div", dots)))
+    lists = [element("div", lanes, class_="lanes"), _event_list(rows, "All", is_open=True)] if rows else []
+    other_rows = MetricsRows(row for row in all_rows if row.get("name") in _FOR_DEVELOPERS)
+    lists += [_event_list(other_rows, "For developers:", is_open=False)] if other_rows else []
+    return sheet(None, lists)
+
+
+def _event_list(rows: MetricsRows, title: str, *, is_open: bool) -> Markup:
+    """Return a section with a table of events, which can be folded away.
+
+    Args:
+        rows: the events.
+        title: beginning of the section's heading.
+        is_open: whether a short table is shown at first.
+    """
     cells = _grouped_events(rows)
     grid = table(cells[-_MAX_EVENT_ROWS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
-    extent_text = f"The last {_MAX_EVENT_ROWS} of {len(cells)}" if len(cells) > _MAX_EVENT_ROWS else f"All {len(cells)}"
-    summary = element("summary", f"{extent_text}, in order")
-    details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(cells) < 13 else None)
-    return _sheet(None, element("div", lanes, class_="lanes"), details)
+    extent_text = f"the last {_MAX_EVENT_ROWS} of {len(cells)}" if len(cells) > _MAX_EVENT_ROWS else f"{len(cells)}"
+    summary = element("summary", f"{title} {extent_text}, in order")
+    is_open = is_open and len(cells) < 13
+    return element("details", summary, element("div", grid, class_="scroll"), open="" if is_open else None)
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
@@ -342,16 +398,16 @@ def _detail_text(row: dict[str, Any]) -> str:
 
 def _reproduction_sheet(run: RunRecord) -> Markup | None:
     """Return a sheet with the command that repeats the run, the versions, and all fields of experiment and plan."""
-    versions = run.source.get("versions")
-    source_facts = {name: run.source[name] for name in ("sha256", "git", "platform") if run.source.get(name)}
-    source_facts |= versions if isinstance(versions, dict) else {}
+    sha256 = run.source.get("sha256")
+    source_facts = {"SHA-256 of the file": sha256} if sha256 else {}
+    source_facts |= run.origin
     content = [element("pre", run.command, class_="command")] if run.command else []
     content += [_fact_table(source_facts)] if source_facts else []
     for name, fields in (("experiment", run.experiment), ("plan", run.plan)):
         if fields:
             summary = element("summary", f"The {name}, field by field")
-            content.append(element("details", summary, _fact_table(_flatten(fields))))
-    return _sheet(None, content) if content else None
+            content.append(element("details", summary, _fact_table(flatten(fields))))
+    return sheet(None, content) if content else None
 
 
 def _fact_table(facts: dict[str, Any]) -> Markup:
@@ -360,9 +416,9 @@ def _fact_table(facts: dict[str, Any]) -> Markup:
     return table(rows, class_="facts")
 
 
-def _flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested JSON object by their dotted paths, which begin with `prefix`."""
     fields: dict[str, Any] = {}
     for name, value in json_object.items():
-        fields |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        fields |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return fields

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale.figures.markup import Markup, element, joined, table
-from jaxscale.values.units import count, size
+from jaxscale.records.hours import Hours
+from jaxscale.values.units import count, duration, size
 
 _MAX_DRAWN = 8
 """Largest number of devices drawn along an axis; a longer axis is drawn with a gap."""
@@ -26,6 +27,7 @@ _KIND_COLORS = (
     ("batch", 5),
     ("output", 6),
 )
+_PHASE_COLORS = {"stepping": 1, "compiling": 2, "saving": 3, "evaluating": 5, "data": 7}
 _LONGEST_SIDE = 44.0
 """Length of the longest side of a parameter's picture, in pixels."""
 
@@ -150,7 +152,7 @@ def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows
     sum_rows = []
     if other_entries:
         sum_rows = [("", f"{count(len(other_entries))} smaller ones", "", "", "", *_byte_texts(other_entries))]
-    headings = ("", "Parameter", "Shape", "Sharded over", "Type", "Whole", "Per device")
+    headings = ("", "Parameter", "Shape", "Sharded over", "Type", "Whole", "Per device")  # report.css repeats the last
     grid = table(rows, headings, numeric=(5, 6), name_column=1, extra_rows=sum_rows, class_="parameters")
     return element("div", grid, class_="scroll")
 
@@ -189,6 +191,26 @@ def _axis_tags(axes_by_dim: list[list[str]], axis_sizes: dict[str, int]) -> list
 def _breakable_name(name: str) -> list[Any]:
     """Return the HTML of a name in which lines may break after a separator."""
     return [[part, element("wbr") if part in "./_" else None] for part in re.split("([./_])", name) if part]
+
+
+def hours_bar(hours: Hours) -> Markup:
+    """Draw the seconds of a run by phase, as a bar and a table; "" if there are none."""
+    parts = sorted(hours.seconds_by_phase.items(), key=lambda part: -part[1])
+    parts = [part for part in parts if part[1] >= 0.001 * hours.seconds]
+    parts += [(f"lost: {cause}", seconds) for cause, seconds in hours.lost]
+    total_seconds = sum(seconds for _, seconds in parts)
+    if not total_seconds > 0 or not math.isfinite(total_seconds):
+        return Markup()
+    segments, rows = [], []
+    for phase, seconds in parts:
+        color = 4 if phase.startswith("lost: ") else _PHASE_COLORS.get(phase, 6)
+        segments.append(
+            _swatch(color, style=f"width:{seconds / total_seconds:.3%}", title=f"{phase}: {duration(seconds)}")
+        )
+        name = element("span", _swatch(color), phase.capitalize(), class_="key")
+        rows.append((name, duration(seconds), f"{seconds / total_seconds:.0%}"))
+    bar = element("div", segments, class_="bar", role="img", aria_label="seconds by phase")
+    return joined([bar, table(rows, numeric=(1, 2), extra_rows=[("Together", duration(total_seconds), "")])])
 
 
 def memory_bar(bytes_by_kind: dict[str, float], capacity_bytes: float | None = None) -> Markup:

@@ -14,7 +14,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     const step = all[at], across = (step - chart.left) / (chart.right - chart.left), reach = (chart.right - chart.left) / 80;
     tip.replaceChildren();
     const head = document.createElement("b");
-    head.textContent = "step " + step.toLocaleString("en");
+    head.textContent = (chart.axis || "step") + " " + step.toLocaleString("en", { maximumFractionDigits: 1 });
     tip.append(head);
     for (const curve of chart.curves) {
       const place = nearest(curve.steps, step);

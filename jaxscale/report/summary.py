@@ -82,7 +82,7 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         best_step, best_loss = run.best
         final_text = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
         unit_text = f" {run.loss_unit}" if run.loss_unit else ""
-        rows.append(("held-out loss", f"{number(best_loss)}{unit_text} at step {best_step:,}{final_text}"))
+        rows.append((f"held-out {run.measure}", f"{number(best_loss)}{unit_text} at step {best_step:,}{final_text}"))
     for name in run.own_metrics:
         values = run.rows("eval").column(name)
         rows.append((f"held-out {name}", f"{number(values[-1])} at step {run.rows('eval')[-1]['step']:,}"))

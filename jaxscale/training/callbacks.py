@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxscale.errors import UserError
+from jaxscale.errors import UserError, near_miss
 
 EventKind = Literal["step", "evaluation", "checkpoint"]
 
@@ -18,8 +18,8 @@ class Event:
         kind: "step" after a step, "evaluation" after held-out batches were scored, "checkpoint" after a completed save.
         step: number of updates made.
         values: numbers by name. A step has `loss` (nats per target), `grad_norm`, `learning_rate`, `weight` (targets),
-            `skipped` and `skipped_in_row`; an evaluation has `loss`, `targets` and, of a classifier, `accuracy`; a
-            checkpoint has the `seconds` of the save.
+            `skipped` and `skipped_in_row`; an evaluation has `loss`, `targets` and, of a classifier, `accuracy`, and
+            those of each held-out set by names such as `news/loss`; a checkpoint has the `seconds` of the save.
         folder: the run directory.
     """
 
@@ -42,7 +42,8 @@ class EarlyStopping:
     """Stop a run whose held-out metric has not improved in several evaluations in a row.
 
     Args:
-        metric: name of the metric in `Event.values` of an evaluation.
+        metric: name of the metric in `Event.values` of an evaluation, such as "loss" or "news/loss". "eval/" may stand
+            before it, as in TensorBoard.
         patience: number of evaluations in a row without an improvement after which the run ends.
         least_change: smallest change that counts as an improvement.
         mode: "min" if lower values are better, "max" if higher values are.
@@ -72,9 +73,13 @@ class EarlyStopping:
         """Return whether the run is to stop."""
         if event.kind != "evaluation":
             return False
-        if self.metric not in event.values:
-            raise UserError(f"metric: got {self.metric!r}, but an evaluation reports {', '.join(event.values)}")
-        value = event.values[self.metric] * (1 if self.mode == "min" else -1)
+        name = self.metric.removeprefix("eval/")
+        if name not in event.values:
+            raise UserError(
+                f"metric: got {self.metric!r}, but an evaluation reports {', '.join(event.values)}"
+                f"{near_miss(name, event.values)}"
+            )
+        value = event.values[name] * (1 if self.mode == "min" else -1)
         is_better = value < self._best - self.least_change
         self._best, self._worse_count = (value, 0) if is_better else (self._best, self._worse_count + 1)
         return self._worse_count >= self.patience

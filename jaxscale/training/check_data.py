@@ -1,5 +1,6 @@
 """Check, before any batch is read, that the model can be trained on the data."""
 
+import dataclasses
 from typing import Any
 
 from jaxscale.errors import UserError
@@ -23,18 +24,51 @@ def open_data(experiment: Experiment, process_index: int, process_count: int) ->
     return experiment.data.open(experiment.batch, experiment.seed, process=process_index, processes=process_count)
 
 
-def check_data(experiment: Experiment, data: Any) -> None:
+def open_sets(experiment: Experiment, data: Any, process_index: int, process_count: int) -> dict[str, Any]:
+    """Return one process's shard of each held-out set of an experiment, opened, by name.
+
+    Args:
+        experiment: the experiment.
+        data: the opened training data, whose tokenizer encodes the texts of the sets.
+        process_index: index of the process.
+        process_count: number of processes that share the batch.
+
+    Raises:
+        UserError: a set cannot be opened or holds nothing out, or the model cannot read it.
+    """
+    if not experiment.held_out:
+        return {}
+    from jaxscale.data.held_out_sets import open_held_out_sets
+
+    sets = open_held_out_sets(
+        experiment.held_out,
+        experiment.batch,
+        experiment.seed,
+        process=process_index,
+        processes=process_count,
+        tokenizer=getattr(data, "tokenizer", None),
+    )
+    for name, opened in sets.items():
+        try:
+            check_data(dataclasses.replace(experiment, data=experiment.held_out[name]), opened, trained=False)
+        except UserError as error:
+            raise UserError(f"held_out.{name}: {error}") from None
+    return sets
+
+
+def check_data(experiment: Experiment, data: Any, *, trained: bool = True) -> None:
     """Raise an error for data that the model cannot be trained on.
 
     Args:
         experiment: the experiment, with the model.
         data: the opened data. If the data has a `tokenizer` or a dict `facts`, these are checked; `facts` may give the
             number of "classes" and the "shape" of the images.
+        trained: whether the model is trained on the data; if false, all of it may be held out.
 
     Raises:
-        UserError: the tokenizer has more tokens than the model's vocabulary, or cannot encode one of the sample
-            prompts, or one is longer than the model's context; or the data has more classes, images of another
-            shape, or longer sequences than the model takes.
+        UserError: all of the data is held out; the tokenizer has more tokens than the model's vocabulary, or cannot
+            encode one of the sample prompts, or one is longer than the model's context; or the data has more classes,
+            images of another shape, or longer sequences than the model takes.
     """
     tokenizer, traits = getattr(data, "tokenizer", None), ModelTraits.of(experiment.model)
     if tokenizer is not None and traits.vocab is not None and tokenizer.size > traits.vocab:
@@ -56,6 +90,8 @@ def check_data(experiment: Experiment, data: Any) -> None:
                     f"{traits.context} positions: shorten the prompt"
                 )
     data_facts = getattr(data, "facts", {})
+    if trained and data_facts.get("rows") == 0:
+        raise UserError("data.held_out: got 1, which leaves nothing to train on; give a share below 1")
     class_count = data_facts.get("classes", 0)
     if traits.classes is not None and class_count > traits.classes:
         raise UserError(

@@ -1,4 +1,8 @@
-"""Measure the held-out loss, and the accuracy if the model reports it, during a run and after it."""
+"""Measure the held-out loss, and the accuracy if the model reports it, during a run and after it.
+
+
+The figures of a named held-out set have its name before theirs, as in "news/loss".
+"""
 
 import dataclasses
 import itertools
@@ -6,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +23,9 @@ from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.models.huggingface import is_model_folder
+from jaxscale.recipe.experiment import Evaluation
 from jaxscale.recipe.fine_tuning import MAX_CONTEXT
-from jaxscale.training.check_data import open_data
+from jaxscale.training.check_data import open_data, open_sets
 
 if TYPE_CHECKING:
     from jaxscale.models.metrics import Metric
@@ -83,6 +89,29 @@ def held_out_means(
     return means | {name: _mean(sums[name] for *_, sums in host_sums) for name in metrics}
 
 
+def all_means(
+    step: Any, data: Any, sets: Mapping[str, Any], state: Any, batches: int | None = None, **settings: Any
+) -> dict[str, float] | None:
+    """Measure the data's own held-out part and the held-out sets.
+
+    Args:
+        step, data, state, batches, settings: as in `held_out_means`.
+        sets: the opened held-out sets by name.
+
+    Returns:
+        The figures of `held_out_means` for the data's own held-out part, or else for the first set; then those of each
+        set by names such as "news/loss". A set without any target has 0 targets, and NaN as its loss. `None` if there
+        is neither a held-out part nor a set.
+    """
+    own = held_out_means(step, data, state, batches, **settings)
+    empty = {"loss": math.nan, "targets": 0.0}
+    by_set = {name: held_out_means(step, sets[name], state, batches, **settings) or empty for name in sets}
+    main = own or next(iter(by_set.values()), None)
+    if main is None:
+        return None
+    return main | {f"{name}/{figure}": value for name, means in by_set.items() for figure, value in means.items()}
+
+
 def _mean(sums: Iterable[tuple[Any, Any]]) -> float:
     """Return the mean that pairs of a weighted sum and a sum of weights give together; NaN if all weights are 0."""
     totals, weights = np.array(list(sums), np.float64).sum(0)
@@ -121,7 +150,7 @@ def evaluate(
     best: bool = False,
     batches: int | None = None,
     metrics: Mapping[str, "Metric"] = {},
-    data: str | Path | None = None,
+    data: Any = None,
 ) -> dict[str, Any]:
     """Measure the held-out loss of a run's newest checkpoint, or of its best one, or that of a Hugging Face folder.
 
@@ -130,18 +159,19 @@ def evaluate(
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         batches: number of held-out batches; all by default.
         metrics: functions of module and batch, by name, as in `train`.
-        data: JSONL file of chats to evaluate on, with loss on the answers alone; for a folder, also a text file, of
-            which every token counts. `None` for what the run held out.
+        data: what to evaluate on instead, in any form that `Experiment.held_out` takes, such as the path of a file that
+            is read as the run's data. For a folder, a JSONL file of chats, with loss on the answers alone, or a text
+            file, of which every token counts.
 
     Returns:
         A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets), `accuracy` if the
-        model reports it, and the mean of each metric; of a folder, without `step`.
+        model reports it, and the mean of each metric; then the same of each held-out set of the experiment, by names
+        such as "news/loss". Of a folder, without `step`.
 
     Raises:
-        UserError: the directory has no run or checkpoint, the data has nothing held out, or the run was not trained on
-            chats and `data` is given.
+        UserError: the directory has no run or checkpoint, or the data has nothing held out.
     """
-    from jaxscale.checkpoint.restore import open_folder, restore_parameters
+    from jaxscale.checkpoint.restore import open_folder, read_tokenizer, restore_parameters
     from jaxscale.models.metrics import check_metrics
 
     check_metrics(metrics)
@@ -163,23 +193,34 @@ def evaluate(
     process_index, process_count = trained_run.step.data_shard()
     if data is None:
         opened = open_data(experiment, process_index, process_count)
+        sets = open_sets(experiment, opened, process_index, process_count)
     else:
-        if not isinstance(experiment.data, Chats):
-            kind = type(experiment.data).__name__
-            raise UserError(f"data: got {data}, but {run} was trained on {kind}, expected a run on Chats; leave it out")
-        chats = dataclasses.replace(experiment.data, path=data, held_out=0.0, held_out_path=None)
-        opened = _all_rows(chats.open(experiment.batch, 0, process=process_index, processes=process_count))
+        other = dataclasses.replace(experiment, held_out={"data": data}, evaluation=Evaluation())
+        tokenizer = SimpleNamespace(tokenizer=read_tokenizer(trained_run.directory))
+        try:
+            opened = open_sets(other, tokenizer, process_index, process_count)["data"]
+        except UserError as error:
+            raise UserError(f"data{str(error).removeprefix('held_out.data')}") from None
+        _show_note(opened)
+        sets = {}
     settings["one_at_a_time"] = trained_run.step.mesh.devices.flat[0].platform == "cpu"
-    means = held_out_means(trained_run.step, opened, trained_run.state, batches, **settings)
+    means = all_means(trained_run.step, opened, sets, trained_run.state, batches, **settings)
     if means is None:
-        raise UserError(f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0")
+        raise UserError(
+            f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0, or give sets"
+        )
     return {"step": trained_run.description.step, **means}
+
+
+def _show_note(opened: Opened) -> None:
+    """Print what the data reports about its rows, such as how many chats were cut."""
+    if opened.note is not None:
+        print(f"jaxscale: {opened.note}", file=sys.stderr, flush=True)
 
 
 def _all_rows(opened: Opened) -> Opened:
     """Return opened data whose training rows are held out instead, and show its note."""
-    if opened.note is not None:
-        print(f"jaxscale: {opened.note}", file=sys.stderr, flush=True)
+    _show_note(opened)
     return dataclasses.replace(opened, held_out=opened.parts)
 
 

@@ -65,13 +65,20 @@ class Journal:
 
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
         """Append a row about a step to metrics.jsonl; `kind` is the row's kind."""
-        if self._log is not None:
-            with run_files.explain_write_errors(self.folder):
-                self._log.append(step, kind, **fields)
+        if self._log is None:
+            return
+        try:
+            self._log.append(step, kind, **fields)
+        except OSError as error:
+            raise run_files.write_error(error, self.folder) from error
 
     def log_event(self, step: int, name: str, **fields: Any) -> None:
         """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
+
+    def log_skip(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log that a step was skipped, with its metrics, of which `skipped` counts the skipped steps so far."""
+        self.log_event(step, "skipped", **{name: scalars[name] for name in ("loss", "grad_norm", "skipped")})
 
     def log_hours(self, step: int, moment: str) -> None:
         """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
@@ -96,7 +103,8 @@ class Journal:
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
         """Log and show the held-out metrics after a step; `is_best` is whether the loss is the lowest so far."""
         self._append(step, "eval", **metrics)
-        others_text = "".join(f", {name} {metrics[name]:.4f}" for name in metrics if name not in ("loss", "targets"))
+        names = [name for name in metrics if name != "loss" and name.rpartition("/")[2] != "targets"]
+        others_text = "".join(f", {name} {metrics[name]:.4f}" for name in names)
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{others_text}{' (best)' if is_best else ''}")
         self.report("evaluation", step, metrics)
 

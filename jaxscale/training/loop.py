@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale import heartbeat
 from jaxscale.checkpoint.init_from import Beginning, check_init_from
-from jaxscale.checkpoint.restore import write_template, write_tokenizer
+from jaxscale.checkpoint.restore import write_text_files
 from jaxscale.checkpoint.store import Checkpoints
+from jaxscale.data.held_out_sets import check_same_arrays
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment, plan_of
@@ -33,13 +34,13 @@ from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
-from jaxscale.training.check_data import check_data, open_data
+from jaxscale.training.check_data import check_data, open_data, open_sets
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
 from jaxscale.training.journal import Journal, logged
-from jaxscale.training.meter import Meter
-from jaxscale.training.pauses import Pauses
+from jaxscale.training.meter import Meter, host_scalars
+from jaxscale.training.pauses import Pauses, measure_of
 from jaxscale.training.profile import Profiler, ProfileRange
 from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
 from jaxscale.training.run import Run
@@ -80,7 +81,7 @@ def train(
         limit: device memory in bytes, or a text such as "12GiB". A step that needs more is refused once it is compiled;
             the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. The default is the memory JAX may use.
         resume: "auto" continues the run in the directory; the run's experiment may differ from `experiment` in steps,
-            evaluation, samples, checkpoint and plan. "never" renames that directory and starts a new run.
+            evaluation, held_out, samples, checkpoint and plan. "never" renames that directory and starts a new run.
         from_step: step of a checkpoint to which the run returns; learning rate and guard may then change, too, and the
             newer checkpoints are renamed to STEP.aside. The same call again continues the run.
         init_from: a run, a checkpoint of it (RUN/checkpoints/STEP) or a folder of transformers, whose weights a new run
@@ -175,6 +176,7 @@ class _Training:
         beginning: creates the initial state.
         step: the train step.
         data: the opened data.
+        sets: the opened held-out sets by name.
         checkpoints: the run's checkpoints.
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
@@ -261,11 +263,9 @@ class _Training:
             return
         with run_files.explain_write_errors(self.folder):
             run_files.write_values(self.folder, self.experiment, self.step.plan)
-            write_tokenizer(self.folder, self.data.tokenizer)
+            write_text_files(self.folder, self.data)
             self.beginning.write(self.folder)
-            write_template(self.folder, getattr(self.data, "chat_template", None))
-            source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
-            source.write(self.folder)
+            (self.source or Source(name=self.experiment.name, seed=self.experiment.seed)).write(self.folder)
 
     def _show_finished(self, step: int, skip_count: int) -> Run:
         """Show the summary of a run that already has a checkpoint of its last step, `step`, and return the run."""
@@ -306,6 +306,7 @@ class _Training:
         """Open one process's shard of the data, and check that the model can be trained on it."""
         self.data = open_data(self.experiment, process_index, process_count)
         check_data(self.experiment, self.data)
+        self.sets = open_sets(self.experiment, self.data, process_index, process_count)
 
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
@@ -323,7 +324,9 @@ class _Training:
                 self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
             return self.beginning.state(self.step, self.journal.say, self.log_event)
         description = restored.description
-        self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
+        self.updates, self.tokens = description.step, description.tokens
+        if description.measure == measure_of(self.experiment, self.data, self.sets):
+            self.best_loss = description.best
         self.stop.saved_step = self.updates
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
@@ -365,6 +368,7 @@ class _Training:
                     self.journal.say(note)
                 with heartbeat.in_phase("data"):
                     first_batch = next(batches)
+                check_same_arrays(self.sets, first_batch)
                 batch = self.step.place(first_batch)
                 self.data_state = batches.get_state()
                 if self.earlier is not None:
@@ -374,7 +378,7 @@ class _Training:
                 self.stop.is_early = False  # from now on there is something to save
                 self._stop_before_first_step()
                 start_time = time.monotonic()
-                parts = self.experiment, self.step, self.data, self.checkpoints, self.journal
+                parts = self.experiment, self.step, self.data, self.sets, self.checkpoints, self.journal
                 pauses = Pauses(*parts, self.best_loss, self.is_cpu, self.metrics)
                 if self.updates == 0 and self.experiment.evaluation.at_start:
                     pauses.evaluate_start(state)
@@ -467,10 +471,8 @@ class _Training:
 
     def _settle(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Wait for the metrics of a step and log them; stop the run if too many steps in a row were skipped."""
-        import jax
-
         with heartbeat.awaiting(step):
-            scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
+            scalars = host_scalars(metrics)
         self.stuck_watch.note_step()
         if self._last_earlier_step is not None and step > self._last_earlier_step:
             self._last_earlier_step = None
@@ -481,8 +483,7 @@ class _Training:
         self.journal.report("step", step, scalars)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
-            skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skip_count}
-            self.journal.log_event(step, "skipped", **skip_fields)
+            self.journal.log_skip(step, scalars)
         if step % self.log_every == 0 or step == self.experiment.steps:
             self.journal.log_step(step, logged(scalars) | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
@@ -491,8 +492,7 @@ class _Training:
     def _stop_before_first_step(self) -> None:
         """Stop the run if any process has received a signal."""
         signal_name = self.stop.signal_name
-        is_stop_due, _ = self.agreement.decision(self.agreement.combine(bool(signal_name), False))
-        if is_stop_due:
+        if self.agreement.decision(self.agreement.combine(bool(signal_name), False))[0]:
             endings.stop_preempted(self.journal, self.updates, signal_name, is_saved=False)
 
     def log_event(self, name: str, **fields: Any) -> None:

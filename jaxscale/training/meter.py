@@ -1,7 +1,10 @@
 """Measure the speed of steps for the log: seconds, tokens per second, FLOP/s, and the share of the chips' peak."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 
 class Meter:
@@ -51,6 +54,15 @@ class Meter:
             row |= {field: memory_stats[stat] for field, stat in stat_by_field.items() if stat in memory_stats}
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
         return row
+
+
+def host_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait for the metrics of a step, and return them as numbers; `jax.device_get` takes several times as long."""
+    for scalar in metrics.values():
+        copy = getattr(scalar, "copy_to_host_async", None)
+        if copy is not None:
+            copy()
+    return {name: np.asarray(scalar).item() for name, scalar in metrics.items()}
 
 
 def peak_of(step: Any) -> float | None:

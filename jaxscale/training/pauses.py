@@ -10,7 +10,7 @@ from jaxscale import heartbeat
 from jaxscale.checkpoint.store import Checkpoints, Description
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records.source import versions
-from jaxscale.training.evaluate import held_out_means
+from jaxscale.training.evaluate import all_means
 from jaxscale.training.journal import Journal
 
 
@@ -22,18 +22,21 @@ class Pauses:
         experiment: the experiment, which specifies the intervals between pauses.
         step: the train step.
         data: the opened data.
+        sets: the opened held-out sets by name.
         checkpoints: the run's checkpoints.
         journal: the run's journal.
-        best_loss: the lowest held-out loss so far; `None` before the first evaluation.
+        best_loss: the lowest held-out loss so far, of those by which the best checkpoint is chosen; `None` before the
+            first evaluation.
         one_at_a_time: whether to wait for each held-out batch before starting the next one, as the CPU platform
             requires.
         metrics: functions of module and batch that are evaluated beside the loss, by name.
-        held_out_loss: held-out loss of the newest pause; `None` if that pause measured none.
+        held_out_loss: that loss at the newest pause; `None` if that pause measured none.
     """
 
     experiment: Experiment
     step: Any
     data: Any
+    sets: Mapping[str, Any]
     checkpoints: Checkpoints
     journal: Journal
     best_loss: float | None
@@ -43,6 +46,7 @@ class Pauses:
 
     def __post_init__(self) -> None:
         self._last_save_time = time.monotonic()
+        self._measure = measure_of(self.experiment, self.data, self.sets)
 
     def is_save_due(self) -> bool:
         """Return whether a checkpoint is due by the clock."""
@@ -103,17 +107,17 @@ class Pauses:
         """Return the held-out loss and the other measurements; `None` if no data is held out."""
         batch_count = self.experiment.evaluation.batches
         settings: dict[str, Any] = {"one_at_a_time": self.one_at_a_time, "metrics": self.metrics}
-        return held_out_means(self.step, self.data, state, batch_count, **settings)
+        return all_means(self.step, self.data, self.sets, state, batch_count, **settings)
 
     def _evaluate(self, updates: int, state: Any) -> bool:
         """Measure and log the held-out loss, and return whether it is the lowest so far."""
         means = self._held_out_means(state)
         if means is None:
             return False
-        self.held_out_loss = means["loss"]
-        is_best = self.best_loss is None or means["loss"] < self.best_loss
+        self.held_out_loss = means[self.experiment.evaluation.best]
+        is_best = self.best_loss is None or self.held_out_loss < self.best_loss
         if is_best:
-            self.best_loss = means["loss"]
+            self.best_loss = self.held_out_loss
         self.journal.log_evaluation(updates, means, is_best=is_best)
         return is_best
 
@@ -149,6 +153,7 @@ class Pauses:
             experiment=self.experiment.name,
             loss=self.held_out_loss,
             best=self.best_loss,
+            measure=self._measure,
             versions=versions(),
         )
 
@@ -158,6 +163,21 @@ class Pauses:
             seconds = time.perf_counter() - self._save_start_time
             self.journal.log_event(description.step, "checkpoint", seconds=seconds)
             self.journal.report("checkpoint", description.step, {"seconds": seconds})
+
+
+def measure_of(experiment: Experiment, data: Any, sets: Mapping[str, Any]) -> str:
+    """Return a text that identifies the loss by which the best checkpoint is chosen; "" for the data's own.
+
+    Args:
+        experiment: the experiment.
+        data: the opened data.
+        sets: the opened held-out sets by name.
+    """
+    name = experiment.evaluation.best.rpartition("/")[0]
+    if not name and (not sets or next(iter(data.evaluation()), None) is not None):
+        return ""
+    name = name or next(iter(sets))
+    return f"{name} {getattr(sets[name], 'facts', {}).get('hash', '')}".strip()
 
 
 def _is_due(step: int, interval: int) -> bool:

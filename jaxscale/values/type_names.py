@@ -22,6 +22,7 @@ _MODULE_BY_NAME = {
     "data.Mixture": "jaxscale.data.text",
     "data.Rows": "jaxscale.data.rows",
     "data.Stream": "jaxscale.data.stream",
+    "data.Table": "jaxscale.data.table",
     "data.Text": "jaxscale.data.text",
     "models.CrossEntropy": "jaxscale.models.foreign",
     "models.Decoder": "jaxscale.models.decoder",

@@ -154,7 +154,7 @@ def test_a_bad_row_is_named(tmp_path, line, reason):
     ("fields", "reason"),
     [
         ({"context": 0}, "context: got 0, expected a whole number of tokens >= 1"),
-        ({"held_out": 1.0}, "held_out: got 1.0, expected a share of the chats"),
+        ({"held_out": 1.5}, "held_out: got 1.5, expected a share of the chats"),
         ({"date": "today"}, "date: got 'today', expected a day as YYYY-MM-DD"),
         ({"path": ()}, "path: got no path"),
         ({"held_out_path": ()}, "held_out_path: got no path"),

@@ -83,7 +83,7 @@ def test_one_array_is_refused(tmp_path):
         Images(tmp_path / "a.npy").open(2, 0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("held_out", 1.0), ("scale", 0.0), ("scale", float("inf"))])
+@pytest.mark.parametrize(("name", "value"), [("held_out", 1.5), ("scale", 0.0), ("scale", float("inf"))])
 def test_a_wrong_value_cannot_be_made(name, value):
     with pytest.raises(UserError, match=f"{name}: got {value}"):
         Images("a.npz", **{name: value})

@@ -196,6 +196,32 @@ def test_a_run_on_batches_of_ones_own_continues_exactly_and_is_evaluated(tmp_pat
     assert whole.held_out_loss == pytest.approx(float(((predicted - np.arange(3)) ** 2).mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["map", "iter"])
+def test_a_run_on_a_dataset_of_grain_continues_bit_for_bit(kind, tmp_path):
+    """Shuffled anew in each epoch of 6 batches, with a run of 9 steps that is cut after 4 and after 7."""
+
+    def dataset():
+        rows = grain.MapDataset.range(24).seed(3).shuffle().repeat()
+        rows = rows.map(lambda number: {"x": np.array([number, 1], np.float32) / 24, "y": np.float32(number)}).batch(4)
+        return rows if kind == "map" else rows.to_iter_dataset()
+
+    def trained(folder, stops=(), callbacks=()):
+        model = jx.models.ForeignModel(lambda rngs: nnx.Linear(2, 1, rngs=rngs), score)
+        own = jx.Experiment("own", model, dataset(), steps=9, batch=4, plan=jx.Plan(mesh="1"))
+        for stop in stops:
+            run = jx.train(own, out=folder, quiet=True, callbacks=[lambda event, stop=stop: event.step == stop])
+            assert run.step < 9
+        return jx.train(own, out=folder, quiet=True, callbacks=callbacks)
+
+    def score(module, rows):
+        return (module(rows["x"])[:, 0] - rows["y"]) ** 2
+
+    whole, cut = trained(tmp_path / "whole"), trained(tmp_path / "cut", stops=(4, 7))
+    assert len({float(loss) for loss in whole.metrics.column("loss")}) == 9
+    np.testing.assert_array_equal(cut.metrics.column("loss"), whole.metrics.column("loss"))
+    np.testing.assert_array_equal(cut.module.kernel[...], whole.module.kernel[...])
+
+
 def test_a_function_in_c_that_does_not_specify_its_parameters_is_called():
     """`inspect.signature` raises ValueError for `dict`; an iteration over an empty dict ends at once."""
     with pytest.raises(UserError, match="batches"):

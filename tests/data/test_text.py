@@ -119,7 +119,7 @@ def test_facts_are_json_able_and_count(corpus):
         ({"context": 0}, "context: got 0, expected a whole number"),
         ({"context": True}, "context: got True"),
         ({"layout": "package"}, "layout: got 'package', expected windows or packed; did you mean 'packed'"),
-        ({"held_out": 1.0}, "held_out: got 1.0"),
+        ({"held_out": 1.5}, "held_out: got 1.5"),
         ({"held_out": -0.1}, "held_out: got -0.1"),
         ({"held_out": float("nan")}, "held_out: got nan"),
         ({"held_out": "0.1"}, "held_out: got '0.1', expected a number"),

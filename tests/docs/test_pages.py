@@ -14,6 +14,7 @@ from jaxscale.pipeline import METHODS
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import CODECS
 from jaxscale.values import override
+from tests.trackers import install
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -43,10 +44,12 @@ def run_blocks(page: Path, *, slow: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    """Forget the codecs and schedules that a page registers."""
+    """Stand in for a tracking service, and forget the codecs and schedules that a page registers."""
     registries = (CODECS, METHODS)
     copies = [dict(registry) for registry in registries]
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        install("wandb", patch)
+        yield
     for registry, copy in zip(registries, copies, strict=True):
         registry.clear()
         registry.update(copy)

@@ -3,8 +3,13 @@
 import dataclasses
 import inspect
 import json
+import subprocess
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import jaxscale as jx
 from jaxscale.recipe.experiment import Checkpointing, Evaluation
@@ -86,3 +91,26 @@ def test_what_cannot_be_called_is_refused_before_anything_is_written(toy, tmp_pa
     with pytest.raises(jx.UserError, match="callbacks: got 'stop', expected functions of an Event"):
         inspect.unwrap(jx.train)(toy(), out=tmp_path / "run", callbacks=["stop"])  # as without run-time type checks
     assert not (tmp_path / "run").exists()
+
+
+def test_the_log_can_be_read_from_outside_while_a_step_is_slow(tmp_path):
+    """The third step waits on the host until another process has read the log, which must hold the steps before it."""
+    log = tmp_path / "run" / "metrics.jsonl"
+    seen = []
+
+    def wait(number):
+        if number == 3 and not seen:
+            text = subprocess.run(["cat", str(log)], capture_output=True, text=True, check=True).stdout
+            seen.append([row["step"] for row in map(json.loads, text.splitlines()) if row["kind"] == "train"])
+        return np.float32(0)
+
+    def score(module, batch):
+        number = jax.lax.stop_gradient(batch["number"][0])
+        idle = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), number)
+        return (module(batch["x"])[:, 0] - 1) ** 2 + idle
+
+    batches = [{"x": np.ones((2, 1), np.float32), "number": np.full(2, step, np.int32)} for step in range(1, 6)]
+    model = jx.models.ForeignModel(lambda rngs: nnx.Linear(1, 1, rngs=rngs), score)
+    own = jx.Experiment("slow", model, batches, steps=5, batch=2, plan=jx.Plan(mesh="1"))
+    jx.train(own, out=tmp_path / "run", quiet=True)
+    assert seen == [[1, 2]]

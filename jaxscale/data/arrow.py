@@ -1,0 +1,198 @@
+"""Tables as data: .parquet and .arrow files, and the folders that Hugging Face's `datasets` saves to disk.
+
+The folder of a dataset has `state.json`, which lists its files in order, `dataset_info.json`, and `data-*.arrow` files,
+which are streams of Arrow (`Dataset.save_to_disk`); the folder of a `DatasetDict` has `dataset_dict.json` and a folder
+for each split. pyarrow reads them; the package `datasets` is not needed. Early versions of it saved a shuffled or
+filtered dataset as its rows in their old order and a file of indices; such a folder is refused.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import UserError, near_miss
+from jaxscale.values.read_files import parse_json
+
+SUFFIXES = (".parquet", ".arrow")
+"""The endings of the names of tables."""
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of a stream; pyarrow reads one that was cut between two batches without an error."""
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+def is_table(file: str) -> bool:
+    """Return whether a file is a table, by its name."""
+    return file.lower().endswith(SUFFIXES)
+
+
+def dataset_files(folder: Any, path: str) -> list[str] | None:
+    """Return the files of a dataset that Hugging Face's `datasets` saved to disk, in order.
+
+    Args:
+        folder: the folder, as an object with `/`, `exists` and `read_bytes`.
+        path: the path of the folder, for messages and for the paths of the files.
+
+    Returns:
+        The paths of the files; `None` if the folder holds no dataset.
+
+    Raises:
+        UserError: the folder holds several splits or indices of rows, or one of its files is damaged.
+    """
+    prefix = path.rstrip("/")
+    if (folder / _SPLITS).exists():
+        splits = _read_json(folder / _SPLITS).get("splits")
+        names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+        raise UserError(
+            f"{path} holds the splits {', '.join(names)} of a dataset, expected one of them: give "
+            f"{prefix}/{names[0] if names else 'train'}"
+        )
+    if not (folder / _STATE).exists() or not (folder / _INFO).exists():
+        return None
+    state = _read_json(folder / _STATE)
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise UserError(
+            f"{path} was saved by an early version of datasets, with a file of indices of its rows: load it and save "
+            "it again with a newer version"
+        )
+    entries = state.get("_data_files")
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    if not names or not all(isinstance(name, str) and name == os.path.basename(name) and name for name in names):
+        raise UserError(f"{path}/{_STATE} lists no files under _data_files: save the dataset again with save_to_disk")
+    return [f"{prefix}/{name}" for name in names]
+
+
+def _read_json(path: Any) -> dict[str, Any]:
+    """Return the JSON object in a small file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        content = parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check that this user may read it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object; save the dataset again with save_to_disk")
+    return content
+
+
+def _pyarrow(file: str) -> Any:
+    """Return pyarrow, which is imported at its first use."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{file}: tables need pyarrow ({error}): pip install 'jaxscale[parquet]'") from error
+    return pa
+
+
+def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]:
+    """Return columns of a table.
+
+    Args:
+        content: the bytes of the file.
+        file: path of the file, for messages and for its form.
+        names: names of the columns.
+
+    Returns:
+        For each name, a `pyarrow.ChunkedArray` without nulls.
+
+    Raises:
+        UserError: pyarrow is not installed, the file is no table, or it lacks a column or a value.
+    """
+    pa = _pyarrow(file)
+    try:
+        buffer = pa.BufferReader(content)
+        if file.lower().endswith(".parquet"):
+            parquet = pa.parquet.ParquetFile(buffer)
+            present_names = parquet.schema_arrow.names
+            table = None if set(names) - set(present_names) else parquet.read(columns=list(dict.fromkeys(names)))
+        else:
+            is_file_form = content[:6] == b"ARROW1"
+            if not is_file_form and not content.endswith(_END_OF_STREAM):
+                raise ValueError("it has no end of its stream")
+            reader = pa.ipc.open_file(buffer) if is_file_form else pa.ipc.open_stream(buffer)
+            present_names, table = reader.schema.names, reader.read_all()
+        if table is not None:
+            table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        form = "Parquet" if file.lower().endswith(".parquet") else "Arrow"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{file} is not a complete {form} file ({reason:.200}): write it again") from error
+    for name in names:
+        if name not in present_names:
+            raise UserError(
+                f"{file} has no column {name!r}: its columns are {', '.join(map(str, present_names))}"
+                f"{near_miss(name, present_names)}"
+            )
+        if present_names.count(name) > 1:
+            raise UserError(f"{file} has {present_names.count(name)} columns {name!r}, expected one")
+    assert table is not None
+    columns = [table.column(name) for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if column.null_count:
+            row = next(index for index, value in enumerate(column) if not value.is_valid)
+            raise UserError(f"{file}: {name} of row {row} is null, expected a value: fill it, or drop the row")
+    return columns
+
+
+def read_texts(content: bytes, file: str, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the texts in each row of a table.
+
+    Args:
+        content: the bytes of the file.
+        file: path of the file, for messages.
+        names: names of the columns of texts.
+
+    Raises:
+        UserError: as `read_columns`; or a column holds no texts.
+    """
+    pa = _pyarrow(file)
+    columns = read_columns(content, file, names)
+    texts_by_column: list[list[str]] = []
+    for name, column in zip(names, columns, strict=True):
+        type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if not (pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_)):
+            raise UserError(f"{file}: column {name!r} holds {column.type}, expected text")
+        texts_by_column.append(column.to_pylist())
+    return list(zip(*texts_by_column, strict=True))
+
+
+def read_arrays(content: bytes, file: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Return columns of numbers as arrays; a column of lists of one length is an array of as many dims more.
+
+    Args:
+        content: the bytes of the file.
+        file: path of the file, for messages.
+        names: names of the columns.
+
+    Raises:
+        UserError: as `read_columns`; or a column holds no numbers, or lists of several lengths.
+    """
+    pa = _pyarrow(file)
+    arrays: dict[str, np.ndarray] = {}
+    for name, column in zip(names, read_columns(content, file, names), strict=True):
+        values, shape = column.combine_chunks(), [len(column)]
+        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        while pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or _is_fixed(pa, values.type):
+            lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
+            if len(lengths) > 1:
+                raise UserError(
+                    f"{file}: column {name!r} has lists of {lengths[0]} to {lengths[-1]} values, expected lists of one "
+                    "length; pad or cut them"
+                )
+            shape.append(int(lengths[0]) if len(lengths) else 0)
+            values = values.flatten()
+            if values.null_count:
+                raise UserError(f"{file}: column {name!r} has lists with nulls, expected numbers")
+        type_ = values.type
+        if not (pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_boolean(type_)):
+            raise UserError(f"{file}: column {name!r} holds {column.type}, expected numbers, or lists of numbers")
+        arrays[name] = values.to_numpy(zero_copy_only=False).reshape(shape)
+    return arrays
+
+
+def _is_fixed(pa: Any, type_: Any) -> bool:
+    """Return whether a type is that of lists of a fixed length."""
+    return pa.types.is_fixed_size_list(type_)
