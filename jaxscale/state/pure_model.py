@@ -7,6 +7,7 @@ definition of the module.
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import NoReturn, Protocol, TypeAlias, runtime_checkable
@@ -22,7 +23,8 @@ from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import group_name
-from jaxscale.trees import count, path_name
+from jaxscale.lowbit.few_bit_weight import FewBitWeight, StoredParam
+from jaxscale.trees import count, named_leaves, path_name
 from jaxscale.typing import Array, Params
 
 AxisNames = tuple[str | None, ...]
@@ -69,6 +71,8 @@ class PureModel:
         train: pattern of the names of the parameters that are trained; `None` if all are.
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
+        few_bit_weights: the frozen weights in few bits, by name, as abstract modules; the names of their codes and
+            scales are "NAME/codes" and "NAME/scale".
     """
 
     model: Model
@@ -85,6 +89,7 @@ class PureModel:
     train: str | None = None
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
+    few_bit_weights: Mapping[str, FewBitWeight] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -118,6 +123,11 @@ class PureModel:
         _check_names_and_types(param_state, frozen_state, rest_state)
         if not param_state:
             _refuse_train(train, frozen_state)
+        few_bit_weights = {
+            "/".join(map(str, path)): node
+            for path, node in nnx.iter_graph(abstract_module)
+            if isinstance(node, FewBitWeight)
+        }
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
         for path, variable in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(frozen_state)):
@@ -145,6 +155,7 @@ class PureModel:
             train=train,
             frozen_dtype=frozen_dtype,
             frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
+            few_bit_weights=few_bit_weights,
         )
         if not layer_of_row:
             return pure_model
@@ -171,6 +182,15 @@ class PureModel:
     def parameters(self) -> int:
         """Number of trained numbers: the elements of all parameters."""
         return count(self.abstract_module_params)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Number of numbers that are not trained; those of a weight in few bits are its dequantized numbers."""
+        stored_names = {f"{name}/{part}" for name in self.few_bit_weights for part in ("codes", "scale")}
+        leaf_by_name = named_leaves(self.abstract_model_state)
+        return sum(math.prod(leaf_by_name[name].shape) for name in self.frozen - stored_names) + sum(
+            math.prod(weight.shape) for weight in self.few_bit_weights.values()
+        )
 
     @functools.cached_property
     def statistics(self) -> tuple[str, ...]:
@@ -258,10 +278,11 @@ def _trained(train: str | None) -> nnx.filterlib.Predicate:
 
 def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:
     """Return parameters that are not trained, in their dtype, and other state, as one nested dict."""
+    stored_state, cast_state = nnx.split_state(frozen_state, StoredParam, ...)
     frozen_params = jax.tree.map(
-        lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, frozen_state
+        lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, cast_state
     )
-    return nnx.to_pure_dict(nnx.merge_state(frozen_params, rest_state))
+    return nnx.to_pure_dict(nnx.merge_state(frozen_params, stored_state, rest_state))
 
 
 def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
@@ -292,6 +313,11 @@ def _check_names_and_types(param_state: nnx.State, *other_states: nnx.State) -> 
             )
         path_by_name[name] = path
     for path, variable in nnx.to_flat_state(param_state):
+        if issubclass(getattr(variable, "type", type(variable)), StoredParam):
+            raise UserError(
+                f"optimizer.train: the pattern is found in {'/'.join(map(str, path))}, but a weight in few bits is not "
+                "trained; name the adapters and other parameters alone, such as 'lora|head', or leave base out"
+            )
         for leaf in jax.tree.leaves(variable):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 continue
