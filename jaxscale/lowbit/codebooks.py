@@ -216,11 +216,13 @@ def _nf4_encode(numbers: Array) -> Array:
 
 
 def _nf4_decode(codes: Array) -> Array:
-    # a tree of selections, by one bit of the code a level
-    bits, values = codes.astype(jnp.int32), [jnp.float32(value) for value in NF4_VALUES]
+    # a tree of selections, by one bit of the code a level: of the products of each pair with a bit and with its
+    # opposite, one is 0. A select would need arrays of constants, which a scan over layers keeps in memory
+    bits, values = codes.astype(jnp.int32), list(NF4_VALUES)
     while len(values) > 1:
-        is_odd, bits = bits % 2 == 1, bits // 2
-        values = [jnp.where(is_odd, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
+        bit, bits = (bits & 1).astype(jnp.float32), bits >> 1
+        opposite = 1 - bit
+        values = [even * opposite + odd * bit for even, odd in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
