@@ -101,6 +101,11 @@ class LoRA:
         """Factor of the adapters."""
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
+    @property
+    def few_bits(self) -> str | None:
+        """Format of the weights that are stored in few bits; `None` if none are."""
+        return self.base
+
     def logical_sizes(self) -> dict[str, int]:
         """Return the logical sizes of the model."""
         return self.model.logical_sizes()
