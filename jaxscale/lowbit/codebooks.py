@@ -17,6 +17,7 @@ the traffic. The table `Map.table` defines the map. Left out: quantile maps, whi
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +219,8 @@ def _nf4_encode(numbers: Array) -> Array:
 def _nf4_decode(codes: Array) -> Array:
     # a tree of selections, by one bit of the code a level: of the products of each pair with a bit and with its
     # opposite, one is 0. A select would need arrays of constants, which a scan over layers keeps in memory
-    bits, values = codes.astype(jnp.int32), list(NF4_VALUES)
+    bits = codes.astype(jnp.int32)
+    values: list[Any] = list(NF4_VALUES)
     while len(values) > 1:
         bit, bits = (bits & 1).astype(jnp.float32), bits >> 1
         opposite = 1 - bit

@@ -121,9 +121,7 @@ class FewBitWeight(nnx.Module):
         (3, 2)
     """
 
-    def __init__(
-        self, weight: Float[Array, "*L I O"], format: str, block: int, axes: Sequence[str | None]
-    ) -> None:
+    def __init__(self, weight: Float[Array, "*L I O"], format: str, block: int, axes: Sequence[str | None]) -> None:
         codes, scale = FORMATS[format].encode(weight, block)
         *layer_axes, in_axis, out_axis = axes
         self.format = format

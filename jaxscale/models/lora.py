@@ -1,4 +1,4 @@
-"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained, over a base in few bits or not."""
+"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained; its base may be in few bits."""
 
 import dataclasses
 import re

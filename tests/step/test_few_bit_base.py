@@ -115,17 +115,16 @@ def test_a_state_in_8_bits_trains_as_over_the_dequantized_base():
 def test_zero_3_gathers_codes_and_not_numbers():
     step = step_of(mesh="fsdp:4", zero=3, memory="full")
     text = step.step_fn.lower(step.layout.abstract, step.abstract_batch(batches()[0])).compile().as_text()
-    gathered = {kind for kind, *_ in re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", text)}
+    gathered = {kind.replace("[1,", "[") for kind in re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", text)}
     # layers of 16 x 64 and 64 x 16 numbers, in blocks of 8: four bytes each
-    assert {"u8[2,4,64]", "u8[8,4,16]"} & {kind.replace("[1,", "[") for kind in gathered}
-    floats = {kind for kind in gathered if re.fullmatch(r"f32\[(1,)?(16,64|64,16|2,8,64|8,8,16)\]", kind)}
-    assert not floats
+    assert {"u8[2,4,64]", "u8[8,4,16]"} <= gathered
+    assert not {"f32[16,64]", "f32[64,16]", "f32[2,8,64]", "f32[8,8,16]"} & gathered
 
 
 def test_bytes_counts_and_lines():
     step = step_of(dataclasses.replace(NF4, base_block=16))
     assert step.parameters == step_of(dataclasses.replace(NF4, base=None, base_block=64)).parameters
-    memory, quantized = step.memory(batches()[0]), 4 * (4 * 16 * 16 + 2 * 16 * 64)
+    memory, quantized = step.memory(batches()[0]), 4 * (4 * 16 * 16 + 3 * 16 * 64)
     assert step.pure_model.frozen_parameters == quantized + 2 * 16 * 16 + 9 * 16
     assert memory["frozen parameters"] == quantized // 2 + 4 * quantized // 16 + 4 * (2 * 16 * 16 + 9 * 16)
     (line,) = [line for line in step.describe() if line.startswith("base nf4")]
@@ -160,22 +159,47 @@ def twin_params():
     return {name.partition("/")[2].replace("/", ".") for name in step.canonical_abstract() if "params/" in name}
 
 
-def test_adapters_learn_over_four_bits_as_over_float_weights():
-    """After 60 steps on one batch, the loss over nf4 has fallen as far as that over floats, within 5 % of the fall."""
+def sequences(factor):
+    """A batch of rows in which each token follows from the one before."""
+    tokens = [np.arange(ROWS) * 2 % 16]
+    for _ in range(8):
+        tokens.append((tokens[-1] * factor + 3) % 16)
+    rows = np.stack(tokens, 1).astype(np.int32)
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
-    def losses_of(model):
-        optimizer = Optimizer(learning_rate=2e-2, custom=lambda rate: optax.adam(rate), clip=None)
-        step = build(Experiment("few", model, Tokens(), optimizer, steps=60, batch=ROWS), plan_of(mesh="1"))
-        state, losses, batch = step.init(), [], step.place(batches()[0])
-        for _ in range(60):
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-        return losses
 
-    first, *_, last = losses_of(dataclasses.replace(NF4, rank=8, on="attention|mlp"))
-    float_first, *_, float_last = losses_of(LoRA(DECODER, rank=8))
-    assert float_first - float_last > 1
-    assert first - last == pytest.approx(float_first - float_last, rel=0.05)
+def trained(model, factor, steps=80):
+    """Losses of training on the sequences of a factor, and the parameters at the end."""
+    optimizer = Optimizer(learning_rate=1e-2, custom=lambda rate: optax.adam(rate), clip=None)
+    step = build(Experiment("few", model, Tokens(), optimizer, steps=steps, batch=ROWS), plan_of(mesh="1"))
+    state, losses, batch = step.init(), [], step.place(sequences(factor))
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def test_adapters_learn_over_four_bits_of_a_trained_base_as_over_its_floats():
+    """The loss on another task falls from the same value within 5 %, and as far as over floats within 5 %."""
+    base_losses, base_state = trained(DECODER, 5)
+    assert base_losses[-1] < 0.3 * base_losses[0]
+    base_params = jax.tree.map(np.asarray, base_state.params)
+
+    @dataclasses.dataclass(frozen=True)
+    class TrainedDecoder(Decoder):
+        def initial_params(self):
+            return base_params
+
+    model = TrainedDecoder(**{field.name: getattr(DECODER, field.name) for field in dataclasses.fields(Decoder)})
+    float_losses, _ = trained(LoRA(model, rank=8), 7)
+    for base in ("nf4", "int4"):
+        losses, state = trained(LoRA(model, rank=8, base=base), 7)
+        up = base_params["blocks"]["layers"]["mlp"]["up"]["weight"]
+        codes, _ = FORMATS[base].encode(jnp.asarray(up), 16)
+        np.testing.assert_array_equal(state.rest["blocks"]["layers"]["mlp"]["up"]["weight"]["codes"], codes)
+        assert losses[0] == pytest.approx(float_losses[0], rel=0.05)
+        assert losses[0] - losses[-1] == pytest.approx(float_losses[0] - float_losses[-1], rel=0.05)
+    assert float_losses[-1] < 0.3 * float_losses[0]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +222,7 @@ def test_a_base_is_checked(options, message):
         ({"base_on": "mpl"}, "base_on: 'mpl' is found in no path of a Linear layer; the paths are blocks/layers"),
         (
             {"model": dataclasses.replace(DECODER, mlp=66)},
-            "base nf4: the 66 inputs of blocks/layers/mlp/down cannot be split into equal blocks of an even number of 8 ",
+            "base nf4: the 66 inputs of blocks/layers/mlp/down cannot be split into equal blocks of an even",
         ),
     ],
 )
@@ -211,7 +235,7 @@ def test_a_base_that_does_not_fit_the_layers_is_refused(options, message):
     ("changes", "message"),
     [
         ({"train": "lora|attention"}, r"optimizer\.train: the pattern is found in .*attention.*, but a weight in few"),
-        ({"model": dataclasses.replace(NF4, base_block=64), "mesh": "tensor:2"}, "take base_block 32, or fewer"),
+        ({"model": dataclasses.replace(NF4, base_block=64), "mesh": "tensor:2"}, "take base_block 8, or fewer"),
         ({"matmul": "int8"}, "matmul int8 with a base in nf4: .*; leave matmul out"),
         ({"mesh": "pipe:2", "pipeline": "1f1b:2x2"}, "train lora with pipeline"),
         ({"weights": "host"}, "train lora with offload.weights host"),
