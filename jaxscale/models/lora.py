@@ -1,4 +1,4 @@
-"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained; its base may be in few bits."""
+"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained, over any base."""
 
 import dataclasses
 import re

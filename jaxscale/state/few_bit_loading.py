@@ -11,7 +11,7 @@ from jaxscale.lowbit.few_bit_weight import FORMATS, FewBitWeight
 from jaxscale.state.pure_model import LayerIndex, LazyArray, PureModel
 from jaxscale.typing import Array
 
-Part = Literal["codes", "scale"]
+EncodedPart = Literal["codes", "scale"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EncodedArray:
     array: LazyArray
     format: str
     block: int
-    part: Part
+    part: EncodedPart
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class EncodedArray:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _encode(matrix: Array, format: str, block: int, part: Part) -> Array:
+def _encode(matrix: Array, format: str, block: int, part: EncodedPart) -> Array:
     """Return the codes or the scales of a matrix."""
     codes, scale = FORMATS[format].encode(matrix, block)
     return codes if part == "codes" else scale

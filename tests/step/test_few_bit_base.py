@@ -92,7 +92,12 @@ def test_one_device_trains_as_over_the_dequantized_base(base):
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(before[path]))
 
 
-@pytest.mark.parametrize("name", PLANS)
+DEFAULT = ("microbatches", "ZeRO 3", "tensor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in PLANS]
+)
 def test_every_plan_trains_as_over_the_dequantized_base(name):
     losses, state = trajectory(step := step_of(**PLANS[name]))
     np.testing.assert_allclose(losses, trajectory(step_of(twin_of(NF4), **PLANS[name]))[0], rtol=1e-5)
@@ -101,6 +106,7 @@ def test_every_plan_trains_as_over_the_dequantized_base(name):
         assert codes.addressable_shards[0].data.size * step.plan.mesh.sizes["fsdp"] == codes.size
 
 
+@pytest.mark.slow
 def test_a_state_in_8_bits_trains_as_over_the_dequantized_base():
     wide = dataclasses.replace(NF4, rank=64, model=dataclasses.replace(DECODER, embed=64, layers=2))
     optimizer = Optimizer(name="adamw", learning_rate=1e-2)
