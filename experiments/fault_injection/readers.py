@@ -323,7 +323,7 @@ def _experiments(folder: Path) -> list[Any]:
     plain = Experiment(name="fuzzed", model=model, data=text, steps=8, batch=4)
     return [
         plain,
-        dataclasses.replace(plain, data=Mixture((text, text), (3.0, 1.0)), model=LoRA(model, rank=2)),
+        dataclasses.replace(plain, data=Mixture((text, text), (3.0, 1.0)), model=LoRA(model, rank=2, base="int4")),
         dataclasses.replace(plain, data=None, model=ResNet(classes=3, stages=(1, 1), width=8)),
     ]
 

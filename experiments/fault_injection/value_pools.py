@@ -19,6 +19,7 @@ IMAGES = "Images(path=FOLDER / 'images.npz')"
 PHOTOS = "ImageFolder(path=FOLDER / 'photos', size=8, workers=1)"
 MODELS = (
     *((model, TEXT) for model in (DECODER, DECODER, DECODER, f"LoRA(model={DECODER}, rank=2)")),
+    (f"LoRA(model={DECODER}, rank=2, base='nf4', base_block=8)", TEXT),
     (DECODER, f"Mixture(parts=({TEXT}, {TEXT}), weights=(1.0, 2.0))"),
     (DECODER, "Text(path=FOLDER / 'lines.jsonl', context=8, fields=('text', 'answer'), layout='packed')"),
     (DECODER, CHATS),

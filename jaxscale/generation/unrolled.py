@@ -20,6 +20,7 @@ from flax import nnx
 from jaxscale.layers.attention import Attention
 from jaxscale.layers.layer_group import restack
 from jaxscale.layers.stack import Stack
+from jaxscale.lowbit.few_bit_weight import FewBitWeight
 
 MAX_LAYERS = 16
 """Largest number of layers that are compiled one after another; more would take long to compile."""
@@ -65,11 +66,13 @@ def on_first_device(module: Any) -> Any:
 def join_projections(module: Any) -> Any:
     """Return a module with the same weights, in which queries, keys and values are one product where that is possible.
 
-    It is possible on CPUs whose devices hold all of the weights, and for projections without adapters.
+    It is possible on CPUs whose devices hold all of the weights, and for projections without adapters and in plain
+    arrays.
     """
     layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
+    projections = [part for layer in layers for part in (layer.q, layer.k, layer.v) if part]
     is_whole = is_on_cpus(module) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module)))
-    if not is_whole or any(part.lora is not None for layer in layers for part in (layer.q, layer.k, layer.v) if part):
+    if not is_whole or any(part.lora is not None or isinstance(part.weight, FewBitWeight) for part in projections):
         return module
     joined_module = nnx.merge(*nnx.split(module), copy=True)
     for _, part in nnx.iter_modules(joined_module):

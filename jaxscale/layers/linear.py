@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.blocks import Context
+from jaxscale.lowbit.few_bit_weight import FewBitWeight
 from jaxscale.lowbit.products import product
 from jaxscale.typing import Array, Float
 
@@ -129,6 +130,8 @@ class Linear(nnx.Module):
 
     lora: Any = None
     """The layer's `layers.lora.Adapter`, which is a function of `x`; `None` without one."""
+    weight: Any
+    """The matrix `W`, which may be a `FewBitWeight`."""
 
     def __init__(
         self,
@@ -146,8 +149,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
         """Return `x W + b` in the type of `x`; the context's recipe, if any, rounds the operands of the product."""
-        w = self.weight[...]
-        y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
+        if isinstance(self.weight, FewBitWeight):
+            y = self.weight.multiply(x)
+        else:
+            w = self.weight[...]
+            y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
         if self.lora is not None:
             y = y + self.lora(x)
         return y if self.bias is None else add_bias(y, self.bias[...])

@@ -3,10 +3,11 @@
     y = x W + (alpha / r) (x A) B,    A in R^(I x r), B in R^(r x O)
 
 `B` is zero at first, so that the adapted model is the model. `add_adapters` gives them to the layers of a module that
-is built already, whose own weights it leaves as they are.
+is built already, whose own weights it leaves as they are. `store_weights` puts these weights into few bits.
 
 References:
     Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+    Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314.
 """
 
 import math
@@ -20,6 +21,7 @@ from flax import nnx
 from jaxscale.errors import UserError
 from jaxscale.layers.linear import Linear, matmul
 from jaxscale.layers.stack import in_one_stack
+from jaxscale.lowbit.few_bit_weight import FORMATS, LEAST_BLOCK, FewBitWeight
 from jaxscale.typing import Array, Float, Key
 
 
@@ -60,14 +62,7 @@ def add_adapters(module: nnx.Module, rank: int, alpha: float, on: str, key: Key)
     Raises:
         UserError: no layer's path has the pattern, or a layer is narrower than the rank.
     """
-    layer_by_path = {
-        "/".join(map(str, path)): node for path, node in nnx.iter_graph(module) if isinstance(node, Linear)
-    }
-    chosen = {path: layer for path, layer in layer_by_path.items() if re.search(on, path)}
-    if not chosen:
-        names = ", ".join(sorted(layer_by_path)) or "none"
-        raise UserError(f"on: {on!r} is found in no path of a Linear layer; the paths are {names}")
-    for path, layer in chosen.items():
+    for path, layer in _layers_on(module, on, "on").items():
         weight = layer.weight
         *layer_shape, in_size, out_size = weight.shape
         if rank > min(in_size, out_size):
@@ -78,5 +73,46 @@ def add_adapters(module: nnx.Module, rank: int, alpha: float, on: str, key: Key)
         keys = jax.vmap(lambda index, key=layer_key: jax.random.fold_in(key, index))(first_layer + jnp.arange(count))
         draw = jax.vmap(lambda key, shape=(in_size, rank): jax.random.normal(key, shape, jnp.float32))
         a = draw(keys).reshape(*layer_shape, in_size, rank) / math.sqrt(in_size)
-        axes = weight.get_metadata().get("out_sharding") or (None,) * len(weight.shape)
-        layer.lora = Adapter(a, jnp.zeros((*layer_shape, rank, out_size), jnp.float32), alpha / rank, tuple(axes))
+        b = jnp.zeros((*layer_shape, rank, out_size), jnp.float32)
+        layer.lora = Adapter(a, b, alpha / rank, _axes_of(weight))
+
+
+def store_weights(module: nnx.Module, format: str, block: int, on: str) -> None:
+    """Store the weight of each `Linear` whose path has the pattern `on` in few bits, in place.
+
+    Args:
+        module: the module; adapters, if any, were added before.
+        format: key of `lowbit.few_bit_weight.FORMATS`.
+        block: largest number of inputs that share a scale; a layer takes the largest divisor of its inputs up to it.
+        on: regular expression that is searched for in the paths of layers.
+
+    Raises:
+        UserError: no layer's path has the pattern, or the inputs of a layer have no divisor to take.
+    """
+    for path, layer in _layers_on(module, on, "base_on").items():
+        weight, in_size = layer.weight, layer.weight.shape[-2]
+        layer_block = FORMATS[format].block_of(in_size, block)
+        if layer_block is None:
+            even = "an even number of " if FORMATS[format].codes_per_byte == 2 else ""
+            raise UserError(
+                f"base {format}: the {in_size} inputs of {path} cannot be split into equal blocks of {even}"
+                f"{LEAST_BLOCK} to {block} numbers; choose layers without it by base_on, or leave base out"
+            )
+        layer.weight = FewBitWeight(weight[...], format, layer_block, _axes_of(weight))
+
+
+def _layers_on(module: nnx.Module, on: str, field: str) -> dict[str, Linear]:
+    """Return the `Linear` layers whose path has the pattern `on`, by path; `field` is the pattern's name in errors."""
+    layer_by_path = {
+        "/".join(map(str, path)): node for path, node in nnx.iter_graph(module) if isinstance(node, Linear)
+    }
+    chosen_layers = {path: layer for path, layer in layer_by_path.items() if re.search(on, path)}
+    if not chosen_layers:
+        names = ", ".join(sorted(layer_by_path)) or "none"
+        raise UserError(f"{field}: {on!r} is found in no path of a Linear layer; the paths are {names}")
+    return chosen_layers
+
+
+def _axes_of(weight: nnx.Param) -> tuple[str | None, ...]:
+    """Return the logical axes of the dims of a weight."""
+    return tuple(weight.get_metadata().get("out_sharding") or (None,) * len(weight.shape))

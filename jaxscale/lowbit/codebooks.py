@@ -8,6 +8,8 @@ r"""Maps between codes of a few bits and numbers of magnitude at most 1, for qua
 * `linear4_unsigned` has the values :math:`(k + 1) / 16`, in four bits and without zero (Li et al. 2023, arXiv
   2309.01507).
 * `e4m3` and `sqrt_e4m3` are eight-bit floating point, for a first moment and for the root of a second moment.
+* `nf4` is for weights: its values are quantiles of the normal distribution (Dettmers et al. 2023, "QLoRA", arXiv
+  2305.14314); `linear4` and `linear8` are for weights too, with equal steps.
 
 Every map is computed by elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times
 the traffic. The table `Map.table` defines the map. Left out: quantile maps, which need a sort.
@@ -15,6 +17,7 @@ the traffic. The table `Map.table` defines the map. Left out: quantile maps, whi
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +39,7 @@ class Map:
         is_signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
         zero_code: code of every element of an array of zeros. It need not decode to 0, because the array's scale is 0.
         encode: function from float32 numbers of magnitude at most 1 to the nearest codes; ties go to the lower code in
-            dynamic maps, and to the even code in all other maps.
+            dynamic maps and in `nf4`, and to the even code in all other maps.
         decode: function from codes to float32 numbers.
 
     Example:
@@ -66,7 +69,7 @@ class Map:
     def code_limits(self) -> tuple[int, int]:
         """The lowest and the highest code of a map with integer codes."""
         highest = int(jnp.iinfo(self.dtype).max)
-        return -highest if self.dtype == jnp.int8 else 0, highest
+        return -highest if jnp.issubdtype(self.dtype, jnp.signedinteger) else 0, highest
 
     @property
     def table(self) -> np.ndarray:
@@ -197,6 +200,47 @@ def _linear4_decode(codes: Array) -> Array:
     return (codes.astype(jnp.int32).astype(jnp.float32) + 1) * (1 / 16)
 
 
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The values of `nf4` in ascending order: Dettmers et al. 2023, arXiv 2305.14314, appendix E."""
+
+
+def _nf4_encode(numbers: Array) -> Array:
+    table = np.asarray(NF4_VALUES, np.float32)
+    codes = jnp.zeros(numbers.shape, jnp.int32)
+    for midpoint in (table[:-1] + table[1:]) / np.float32(2):
+        codes += (numbers > float(midpoint)).astype(jnp.int32)
+    return codes.astype(jnp.uint4)
+
+
+def _nf4_decode(codes: Array) -> Array:
+    # a tree of selections, by one bit of the code a level: of the products of each pair with a bit and with its
+    # opposite, one is 0. A select would need arrays of constants, which a scan over layers keeps in memory
+    bits = codes.astype(jnp.int32)
+    values: list[Any] = list(NF4_VALUES)
+    while len(values) > 1:
+        bit, bits = (bits & 1).astype(jnp.float32), bits >> 1
+        opposite = 1 - bit
+        values = [even * opposite + odd * bit for even, odd in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _linear_map(name: str, dtype: type) -> Map:
+    """Return the map with the values -1, ..., 1 in equal steps, of which one is 0."""
+    top = float(jnp.iinfo(dtype).max)
+    return Map(
+        name,
+        jnp.dtype(dtype),
+        True,
+        0,
+        lambda numbers: jnp.round(numbers * top).astype(jnp.int32).astype(dtype),
+        lambda codes: codes.astype(jnp.int32).astype(jnp.float32) / top,
+    )
+
+
 def _e4m3_encode(numbers: Array) -> Array:
     return (numbers * 448).astype(jnp.float8_e4m3fn)
 
@@ -220,6 +264,9 @@ _ALL = (
     _dynamic("dynamic8_unsigned", 8, False, jnp.uint8),
     _dynamic("dynamic4", 4, True, jnp.uint4),
     Map("linear4_unsigned", jnp.dtype(jnp.uint4), False, 0, _linear4_encode, _linear4_decode),
+    Map("nf4", jnp.dtype(jnp.uint4), True, NF4_VALUES.index(0.0), _nf4_encode, _nf4_decode),
+    _linear_map("linear4", jnp.int4),
+    _linear_map("linear8", jnp.int8),
     Map("e4m3", jnp.dtype(jnp.float8_e4m3fn), True, 0, _e4m3_encode, _e4m3_decode),
     Map("sqrt_e4m3", jnp.dtype(jnp.float8_e4m3fn), False, 0, _sqrt_e4m3_encode, _sqrt_e4m3_decode),
 )

@@ -1,4 +1,4 @@
-"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained."""
+"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained, over any base."""
 
 import dataclasses
 import re
@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxscale.blocks import Context, Loss, Model
 from jaxscale.errors import UserError
-from jaxscale.layers.lora import add_adapters
+from jaxscale.layers.lora import add_adapters, store_weights
+from jaxscale.lowbit.few_bit_weight import FORMATS, LEAST_BLOCK, few_bit_format
 from jaxscale.typing import Array, Batch
 from jaxscale.values import check_types
 
@@ -22,31 +23,47 @@ class LoRA:
     `B` is zero at first. `Optimizer(train="lora|head")` trains other parameters as well. `jaxscale export` adds the
     adapters to the weights.
 
+    With `base`, the weights that are not trained are stored in few bits (QLoRA): a code for each number, and a float32
+    scale for each block of inputs. A layer dequantizes its weight when it multiplies, forward and backward.
+
     Args:
         model: the model, such as a `Decoder`, a `ViT` or a `Pretrained`.
         rank: rank r of the adapters.
         alpha: factor of the adapters times the rank; by default, twice the rank.
         on: regular expression that is searched for in the paths of the linear layers, such as "attention/(q|v)"; by
             default, those of attention and MLP.
+        base: format of the weights that are not trained: "nf4" (4 bits, quantiles of the normal distribution), "int4"
+            or "int8" (equal steps); by default they are stored in the precision of the plan.
+        base_on: regular expression for the layers whose weights are stored in the format `base`.
+        base_block: number of inputs that share a scale; a layer whose inputs it does not divide takes their largest
+            divisor below.
 
     Raises:
-        UserError: a number is not positive, or `on` is no regular expression; or, when the module is built, no layer's
-            path has the pattern, or a layer is narrower than the rank.
+        UserError: a number is out of range, `base` is no format, or `on` or `base_on` is no regular expression; or,
+            when the module is built, no layer's path has the pattern, a layer is narrower than the rank, or its inputs
+            have no divisor to take as a block.
 
     Example:
         >>> from jaxscale.models import Decoder
         >>> model = LoRA(Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), rank=2)
         >>> model.build(nnx.Rngs(0)).blocks.layers.attention.q.lora.a.shape
         (2, 8, 2)
+        >>> nf4 = dataclasses.replace(model, base="nf4")
+        >>> nf4.build(nnx.Rngs(0)).blocks.layers.mlp.down.weight.codes.shape  # layers, blocks, bytes, outputs
+        (2, 1, 16, 8)
 
     References:
         Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+        Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314.
     """
 
     model: Model
     rank: int = 8
     alpha: float | None = None
     on: str = "attention|mlp"
+    base: str | None = None
+    base_on: str = "attention|mlp"
+    base_block: int = 64
 
     train = "lora"
     """What `Experiment.train` is if the optimizer does not specify it."""
@@ -57,10 +74,21 @@ class LoRA:
             raise UserError(f"rank: got {self.rank}, expected a whole number >= 1")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
             raise UserError(f"alpha: got {self.alpha}, expected a positive number")
-        try:
-            re.compile(self.on)
-        except re.error as error:
-            raise UserError(f"on: got {self.on!r}, expected a regular expression: {error}") from None
+        for field in ("on", "base_on"):
+            try:
+                re.compile(getattr(self, field))
+            except re.error as error:
+                raise UserError(
+                    f"{field}: got {getattr(self, field)!r}, expected a regular expression: {error}"
+                ) from None
+        if self.base is not None:
+            few_bit_format(self.base, "base")
+        if self.base_block < LEAST_BLOCK:
+            raise UserError(f"base_block: got {self.base_block}, expected a whole number >= {LEAST_BLOCK}")
+        if self.base is None and (self.base_on, self.base_block) != (type(self).base_on, type(self).base_block):
+            raise UserError(
+                f"base_on and base_block are for a base in few bits: give base as well ({', '.join(FORMATS)})"
+            )
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model."""
@@ -73,6 +101,11 @@ class LoRA:
         """Factor of the adapters."""
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
+    @property
+    def few_bits(self) -> str | None:
+        """Format of the weights that are stored in few bits; `None` if none are."""
+        return self.base
+
     def logical_sizes(self) -> dict[str, int]:
         """Return the logical sizes of the model."""
         return self.model.logical_sizes()
@@ -81,6 +114,8 @@ class LoRA:
         """Build the model's module, with adapters."""
         module = self.model.build(rngs, vocab_multiple=vocab_multiple)
         add_adapters(module, self.rank, self.scale * self.rank, self.on, rngs.params())
+        if self.base is not None:
+            store_weights(module, self.base, self.base_block, self.base_on)
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
@@ -88,16 +123,22 @@ class LoRA:
         return self.model.loss(module, batch, context)
 
     def merged(self, params: dict[str, Array]) -> dict[str, Array]:
-        """Return parameters in which each adapter is added to its weight.
+        """Return float parameters in which each adapter is added to its weight.
 
         Args:
-            params: parameters of single layers by name, such as "blocks.layers.0.attention.q.weight".
+            params: parameters of single layers by name, such as "blocks.layers.0.attention.q.weight", or
+                "blocks.layers.0.attention.q.weight.codes" and "blocks.layers.0.attention.q.weight.scale".
         """
         suffix = ".lora.a"
         merged_params = {name: array for name, array in params.items() if ".lora." not in name}
         for name in params:
+            if self.base is not None and name.endswith(".weight.codes"):
+                weight_name = name.removesuffix(".codes")
+                codes, scale = (merged_params.pop(f"{weight_name}.{part}") for part in ("codes", "scale"))
+                merged_params[weight_name] = FORMATS[self.base].decode(codes, scale)
+        for name in params:
             if name.endswith(suffix):
                 layer_name = name.removesuffix(suffix)
                 product = params[name] @ params[f"{layer_name}.lora.b"]
-                merged_params[f"{layer_name}.weight"] = params[f"{layer_name}.weight"] + self.scale * product
+                merged_params[f"{layer_name}.weight"] += self.scale * product
         return merged_params

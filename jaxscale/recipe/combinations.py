@@ -122,6 +122,11 @@ RULES: tuple[Rule, ...] = (
         requests.combination(requests.split_weights, requests.plan_field("reduce", "float32")),
         "gradients of bfloat16 weights are bfloat16; leave reduce out, or take state.master float32",
     ),
+    Rule(
+        requests.combination(requests.plan_field("matmul", "fp8", "int8", "int4"), requests.few_bit_base),
+        "the recipe would round weights that are rounded already, and check a gradient of the weights, of which there "
+        "is none; leave matmul out, or take a base in the precision of the plan",
+    ),
     # host memory
     Rule(
         requests.request_unless(requests.gradients_host, lambda facts: facts.plan.offload.weights == "host"),

@@ -196,6 +196,11 @@ frozen_parameters = request_when(
     "train {experiment.train}", lambda facts: facts.experiment is not None and facts.experiment.train is not None
 )
 """Parameters that are not trained."""
+few_bit_base = request_when(
+    "a base in {experiment.model.few_bits}",
+    lambda facts: facts.experiment is not None and getattr(facts.experiment.model, "few_bits", None) is not None,
+)
+"""A model whose weights that are not trained are stored in few bits."""
 loss_over_batch = request_when(
     "a loss over the whole batch",
     lambda facts: facts.experiment is not None and ModelTraits.of(facts.experiment.model).over == "batch",

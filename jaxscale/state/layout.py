@@ -15,6 +15,7 @@ from jax.tree_util import KeyPath
 
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
+from jaxscale.lowbit.few_bit_weight import FORMATS
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantized import map_params
 from jaxscale.model_traits import ModelTraits
@@ -23,6 +24,7 @@ from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import Placement, placement, split_further, stacked_over
+from jaxscale.state.few_bit_loading import encoded_arrays
 from jaxscale.state.pure_model import LazyArray, PureModel, in_groups
 from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
@@ -296,6 +298,20 @@ class Layout:
                     f"{device_count} devices would repeat the same work; use data or fsdp instead"
                 )
 
+    def check_blocks_split(self, pure_model: PureModel) -> None:
+        """Refuse a mesh that splits the inputs of a weight in few bits, but cannot split the weight's blocks evenly."""
+        for name, weight in pure_model.few_bit_weights.items():
+            in_axes = self.rules.axes(weight.axes[0])
+            shard_count = math.prod(self.mesh.shape[axis] for axis in in_axes)
+            if weight.shape[-2] // weight.block % shard_count:
+                smaller = FORMATS[weight.format].block_of(weight.shape[-2] // shard_count, weight.block)
+                advice = f"take base_block {smaller}, or " if smaller else "take "
+                raise UserError(
+                    f"mesh {self.plan.mesh}: {name} has {weight.shape[-2]} inputs in blocks of {weight.block} that "
+                    f"share a scale, and {weight.shape[-2] // weight.block} blocks cannot be split evenly over "
+                    f"{shard_count} devices; {advice}fewer devices along {' and '.join(in_axes)}"
+                )
+
     def check_zero_used(self, optimizer: optax.GradientTransformation) -> None:
         """Refuse a ZeRO stage that splits nothing, because such a stage has no effect."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
@@ -381,14 +397,26 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
     Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created sharded, so that
     no device holds all of it.
     """
-    params, model_state = jax.jit(
-        pure_model.create, out_shardings=(layout.master_shardings, layout.state_shardings.rest)
-    )()
     load = getattr(pure_model.model, "initial_params", None)
-    if load is None:
-        return params, model_state
+    loaded_arrays: dict[str, LazyArray] = {}
+    if load is not None:
+        file_arrays = named_leaves(pure_model.in_rows(in_groups(load(), pure_model.group_depths)))
+        loaded_arrays = encoded_arrays(pure_model, file_arrays)
 
-    def place_array(array: LazyArray, abstract: Array, sharding: Sharding) -> Array:
+    def without_loaded(tree: PyTree) -> PyTree:
+        """Return a tree with `None` for the parameters that are loaded: what fills their place is never computed."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: None if path_name(path) in loaded_arrays else leaf, tree
+        )
+
+    abstract_weights = jax.eval_shape(pure_model.create)
+    shardings = (layout.master_shardings, layout.state_shardings.rest)
+    drawn_weights = jax.jit(
+        lambda: tuple(map(without_loaded, pure_model.create())), out_shardings=tuple(map(without_loaded, shardings))
+    )()
+    drawn_leaves = [named_leaves(tree) for tree in drawn_weights]
+
+    def place_array(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
         """Put a host array on the devices shard by shard; dims that are padded in the model get zeros."""
         padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
         padded_array = np.pad(np.asarray(array), padding) if array.shape != abstract.shape else array
@@ -396,19 +424,20 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
             abstract.shape, sharding, lambda index: np.asarray(padded_array[index or ()], abstract.dtype)
         )
 
-    loaded_arrays = named_leaves(pure_model.in_rows(in_groups(load(), pure_model.group_depths)))
+    def weights_of(abstract: PyTree, sharding_tree: Shardings, drawn_by_name: dict[str, Array]) -> Params:
+        """Return a tree of arrays: loaded ones, and adapters and state that is no parameter, which are drawn."""
 
-    def loaded_leaf(path: KeyPath, drawn_array: Array) -> Array:
-        """Return the loaded array of a parameter; adapters, and state that is no parameter, keep their drawn array."""
-        name = path_name(path)
-        array = loaded_arrays.pop(name, None)
-        if array is not None:
-            return place_array(array, drawn_array, drawn_array.sharding)
-        is_param = name in layout.placements or name in pure_model.frozen
-        assert not is_param or "lora" in name.split("/"), f"{name} was not loaded"
-        return drawn_array
+        def leaf_of(path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+            name = path_name(path)
+            if name in loaded_arrays:
+                return place_array(loaded_arrays.pop(name), leaf, sharding)
+            is_param = name in layout.placements or name in pure_model.frozen
+            assert load is None or not is_param or "lora" in name.split("/"), f"{name} was not loaded"
+            return drawn_by_name[name]
 
-    params, model_state = (jax.tree_util.tree_map_with_path(loaded_leaf, tree) for tree in (params, model_state))
+        return jax.tree_util.tree_map_with_path(leaf_of, abstract, sharding_tree)
+
+    params, model_state = map(weights_of, abstract_weights, shardings, drawn_leaves)
     assert not loaded_arrays, f"loaded, but no parameters: {', '.join(loaded_arrays)}"
     return params, model_state
 

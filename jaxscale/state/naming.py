@@ -134,7 +134,8 @@ class Naming:
         name = path_name(path)
         if name not in self.pure_model.frozen:
             return part_of_whole(f"{prefix}/{name}", leaf)
-        return dataclasses.replace(self.part_of_param("params", path, name, leaf), dtype=np.dtype(np.float32))
+        dtype = np.dtype(np.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else None  # `None` keeps codes
+        return dataclasses.replace(self.part_of_param("params", path, name, leaf), dtype=dtype)
 
     def with_replica_dim(
         self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]

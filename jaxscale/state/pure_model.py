@@ -7,6 +7,7 @@ definition of the module.
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import NoReturn, Protocol, TypeAlias, runtime_checkable
@@ -22,8 +23,9 @@ from jaxscale import blocks
 from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain, Stack, group_name, in_one_stack
+from jaxscale.lowbit.few_bit_weight import FewBitWeight, StoredParam
 from jaxscale.model_traits import TensorDims
-from jaxscale.trees import count, path_name
+from jaxscale.trees import count, named_leaves, path_name
 from jaxscale.typing import Array, Params
 
 AxisNames = tuple[str | None, ...]
@@ -76,6 +78,8 @@ class PureModel:
             them whole, as before this dim was known.
         of_blocks: names of the parameters of blocks that the plan runs: those of a `Stack` or a `Chain`, or of a scan
             over blocks in a foreign module.
+        few_bit_weights: the frozen weights in few bits, by name, as abstract modules; the names of their codes and
+            scales are "NAME/codes" and "NAME/scale".
     """
 
     model: Model
@@ -96,6 +100,7 @@ class PureModel:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unnamed_stacks: frozenset[str] = frozenset()
     of_blocks: frozenset[str] = frozenset()
+    few_bit_weights: Mapping[str, FewBitWeight] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -129,6 +134,11 @@ class PureModel:
         _check_names_and_types(param_state, frozen_state, rest_state)
         if not param_state:
             _refuse_train(train, frozen_state)
+        few_bit_weights = {
+            "/".join(map(str, path)): node
+            for path, node in nnx.iter_graph(abstract_module)
+            if isinstance(node, FewBitWeight)
+        }
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
         stack_prefixes, chain_prefixes = _block_prefixes(abstract_module)
@@ -176,6 +186,7 @@ class PureModel:
             },
             unnamed_stacks=frozenset(unnamed_stacks),
             of_blocks=frozenset(names_of_blocks),
+            few_bit_weights=few_bit_weights,
         )
         if not layer_of_row:
             return pure_model
@@ -202,6 +213,15 @@ class PureModel:
     def parameters(self) -> int:
         """Number of trained numbers: the elements of all parameters."""
         return count(self.abstract_module_params)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Number of numbers that are not trained; those of a weight in few bits are its dequantized numbers."""
+        stored_names = {f"{name}/{part}" for name in self.few_bit_weights for part in ("codes", "scale")}
+        leaf_by_name = named_leaves(self.abstract_model_state)
+        return sum(math.prod(leaf_by_name[name].shape) for name in self.frozen - stored_names) + sum(
+            math.prod(weight.shape) for weight in self.few_bit_weights.values()
+        )
 
     @functools.cached_property
     def statistics(self) -> tuple[str, ...]:
@@ -308,10 +328,11 @@ def _variable_type(variable: nnx.Variable) -> type[nnx.Variable]:
 
 def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:
     """Return parameters that are not trained, in their dtype, and other state, as one nested dict."""
+    stored_state, cast_state = nnx.split_state(frozen_state, StoredParam, ...)
     frozen_params = jax.tree.map(
-        lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, frozen_state
+        lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, cast_state
     )
-    return nnx.to_pure_dict(nnx.merge_state(frozen_params, rest_state))
+    return nnx.to_pure_dict(nnx.merge_state(frozen_params, stored_state, rest_state))
 
 
 def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
@@ -342,6 +363,11 @@ def _check_names_and_types(param_state: nnx.State, *other_states: nnx.State) -> 
             )
         path_by_name[name] = path
     for path, variable in nnx.to_flat_state(param_state):
+        if issubclass(getattr(variable, "type", type(variable)), StoredParam):
+            raise UserError(
+                f"optimizer.train: the pattern is found in {'/'.join(map(str, path))}, but a weight in few bits is not "
+                "trained; name the adapters and other parameters alone, such as 'lora|head', or leave base out"
+            )
         for leaf in jax.tree.leaves(variable):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 continue

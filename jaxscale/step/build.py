@@ -47,7 +47,7 @@ from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decisio
 from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_kinds, describe_state
-from jaxscale.trees import named_leaves
+from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import Array, Bool
 
 
@@ -165,6 +165,7 @@ class Assembly:
         """
         experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
         layout.check_axes_used(experiment.model)
+        layout.check_blocks_split(self.pure_model)
         layout.check_zero_used(self.update.clipped_rule)
         check_effect(experiment, layout)
         if plan.offload.any:
@@ -278,13 +279,22 @@ def describe_frozen(pure_model: PureModel) -> list[str]:
     if not pure_model.frozen:
         return []
     names = list(named_leaves(pure_model.abstract_params))
-    frozen_leaves = named_leaves(pure_model.abstract_model_state)
-    frozen_count = sum(math.prod(frozen_leaves[name].shape) for name in pure_model.frozen)
+    parameter_count = pure_model.parameters + pure_model.frozen_parameters
     more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return [
-        f"train {pure_model.train}: {pure_model.parameters:,} of {pure_model.parameters + frozen_count:,} parameters, "
+    lines = [
+        f"train {pure_model.train}: {pure_model.parameters:,} of {parameter_count:,} parameters, "
         f"in {', '.join(names[:4])}{more_text}; the others are kept as they are, in {pure_model.frozen_dtype}"
     ]
+    weights = pure_model.few_bit_weights.values()
+    if weights:
+        number_count = sum(math.prod(weight.shape) for weight in weights)
+        byte_count = sum(leaf_bytes(array) for weight in weights for array in (weight.codes, weight.scale))
+        formats_text = " and ".join(sorted({weight.format for weight in weights}))
+        lines.append(
+            f"base {formats_text}: {number_count:,} parameters that are not trained are in few bits, at "
+            f"{byte_count / number_count:.2f} bytes each with their scales"
+        )
+    return lines
 
 
 def _update_shared_weights(

@@ -32,6 +32,7 @@ ONE_BIT, FOREIGN = (
 )
 CONTRASTIVE = experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification(), over="batch"))
 ADAPTED = experiment(model=LoRA(Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), rank=2))
+FEW_BITS = experiment(model=LoRA(Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), rank=2, base="nf4"))
 AVERAGED = Experiment("rules", Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), None, Optimizer(ema=0.9))
 REPLICAS = "mesh=replica:2 "
 UNLIKE = {"has_unlike_blocks": True}
@@ -46,6 +47,7 @@ EXAMPLES = (
     ("reduce=bfloat16", {}, "add precision bfloat16"),
     ("master=split", {}, "but precision is float32"),
     ("master=split precision=bfloat16 reduce=float32", {}, "leave reduce out"),
+    ("matmul=int8", {"experiment": FEW_BITS}, "take a base in the precision of the plan"),
     ("gradients=host", {}, "add offload.weights host"),
     ("gradients=host weights=host microbatches=2", {}, "microbatches 1"),
     ("gradients=host weights=host pipeline=1f1b:2x4", {}, "leave the pipeline out"),

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import jaxscale as jx
 from jaxscale.blocks import Context
 from jaxscale.checkpoint.export import export
+from jaxscale.lowbit.few_bit_weight import FORMATS
 from jaxscale.models import LoRA, Pretrained
 from jaxscale.models.huggingface import load
 from jaxscale.training.evaluate import evaluate
@@ -30,10 +32,10 @@ def run_of(tmp_path_factory):
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 50)
 
     @functools.cache
-    def run(name: str, plan: jx.Plan, stop_after: int | None = None) -> Path:
+    def run(name: str, plan: jx.Plan, stop_after: int | None = None, base: str | None = None) -> Path:
         experiment = jx.Experiment(
             name="adapters",
-            model=LoRA(Pretrained(GOLDEN / "llama"), rank=4),
+            model=LoRA(Pretrained(GOLDEN / "llama"), rank=4, base=base),
             data=jx.data.Text(folder / "text.txt", tokenizer="char", context=16),
             optimizer=jx.Optimizer(learning_rate=1e-2),
             steps=6,
@@ -93,3 +95,35 @@ def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
     original = jx.Experiment("first", Pretrained(GOLDEN / "vit"), None, steps=1, batch=8)
     step = jx.build(original, jx.Plan(mesh="1"))
     assert abs(original.model.loss(step.module(step.init()), batch, Context()).total - found.total) > 1e-2
+
+
+def test_a_base_in_few_bits_is_the_folders_and_goes_through_a_whole_run(run_of, tmp_path):
+    run = jx.Run.open(run_of("few bits", jx.Plan(mesh="1"), base="nf4"))
+    frozen, nf4, stored_names = dict(flat(run.state.rest)), FORMATS["nf4"], set()
+    for path, array in flat(load(GOLDEN / "llama")[1]):
+        numbers = jnp.asarray(array[...], jnp.float32)
+        if path in frozen:
+            np.testing.assert_array_equal(np.asarray(frozen[path]), numbers)
+            continue
+        stored_names.add(path.rsplit("/", 2)[1])
+        block = nf4.block_of(numbers.shape[-2], 64)
+        for part, expected in zip(("codes", "scale"), nf4.encode(numbers, block), strict=True):
+            np.testing.assert_array_equal(frozen[f"{path}/{part}"], expected)
+    assert stored_names == {"q", "k", "v", "out", "up", "gate", "down"}
+
+    plan = jx.Plan(mesh="1")
+    run_of("few bits, cut", plan, stop_after=3, base="nf4")
+    continued = jx.Run.open(run_of("few bits, cut", plan, base="nf4"))
+    assert continued.step == 6
+    pairs = zip(jax.tree.leaves(continued.state.params), jax.tree.leaves(run.state.params), strict=True)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
+    assert evaluate(run.dir)["loss"] == pytest.approx(run.held_out_loss, rel=1e-6)
+    assert len(run.generate("the", tokens=4)) >= 4
+
+    merged = jx.Experiment("merged", Pretrained(export(run.dir, tmp_path / "merged")), None, steps=1, batch=8)
+    step = jx.build(merged, jx.Plan(mesh="1"))
+    tokens = jnp.arange(8 * 16, dtype=jnp.int32).reshape(8, 16) % 30
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
+    expected = run.experiment.model.loss(run.module, batch, Context())
+    loss = merged.model.loss(step.module(step.init()), batch, Context())
+    np.testing.assert_allclose(loss.total, expected.total, rtol=1e-5)

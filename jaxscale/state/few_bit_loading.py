@@ -1,0 +1,87 @@
+"""Codes and scales of the weights of a file, which are computed matrix by matrix when they are placed on devices."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxscale.lowbit.few_bit_weight import FORMATS, FewBitWeight
+from jaxscale.state.pure_model import LayerIndex, LazyArray, PureModel
+from jaxscale.typing import Array
+
+EncodedPart = Literal["codes", "scale"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedArray:
+    """The codes or the scales of an array; the layers that an index selects are read and encoded one by one.
+
+    Args:
+        array: the float weight (*L, I, O).
+        format: key of `FORMATS`.
+        block: number of inputs that share a scale.
+        part: which of the two arrays this is.
+
+    Example:
+        >>> codes = EncodedArray(np.ones((3, 16, 2), np.float32), "int8", 8, "codes")
+        >>> codes.shape, codes[1:2, :1].tolist()[0][0][0]
+        ((3, 2, 8, 2), [127, 127])
+    """
+
+    array: LazyArray
+    format: str
+    block: int
+    part: EncodedPart
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the codes or of the scales."""
+        *layer_shape, in_size, out_size = self.array.shape
+        block_bytes = (self.block // FORMATS[self.format].codes_per_byte,) if self.part == "codes" else ()
+        return (*layer_shape, in_size // self.block, *block_bytes, out_size)
+
+    def __getitem__(self, index: LayerIndex) -> np.ndarray:
+        given_slices = index if isinstance(index, tuple) else (index,)
+        slices = (*given_slices, *(slice(None),) * (len(self.shape) - len(given_slices)))
+        layer_dim_count = len(self.array.shape) - 2
+        layer_slices, (block_slice, *byte_slices, out_slice) = slices[:layer_dim_count], slices[layer_dim_count:]
+        first, last, _ = block_slice.indices(self.shape[layer_dim_count])
+        of_layer = (slice(first * self.block, last * self.block), out_slice)
+        if not layer_slices:
+            return self._encoded(self.array[of_layer])[(slice(None), *byte_slices)]
+        layers = range(self.shape[0])[layer_slices[0]]
+        matrices = (self.array[(slice(layer, layer + 1), *of_layer)] for layer in layers)
+        return np.stack([self._encoded(matrix[0])[(slice(None), *byte_slices)] for matrix in matrices])
+
+    def _encoded(self, matrix: np.ndarray | Array) -> np.ndarray:
+        """Return the codes or the scales of a matrix."""
+        return np.asarray(_encode(matrix, self.format, self.block, self.part))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _encode(matrix: Array, format: str, block: int, part: EncodedPart) -> Array:
+    """Return the codes or the scales of a matrix."""
+    codes, scale = FORMATS[format].encode(matrix, block)
+    return codes if part == "codes" else scale
+
+
+def encoded_arrays(pure_model: PureModel, array_by_name: dict[str, LazyArray]) -> dict[str, LazyArray]:
+    """Return arrays of a file by name, with the codes and scales of those weights that the model has in few bits.
+
+    Args:
+        pure_model: the model as pure functions.
+        array_by_name: the arrays of the file, with the names and shapes of float parameters.
+    """
+
+    def encoded(name: str, array: LazyArray, weight: FewBitWeight) -> dict[str, LazyArray]:
+        """Return the codes and the scales of one weight by name."""
+        part_fn = functools.partial(EncodedArray, array, weight.format, weight.block)
+        return {f"{name}/codes": part_fn("codes"), f"{name}/scale": part_fn("scale")}
+
+    arrays: dict[str, LazyArray] = {}
+    for name, array in array_by_name.items():
+        weight = pure_model.few_bit_weights.get(name)
+        arrays |= {name: array} if weight is None else encoded(name, array, weight)
+    return arrays
