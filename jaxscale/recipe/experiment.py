@@ -153,6 +153,7 @@ class Experiment:
     plan: Plan = Plan()
 
     def __post_init__(self) -> None:
+        _refuse_parts_of_others(self)
         _check(self, "", steps=1, batch=1, seed=0)
         if self.data is not None and not hasattr(self.data, "open"):
             from jaxscale.data.stream import as_data
@@ -173,6 +174,26 @@ class Experiment:
     def train(self) -> str | None:
         """Which parameters are trained: the optimizer's setting, or else the model's; `None` for all."""
         return self.optimizer.train or getattr(self.model, "train", None)
+
+
+def _refuse_parts_of_others(experiment: Experiment) -> None:
+    """Refuse a module of Flax as the model and an optax transformation as the optimizer, and name what takes them."""
+    model, optimizer = experiment.model, experiment.optimizer
+    model_class = model if isinstance(model, type) else type(model)
+    is_module = any(cls.__module__.startswith("flax.") and cls.__name__ == "Module" for cls in model_class.__mro__)
+    if is_module:
+        name = model_class.__qualname__
+        got = f"the class {name}" if isinstance(model, type) else f"a {name}"
+        raise UserError(
+            f"model: got {got}, which is a module of Flax, expected a model such as ForeignModel(make=lambda rngs: "
+            f"{name}(rngs=rngs), score=...), which makes the module",
+            page="start/own_model",
+        )
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        raise UserError(
+            "optimizer: got an optax transformation, expected an Optimizer, such as Optimizer(custom=lambda rate: "
+            "optax.adam(rate))"
+        )
 
 
 def plan_of(experiment: Any, plan: Any) -> Plan:

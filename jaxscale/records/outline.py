@@ -53,6 +53,9 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
         raise UserError(f"{path}{line_text} is not Python: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     bound_names = {*functions, *(name for node in tree.body for name in _bound_names(node))}
+    for node in tree.body:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "experiment":
+            raise UserError(f"{path}, line {node.lineno}: experiment is an async function, expected def experiment()")
     if "experiment" not in bound_names:
         hint = near_miss("experiment", bound_names)
         raise UserError(f"{path} has no experiment(): define a function experiment that returns an Experiment{hint}")

@@ -39,6 +39,7 @@ from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_b
 from jaxscale.step.coupling import Coupling
 from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
 from jaxscale.step.host import describe
+from jaxscale.step.leaks import explaining_leaks
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
@@ -417,7 +418,8 @@ class TrainStep:
         if not self._is_loss_checked:  # before the first step
             self._coupling.check(lambda: self.module(state), batch)
             self._is_loss_checked = True
-        run_step = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
+        step_fn = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
+        run_step = explaining_leaks(step_fn, self.experiment.model)
         if self.meetings is None:
             return run_step(state, batch)
         step = self.meetings.step_after(state)  # before the step, which donates the state

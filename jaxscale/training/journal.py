@@ -65,9 +65,10 @@ class Journal:
         seconds = {phase: round(value, 3) for phase, value in beat.seconds_by_phase.items()}
         self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds)
 
-    def _report_failure(self, step: int, callback: str, error: str) -> None:
+    def _report_failure(self, step: int, callback: str, error: str, place: str) -> None:
         """Show and log that a callback failed after a step."""
-        self.say(f"the callback {callback} failed after step {step} and is not called again: {error}")
+        place_text = f" ({place.removesuffix(': ')})" if place else ""
+        self.say(f"the callback {callback} failed after step {step} and is not called again: {error}{place_text}")
         self.log_event(step, "callback_failed", callback=callback, error=error)
 
     def report(self, kind: EventKind, step: int, values: Mapping[str, float]) -> None:

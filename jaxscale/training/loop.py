@@ -32,6 +32,7 @@ from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
+from jaxscale.training.causes import Causes, warn_of_no_gradient
 from jaxscale.training.check_data import check_data, open_data
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
@@ -45,6 +46,7 @@ from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
 from jaxscale.values.byte_sizes import limit_bytes
+from jaxscale.values.user_frames import add_place
 
 if TYPE_CHECKING:
     from jaxscale.models.metrics import Metric
@@ -135,6 +137,7 @@ def train(
             return training.run()
     except BaseException as error:
         heartbeat.fail(error)
+        add_place(error)
         raise
     finally:
         heartbeat.stop()
@@ -171,6 +174,7 @@ class _Training:
         checkpoints: the run's checkpoints.
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
+        causes: finds why a step was skipped.
         stuck_watch: ends the process if a step waits for the devices without end.
         is_cpu: whether the devices are CPU devices.
     """
@@ -358,7 +362,7 @@ class _Training:
                 if self.earlier is not None:
                     self._write_values()
                 compile_step(self.step, batch, self.journal, self.updates, self.device_limit)
-                self.meter = self._start_meter(batch)
+                self.meter, self.causes = self._start_meter(batch), Causes(self.step)
                 self.stop.is_early = False  # from now on there is something to save
                 self._stop_before_first_step()
                 start_time = time.monotonic()
@@ -379,7 +383,7 @@ class _Training:
         heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()
-        endings.check_skipped(self.folder, self.updates, self.skip_count)
+        endings.check_skipped(self.folder, self.updates, self.skip_count, self.causes.text)
         live_state = {"train_step": self.step, "state": state, "data": self.data}
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
 
@@ -403,6 +407,7 @@ class _Training:
             with heartbeat.awaiting():
                 state, metrics = self.step(state, batch)
             self.updates += 1
+            self.causes.note(self.updates, batch, state)
             data_state = self.data_state
             if self.updates < self.experiment.steps:
                 with heartbeat.in_phase("data"):
@@ -470,17 +475,18 @@ class _Training:
         self.tokens += step_tokens
         self.meter.add(step_tokens)
         self.journal.report("step", step, scalars)
+        warn_of_no_gradient(step, scalars, self.experiment.model)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
             skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skip_count}
-            self.journal.log_event(step, "skipped", **skip_fields)
+            self.journal.log_event(step, "skipped", **skip_fields, **self.causes.of_step(step, scalars))
         if step % self.log_every == 0 or step == self.experiment.steps:
             # only a gradient codec reports the last two
             names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
             row = {name: scalars[name] for name in names if name in scalars}
             self.journal.log_step(step, row | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
-            endings.stop_diverged(self.journal, self.checkpoints, step, scalars)
+            endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes.text)
 
     def _stop_before_first_step(self) -> None:
         """Stop the run if any process has received a signal."""
