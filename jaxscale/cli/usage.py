@@ -24,7 +24,7 @@ def show_all() -> None:
     lines = ["usage: jaxscale COMMAND ...", "", "Train models on JAX: your model, your platform, every technique.", ""]
     lines += [f"  {name:{width}}  {_first_line(command_class)}" for name, command_class in COMMANDS.items()]
     lines += ["", "  jaxscale COMMAND --help shows a command's flags and their defaults.", "", "First steps:"]
-    lines += ["  jaxscale train experiments/shakespeare.py --steps 200"]
+    lines += ["  jaxscale train shakespeare --steps 200"]
     lines += ['  jaxscale generate runs/shakespeare --prompt "ROMEO:"']
     print("\n".join(lines))
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
+from jaxscale.values.short_repr import short_repr
 from jaxscale.values.user_frames import place_of
 
 _STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
@@ -54,6 +56,8 @@ class Stream:
 
     batches: Any
     held_out: Any = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -335,5 +339,14 @@ def as_data(source: Any) -> Any:
         return Stream(source)
     raise UserError(
         f"data: got {reprlib.repr(source)}, expected data such as jaxscale.data.Text, a dict of arrays, or an "
-        "iterable of batches"
+        f"iterable of batches{_advice_on_path(source)}"
     )
+
+
+def _advice_on_path(source: Any) -> str:
+    """Return which data reads the file or folder of a path, as the end of a message; "" if it is no path."""
+    if not isinstance(source, str | Path):
+        return ""
+    suffix = Path(source).suffix
+    kind = "Images" if suffix == ".npz" else "ImageFolder" if not suffix else "Text"
+    return f": jaxscale.data.{kind}({str(source)!r}) reads a path"

@@ -36,6 +36,7 @@ from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
+from jaxscale.values.short_repr import short_repr
 from jaxscale.values.user_frames import place_of
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
@@ -71,6 +72,8 @@ class CrossEntropy:
     inputs: str
     labels: str
     smoothing: float = 0.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -165,6 +168,8 @@ class ForeignModel:
 
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if isinstance(self.over, str) and self.over not in ("rows", "batch"):

@@ -11,6 +11,7 @@ from jaxscale.errors import UserError
 from jaxscale.layers.lora import add_adapters
 from jaxscale.typing import Array, Batch
 from jaxscale.values import check_types
+from jaxscale.values.short_repr import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,8 @@ class LoRA:
 
     train = "lora"
     """What `Experiment.train` is if the optimizer does not specify it."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

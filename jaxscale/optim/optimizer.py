@@ -13,6 +13,7 @@ from jaxscale.errors import UserError
 from jaxscale.optim.rules import RULES, RuleSettings, freeze_step
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
+from jaxscale.values.short_repr import short_repr
 from jaxscale.values.user_frames import place_of
 
 Name = Literal[
@@ -128,6 +129,8 @@ class Optimizer:
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
     train: str | None = None
     ema: float | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if hasattr(self.custom, "init") and hasattr(self.custom, "update"):

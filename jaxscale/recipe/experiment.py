@@ -10,6 +10,7 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
 from jaxscale.values.limits import MAX_INT32, MAX_INT64, MAX_NAME_BYTES, check_at_most
+from jaxscale.values.short_repr import short_repr
 
 
 def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **minima: int) -> None:
@@ -43,6 +44,8 @@ class Evaluation:
     every: int = 250
     batches: int | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _check(self, "evaluation", every=0, batches=1)
 
@@ -62,6 +65,8 @@ class Samples:
     prompts: tuple[str, ...] = ("\n",)
     tokens: int = 200
     temperature: float = 0.8
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         _check(self, "samples", every=0, tokens=1, temperature=0)
@@ -92,6 +97,8 @@ class Checkpointing:
     best: bool = True
     memory_every: int = 0
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _check(self, "checkpoint", every=0, minutes=0, keep=1, memory_every=0)
 
@@ -115,6 +122,8 @@ class Guard:
     update: float = 100.0
     patience: int = 20
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _check(self, "guard", spike=0, warmup=0, update=0, patience=1)
 
@@ -128,7 +137,7 @@ class Experiment:
         model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
         data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
             iterable of batches for `data.Stream`.
-        optimizer: the optimizer and its schedule.
+        optimizer: the optimizer and its schedule; a name such as "muon" stands for `Optimizer("muon")`.
         steps: number of updates.
         batch: number of rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
@@ -152,8 +161,12 @@ class Experiment:
     guard: Guard = Guard()
     plan: Plan = Plan()
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _refuse_parts_of_others(self)
+        if isinstance(self.optimizer, str):
+            object.__setattr__(self, "optimizer", Optimizer(self.optimizer))  # pyright: ignore[reportArgumentType]
         _check(self, "", steps=1, batch=1, seed=0)
         if self.data is not None and not hasattr(self.data, "open"):
             from jaxscale.data.stream import as_data

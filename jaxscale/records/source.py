@@ -181,7 +181,7 @@ def load_file(
     """Run an experiment file, and return its experiment and its source.
 
     Args:
-        path: the experiment file.
+        path: the experiment file, or the name of an example of the package, such as "shakespeare".
         variant: name of one of the file's `VARIANTS`; `None` runs `experiment()`.
         overrides: new values of fields, as texts, by the fields' dotted paths, such as `{"model.embed": "256"}`. The
             overrides are applied after `plan`.

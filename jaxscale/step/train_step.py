@@ -32,6 +32,7 @@ from jaxscale.state.canonical import Canonical
 from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
+from jaxscale.state.leaks import explaining_leaks
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
@@ -39,7 +40,6 @@ from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_b
 from jaxscale.step.coupling import Coupling
 from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
 from jaxscale.step.host import describe
-from jaxscale.step.leaks import explaining_leaks
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas

@@ -27,12 +27,12 @@ from jaxscale.records.processes import (
     process_index,
     wait_for_all,
 )
+from jaxscale.records.skip_causes import Causes, warn_of_no_gradient
 from jaxscale.records.source import Source
 from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
-from jaxscale.training.causes import Causes, warn_of_no_gradient
 from jaxscale.training.check_data import check_data, open_data
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
