@@ -1,4 +1,4 @@
-"""The error of a step whose model keeps an array of one trace and reads it in another."""
+"""Errors of a compiled step: an array of one trace that another reads, and a state that an earlier step has used up."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -12,9 +12,10 @@ R = TypeVar("R")
 
 
 def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
-    """Return a compiled function whose error about a kept array of a trace says what to change.
+    """Return a compiled function whose errors about its arrays say what to change.
 
-    JAX turns such an array into one more input of the program, which nobody passes.
+    JAX turns an array of another trace into one more input of the program, which nobody passes. A donated state is
+    deleted.
 
     Args:
         run: the compiled function.
@@ -24,6 +25,14 @@ def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
     def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return run(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if "donated" not in str(error) or "delete" not in str(error):
+                raise
+            raise UserError(
+                "the state was donated to an earlier step, which deletes its arrays: pass the state that this step "
+                "returned, as in state, metrics = step(state, batch)",
+                page="start/own_loop",
+            ) from error
         except TypeError as error:
             if "Computation compiled for" not in str(error):
                 raise
