@@ -414,7 +414,7 @@ class TrainStep:
             is the root of the mean square of the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
         """
         if self._is_serial:
-            jax.block_until_ready(state.watch)
+            explaining_leaks(jax.block_until_ready, self.experiment.model)(state.watch)
         if not self._is_loss_checked:  # before the first step
             self._coupling.check(lambda: self.module(state), batch)
             self._is_loss_checked = True
