@@ -73,8 +73,8 @@ def _check_like(start: str, new_tree: Any, old_name: str, old_tree: Any) -> None
 def try_rule(custom: Callable[[Callable[[Any], Any]], Any], rate: Callable[[Any], Any]) -> None:
     """Refuse a rule whose first updates are not finite, and warn of one that goes up the gradient.
 
-    The rule updates weights of ones by gradients of 0.5, twice. One that needs the model's parameters is not tried, and
-    one that returns the gradients leaves this weight to another rule, as `optax.masked` does.
+    The rule updates weights of ones by gradients of 0.5 and 2, twice. One that needs the model's parameters is not
+    tried. Updates in proportion to the gradients are no reason to warn: a rule with `optax.masked` passes them on.
 
     Args:
         custom: the user's function of a schedule that returns the rule.
@@ -88,20 +88,22 @@ numbers: is its learning rate finite at step 0?
     """
 
     @jax.jit
-    def two_updates() -> tuple[Any, Any]:
+    def two_updates() -> tuple[Any, ...]:
         params: Any = {"weight": jnp.ones((4, 4))}
-        gradients: Any = {"weight": jnp.full((4, 4), 0.5)}
+        gradients: Any = {"weight": jnp.full((4, 4), 0.5).at[2:].set(2.0)}
         rule = optax.with_extra_args_support(custom(rate))
-        state, sums = rule.init(params), []
+        state, sums, ratios = rule.init(params), [], []
         for _ in range(2):
             updates, state = rule.update(gradients, state, params, value=1.0)
-            sums.append(jnp.sum(updates["weight"]))  # pyright: ignore[reportIndexIssue,reportArgumentType,reportCallIssue]
-        return tuple(sums)
+            update: Any = updates["weight"]  # pyright: ignore[reportIndexIssue,reportArgumentType,reportCallIssue]
+            sums.append(update.sum())
+            ratios.append(update[0, 0] / 0.5 - update[2, 0] / 2.0)
+        return (*sums, jnp.abs(jnp.asarray(ratios)).max())
 
     try:
         with step_loss(1.0), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            first, second = map(float, two_updates())
+            first, second, ratio_difference = map(float, two_updates())
     except Exception:  # it needs the model's parameters; a mistake in it is reported where the step is traced
         return
     name = f"{place_of(custom)}optimizer.custom"
@@ -111,7 +113,8 @@ numbers: is its learning rate finite at step 0?
                 f"{name}: the {index} update for gradients of 0.5 is {total}, expected finite numbers: is its "
                 f"learning rate finite at step {0 if index == 'first' else 1}?"
             )
-    if min(first, second) >= 0 and max(first, second) > 0 and (first, second) != (8.0, 8.0):
+    is_proportional = ratio_difference < 1e-6 * max(abs(first), abs(second))
+    if min(first, second) >= 0 and max(first, second) > 0 and not is_proportional:
         warnings.warn(
             f"{name}: its updates go up the gradient, so the loss grows: is the learning rate negative, or does the "
             "rule lack optax.scale_by_learning_rate(rate)?",
