@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxscale
+from jaxscale.records.examples import example_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxscale", "pallas_kernels")
@@ -45,8 +46,11 @@ def test_the_wheel_holds_every_file_of_both_packages_and_no_other(site: Path) ->
         return {str(path.relative_to(root)) for path in found if "__pycache__" not in path.parts}
 
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    examples = {f"{name}.py" for name in example_names()}
+    data = {"data/README.md", "data/digits.npz", "data/shakespeare.txt", "data/tokenizer_8k.json"}
     assert files(site) == files(ROOT) | {
-        f"jaxscale/_pages/{page}" for page in pages if not page.startswith(("api/", "build/"))
+        *(f"jaxscale/_pages/{page}" for page in pages if not page.startswith(("api/", "build/"))),
+        *(f"jaxscale/_experiments/{file}" for file in examples | data),
     }
     assert {"jaxscale/report/report.css", "jaxscale/report/report.js"} <= files(site), "what the report reads"
     assert {path.name for path in site.iterdir()} == {*PACKAGES, f"jaxscale-{jaxscale.__version__}.dist-info"}
@@ -67,6 +71,20 @@ assert len(loaded) > 20 and all(site in pathlib.Path(file).parents for file in l
 """,
     )
     assert said == "[]\n"
+
+
+def test_the_wheel_has_the_examples_with_their_data_by_name(site: Path) -> None:
+    said = alone(
+        site,
+        """
+import jaxscale
+for name in ("shakespeare", "experiments/digits_vit.py"):
+    experiment, source = jaxscale.load_file(name)
+    opened = experiment.data.open(4, seed=0)
+    print(experiment.name, sorted(next(opened.train())), site in pathlib.Path(source.path).parents)
+""",
+    )
+    assert said == "shakespeare ['targets', 'tokens'] True\ndigits_vit ['images', 'labels'] True\n"
 
 
 def test_the_wheel_brings_the_command(site: Path) -> None:

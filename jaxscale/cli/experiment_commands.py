@@ -26,7 +26,7 @@ class Train:
     75 interrupted and saved, 130 interrupted with nothing to save, 1 a crash.
 
     Args:
-        file: Python file that defines experiment(), such as experiments/shakespeare.py.
+        file: Python file that defines experiment(), or the name of an example, such as shakespeare.
         variant: one of the file's VARIANTS.
         out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: plan.json file to take the plan from.

@@ -20,8 +20,9 @@ from jaxscale import heartbeat
 from jaxscale.cli import arguments, user_code
 from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
-from jaxscale.errors import CRASHED, EXIT_CODES, MISTAKE, PREEMPTED, STOP_CODES, Preempted
+from jaxscale.errors import CRASHED, EXIT_CODES, MISTAKE, PREEMPTED, STOP_CODES, Preempted, UserError
 from jaxscale.records.directory import explain_file_errors, is_disk_full
+from jaxscale.values.user_frames import place_in
 
 UNREAD = 141
 
@@ -77,7 +78,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return UNREAD
     except tuple(EXIT_CODES) as error:
         heartbeat.fail(error)
-        print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
+        place = place_in(error) if isinstance(error, UserError) else ""
+        print(f"jaxscale: {place}{str(error) or 'interrupted'}", file=sys.stderr)
         code = next(code for error_type, code in EXIT_CODES.items() if isinstance(error, error_type))
         is_saved = isinstance(error, Preempted) and error.is_saved
         if code in STOP_CODES and not is_saved and argv is None:

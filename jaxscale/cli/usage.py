@@ -24,7 +24,7 @@ def show_all() -> None:
     lines = ["usage: jaxscale COMMAND ...", "", "Train models on JAX: your model, your platform, every technique.", ""]
     lines += [f"  {name:{width}}  {_first_line(command_class)}" for name, command_class in COMMANDS.items()]
     lines += ["", "  jaxscale COMMAND --help shows a command's flags and their defaults.", "", "First steps:"]
-    lines += ["  jaxscale train experiments/shakespeare.py --steps 200"]
+    lines += ["  jaxscale train shakespeare --steps 200"]
     lines += ['  jaxscale generate runs/shakespeare --prompt "ROMEO:"']
     print("\n".join(lines))
 
@@ -91,7 +91,7 @@ def _experiment_fields(record: Any) -> list[Any]:
             nested_class.__doc__ = _help_text(_first_line(type(value)) or description)
             fields.append((name, nested_class, dataclasses.field(default_factory=nested_class)))
         elif not _is_code(field_type):
-            default_text = values.spell(value)
+            default_text = getattr(value, "__qualname__", "code") if callable(value) else values.spell(value)
             metavar, note = _metavar(field_type), f"(default: {default_text})"
             argument = tyro.conf.arg(metavar=metavar, help=_help_text(description), help_behavior_hint=note)
             fields.append((name, Annotated[str, argument], dataclasses.field(default=default_text)))
@@ -99,9 +99,16 @@ def _experiment_fields(record: Any) -> list[Any]:
 
 
 def _is_code(hint: Any) -> bool:
-    """Return whether a type hint includes classes or functions, so that only an experiment file can set the field."""
-    types = (hint, *typing.get_args(hint))
-    return any((typing.get_origin(type_) or type_) in (type, collections.abc.Callable) for type_ in types)
+    """Return whether a type hint allows classes or functions alone, so that only an experiment file can set it."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = [member for member in typing.get_args(hint) if member is not type(None)] if is_union else [hint]
+    return all(
+        any(
+            (typing.get_origin(part) or part) in (type, collections.abc.Callable)
+            for part in (member, *typing.get_args(member))
+        )
+        for member in members
+    )
 
 
 def _help_text(text: str) -> str:
@@ -113,7 +120,7 @@ def _metavar(hint: Any) -> str:
     """Return the placeholder of a field's value in the help, from the type hint: a type in capitals, or literals."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
-    member_types = [member for member in typing.get_args(hint) if member is not type(None)]
+    member_types = [member for member in typing.get_args(hint) if member is not type(None) and not _is_code(member)]
     origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
         if Path in member_types and str in member_types:

@@ -6,23 +6,14 @@ the shapes of the function's arrays, and then the user's frames alone.
 
 import os
 import reprlib
-import sysconfig
 import traceback
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from jaxscale.values.user_frames import advice_on, frames_of, shown_path
 
 VARIABLE = "JAXSCALE_TRACEBACK"
 """Environment variable; with the value "full" an error keeps its whole traceback."""
-PACKAGE_FOLDERS = tuple(
-    str(folder) + os.sep
-    for folder in (
-        Path(__file__).parents[1],
-        Path(__file__).parents[2] / "pallas_kernels",
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-)
-"""Folders whose code is not the user's: jaxscale, its kernels, Python's library and installed packages."""
 
 
 def report(error: BaseException) -> str | None:
@@ -31,34 +22,19 @@ def report(error: BaseException) -> str | None:
     Args:
         error: the error, with its traceback.
     """
-    frames = _user_frames(error.__traceback__)
+    frames = frames_of(error.__traceback__)
     if not frames or os.environ.get(VARIABLE) == "full":
         return None
     frame, line = frames[-1]
-    message = f"{type(error).__name__}: {error}".partition("\n-----")[0]  # JAX adds a line on its own frames
+    text = str(error).partition("\n-----")[0]  # JAX adds a line on its own frames
+    first_line, line_break, other_lines = f"{type(error).__name__}: {text}".partition("\n")
+    message = f"{first_line.rstrip(' .')}{advice_on(error, frame)}{line_break}{other_lines}"
     entries = traceback.StackSummary.extract((frame, line) for frame, line in frames)
     return (
-        f"{_shown_path(frame)}:{line}: {message}\n"
+        f"{shown_path(frame.f_code)}:{line}: {message}\n"
         f"  in {_call_text(frame)}\n"
         f"Calls in your code, the last one at the end ({VARIABLE}=full shows all):\n{''.join(entries.format())}"
     ).rstrip()
-
-
-def _user_frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """Return the frames of the user's code in a traceback, with the number of the line that each was at."""
-    frames = []
-    while trace is not None:
-        file = os.path.abspath(trace.tb_frame.f_code.co_filename)
-        if not file.startswith(PACKAGE_FOLDERS) and os.path.exists(file):
-            frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return frames
-
-
-def _shown_path(frame: FrameType) -> str:
-    """Return the file of a frame, relative to the current folder if it is in there."""
-    file, folder = Path(frame.f_code.co_filename), Path.cwd()
-    return str(file.relative_to(folder) if file.is_relative_to(folder) else file)
 
 
 def _call_text(frame: FrameType) -> str:

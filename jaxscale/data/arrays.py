@@ -28,7 +28,8 @@ class Listed:
 def checked_batch(batch: Any, where: str) -> NumpyBatch:
     """Return a batch as NumPy arrays with the dtypes that devices have."""
     if not isinstance(batch, Mapping) or not batch:
-        raise UserError(f"{where}: got a {type(batch).__name__}, expected a dict of arrays, such as {{'x': x, 'y': y}}")
+        got_text = "an empty dict" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise UserError(f"{where}: got {got_text}, expected a dict of arrays, such as {{'x': x, 'y': y}}")
     return {name: checked_array(name, array, where) for name, array in batch.items()}
 
 
@@ -49,7 +50,13 @@ def checked_array(name: Any, array: Any, where: str) -> np.ndarray:
     Raises:
         UserError: it is not of numbers or has no rows, its name is no text, or an integer does not fit 32 bits.
     """
-    array = np.asarray(array)
+    try:
+        array = np.asarray(array)
+    except ValueError:  # lists of different lengths
+        raise UserError(
+            f"{where}: {name} has rows of different lengths, expected an array of numbers: pad the rows to one length, "
+            "and give the fillers the weight 0"
+        ) from None
     if not isinstance(name, str):
         raise UserError(f"{where}: got the name {name!r}, expected names that are texts")
     is_number = array.dtype.kind in "biuf" or array.dtype.name.startswith(("bfloat16", "float8", "int4", "uint4"))

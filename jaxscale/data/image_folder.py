@@ -20,6 +20,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.cores import usable_cores
 from jaxscale.values import check_types
 from jaxscale.values.limits import check_at_most
+from jaxscale.values.short_repr import short_repr
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 """The endings of the names of images; other files are passed over."""
@@ -73,6 +74,8 @@ class ImageFolder:
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     workers: int | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -15,6 +15,7 @@ from jaxscale.data.shuffle import split_rows
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values import check_types
+from jaxscale.values.short_repr import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Images:
     scale: float = 255.0
     images: str = "x"
     labels: str = "y"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -16,6 +16,7 @@ from jaxscale.data.shuffle import split_rows
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
 from jaxscale.values import check_types
+from jaxscale.values.short_repr import short_repr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +40,8 @@ class Arrays:
 
     arrays: Any
     held_out: float = 0.1
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -93,6 +96,8 @@ class Rows:
     rows: Any
     held_out: float = 0.1
     names: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

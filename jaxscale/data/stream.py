@@ -6,6 +6,7 @@ import inspect
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
+from jaxscale.values.short_repr import short_repr
+from jaxscale.values.user_frames import place_of
 
 _STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 """Pairs of methods that return and set the state of an iterator: those of Grain, and those of torchdata."""
@@ -53,6 +56,8 @@ class Stream:
 
     batches: Any
     held_out: Any = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -125,7 +130,7 @@ class OpenedStream:
         iterable, is_local = self.iterable("held_out")
         row_count = self.batch // (self.processes if is_local else 1)
         for index, batch in enumerate(iterable):
-            where = f"batch {index} of held_out"
+            where = f"{place_of(self.stream.held_out)}batch {index} of held_out"
             weighted_batch = with_row_weights(checked_batch(batch, where))
             missing_count = row_count - common_row_count(weighted_batch, where)
             if missing_count < 0:
@@ -145,10 +150,13 @@ class OpenedStream:
         if is_local:
             iterable = source(process=self.process, processes=self.processes)
         else:
-            check_parameters(source, name, 0, "lambda: my_batches")
+            check_parameters(source, f"{place_of(source)}{name}", 0, "lambda: my_batches")
             iterable = source()
-        if not isinstance(iterable, Iterable):
-            raise UserError(f"{name}: the function returned a {type(iterable).__name__}, expected an iterable")
+        if not isinstance(iterable, Iterable) or isinstance(iterable, Mapping):
+            raise UserError(
+                f"{place_of(source)}{name}: the function returned a {type(iterable).__name__}, expected an iterable of "
+                "batches: yield each batch"
+            )
         return iterable, is_local
 
     def own_rows(self, batch: NumpyBatch) -> NumpyBatch:
@@ -190,7 +198,7 @@ class StreamBatches(Iterator[NumpyBatch]):
             self._continue_from(start)
 
     def __next__(self) -> NumpyBatch:
-        where = f"batch {self._batch_count}"
+        where = f"{place_of(self._opened.stream.batches)}batch {self._batch_count}"
         batch = checked_batch(self._next(), where)
         row_count = self._opened.batch // (self._opened.processes if self._is_local else 1)
         if (found_count := common_row_count(batch, where)) != row_count:
@@ -218,7 +226,9 @@ class StreamBatches(Iterator[NumpyBatch]):
         self._iterator = iter(self._iterable)
         for batch in self._iterator:
             return batch
-        raise UserError("batches: the iterable has no batch, expected at least one")
+        raise UserError(
+            f"{place_of(self._opened.stream.batches)}batches: the iterable has no batch, expected at least one"
+        )
 
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last batch, for `OpenedStream.train`, as JSON values."""
@@ -329,5 +339,14 @@ def as_data(source: Any) -> Any:
         return Stream(source)
     raise UserError(
         f"data: got {reprlib.repr(source)}, expected data such as jaxscale.data.Text, a dict of arrays, or an "
-        "iterable of batches"
+        f"iterable of batches{_advice_on_path(source)}"
     )
+
+
+def _advice_on_path(source: Any) -> str:
+    """Return which data reads the file or folder of a path, as the end of a message; "" if it is no path."""
+    if not isinstance(source, str | Path):
+        return ""
+    suffix = Path(source).suffix
+    kind = "Images" if suffix == ".npz" else "ImageFolder" if not suffix else "Text"
+    return f": jaxscale.data.{kind}({str(source)!r}) reads a path"

@@ -18,6 +18,7 @@ from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values import check_types
+from jaxscale.values.short_repr import short_repr
 
 RowLayout = Literal["windows", "packed"]
 
@@ -65,6 +66,8 @@ class Text:
     ending: str = ""
     prompt_end: str | None = None
     fields: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -156,6 +159,8 @@ class Mixture:
 
     parts: tuple[Text, ...]
     weights: tuple[float, ...]
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

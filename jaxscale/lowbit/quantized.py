@@ -187,6 +187,7 @@ def quantize_state(
     def init(params: Any) -> Any:
         if not jax.tree.leaves(params):  # `optax.tree.map_params` passes placeholders
             return base_rule.init(params)
+        params = _without_variables(params)
         abstract_state = jax.eval_shape(base_rule.init, params)
         maps_and_blocks = _choose_maps(abstract_state, params, states, policy, (local, layers, exact))
         if not any(maps_and_blocks):
@@ -232,6 +233,18 @@ def quantize_state(
         return jax.lax.platform_dependent(state, **update_by_platform)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _without_variables(params: Any) -> Any:
+    """Return parameters with arrays in the place of Flax's variables, as `nnx.Optimizer` passes them to `update`.
+
+    A variable could not hold a quantized array, which is a pytree of two.
+    """
+
+    def is_variable(leaf: Any) -> bool:
+        return hasattr(leaf, "get_metadata") and hasattr(leaf, "get_value")
+
+    return jax.tree.map(lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, params, is_leaf=is_variable)
 
 
 def dequantize(state: Any, *, repeated: bool = False) -> Any:

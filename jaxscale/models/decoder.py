@@ -15,6 +15,7 @@ from jaxscale.errors import UserError
 from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
 from jaxscale.values.limits import MAX_INT32, check_at_most
+from jaxscale.values.short_repr import short_repr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,6 +151,8 @@ class Decoder:
     z_loss: float = 0.0
     init_std: float = 0.02
     scaled_init: bool = True
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

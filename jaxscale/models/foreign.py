@@ -35,17 +35,20 @@ from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
+from jaxscale.models.foreign_score import check_losses, check_not_paired, no_new_parameters
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
+from jaxscale.values.short_repr import short_repr
+from jaxscale.values.user_frames import place_of
 
 Score = Callable[[Callable[..., Any], Batch], Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), neither summed nor averaged.
 
 It may return a pair of such losses and weights of the same shape, by which the weights of the batch are multiplied: a
-target of weight 0 is ignored, and the loss of the step is the weighted mean. The function calls the module like any
-function (`module(batch["images"])`), with the mode already set.
+target of weight 0 is ignored, and the loss of the step is the weighted mean, in which the weights are constants without
+a gradient. The function calls the module like any function (`module(batch["images"])`), with the mode already set.
 """
 
 
@@ -62,6 +65,8 @@ class CrossEntropy:
     inputs: str
     labels: str
     smoothing: float = 0.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -163,6 +168,8 @@ class ForeignModel:
     foreign: ClassVar[bool] = True
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         if isinstance(self.over, str) and self.over not in ("rows", "batch"):
             raise UserError(f"over: got {self.over!r}, expected rows, batch or None")
@@ -172,11 +179,20 @@ class ForeignModel:
                 f"blocks: got {self.blocks!r}, expected the path of a list of submodules, such as 'encoder/layers', or "
                 "a tuple of paths of submodules"
             )
+        if isinstance(self.make, nnx.Module):
+            name = type(self.make).__qualname__
+            raise UserError(
+                f"make: got a {name} that exists already, expected a function that makes one from nnx.Rngs, such as "
+                f"lambda rngs: {name}(rngs=rngs)"
+            )
         check_types(self)
         if len(self.unit) > 40 or not self.unit.isprintable():
             raise UserError(f"unit: got {self.unit[:60]!r}, expected a unit of at most 40 characters, such as 'mse'")
         check_parameters(self.make, "make", 1, "lambda rngs: MyModule(rngs)")
         check_parameters(self.score, "score", 2, "classification()")
+        code = getattr(self.score, "__code__", None)
+        if code is not None and code.co_varnames[:1] == ("batch",):
+            raise UserError("score: got a function of (batch, ...), expected score(module, batch)")
         for logical_axis in self.axes.values():
             AxisRules().axes(logical_axis)  # raises if there is no such axis
 
@@ -184,9 +200,14 @@ class ForeignModel:
         """Build the user's module without padding: a dim that a mesh axis cannot divide stays whole."""
         module = self.make(rngs)
         if not isinstance(module, nnx.Module):
+            is_nnx_class = isinstance(module, type) and issubclass(module, nnx.Module)
+            way_out = (
+                f"call it: {module.__name__}(rngs=rngs)"
+                if is_nnx_class
+                else ("derive the class from nnx.Module, or wrap a Linen module with linen_model(...)")
+            )
             raise UserError(
-                f"make returned {type(module).__name__}, expected an nnx.Module; "
-                "wrap a Linen module with linen_model(...)"
+                f"{place_of(self.make)}make returned {type(module).__name__}, expected an nnx.Module; {way_out}"
             )
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise UserError(
@@ -251,19 +272,15 @@ class ForeignModel:
         In training, the call also updates the module's variables other than parameters, such as batch statistics.
         """
         losses, target_weights = self._scores(self.score, module, batch, context)
-        row_count = len(jax.tree.leaves(dict(batch))[0])
-        if not getattr(losses, "shape", ()) or losses.shape[0] != row_count:
-            shape_or_type = getattr(losses, "shape", type(losses).__name__)
-            raise UserError(
-                f"score returned {shape_or_type} for a batch of {row_count} rows; expected "
-                "one loss per row or per target, of shape (rows, ...). Do not take the mean: jaxscale computes it"
-            )
-        if target_weights is not None and getattr(target_weights, "shape", None) != losses.shape:
-            shape_or_type = getattr(target_weights, "shape", type(target_weights).__name__)
-            raise UserError(
-                f"score returned weights {shape_or_type} for losses of shape {losses.shape}; expected the same shape"
-            )
-        return weighted_sum(losses, batch, target_weights)
+        check_losses(self.score, losses, target_weights, batch)
+        if self.over is None:
+            check_not_paired(self.score, losses, batch, lambda rows: self._losses_of(module, rows, context))
+        constant_weights = None if target_weights is None else jax.lax.stop_gradient(target_weights)
+        return weighted_sum(losses, batch, constant_weights)
+
+    def _losses_of(self, module: nnx.Module, batch: Batch, context: Context) -> Any:
+        """Return the losses of a batch, computed on a copy of the module."""
+        return self._scores(self.score, nnx.clone(module), batch, context)[0]
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
@@ -340,7 +357,7 @@ class ForeignModel:
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
             casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
-            with casting:
+            with casting, no_new_parameters(module):
                 return score(_bind_mode(module, is_training, _pass_key(context)), batch)
 
         if self.scanned and needs_scan():

@@ -24,6 +24,7 @@ from jaxscale.models.huggingface_families import FAMILIES, Family
 from jaxscale.models.huggingface_tensors import flat_leaves, nested_dict, open_params, their_tensors
 from jaxscale.values import check_types
 from jaxscale.values.read_files import is_regular
+from jaxscale.values.short_repr import short_repr
 
 if TYPE_CHECKING:
     from jaxscale.blocks import Context, Loss
@@ -254,6 +255,8 @@ class Pretrained:
     folder: str | Path = dataclasses.field(metadata={"place": "name"})
     dropout: float = 0.0
     z_loss: float = 0.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

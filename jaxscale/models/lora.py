@@ -12,6 +12,7 @@ from jaxscale.layers.lora import add_adapters, store_weights
 from jaxscale.lowbit.few_bit_weight import FORMATS, LEAST_BLOCK, few_bit_format
 from jaxscale.typing import Array, Batch
 from jaxscale.values import check_types
+from jaxscale.values.short_repr import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,8 @@ class LoRA:
 
     train = "lora"
     """What `Experiment.train` is if the optimizer does not specify it."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -9,6 +9,8 @@ from jaxscale.blocks import Context, Model
 from jaxscale.errors import UserError
 from jaxscale.models.classify import weighted_sum
 from jaxscale.typing import Array, Batch, Float
+from jaxscale.values.functions import check_parameters
+from jaxscale.values.user_frames import place_of
 
 Metric = Callable[[Callable[..., Any], Batch], Any]
 """`metric(module, batch)` returns one number per row ([B]) or per target ([B, S]), or a pair (numbers, weights).
@@ -29,6 +31,8 @@ def check_metrics(metrics: Mapping[Any, Any]) -> None:
             raise UserError(f"metrics: got the name {name!r}, expected one without '/', which follows a held-out set's")
         if not callable(metric):
             raise UserError(f"metrics: {name} is a {type(metric).__name__}, expected a function of module and batch")
+        example = "lambda module, batch: abs(module(batch['x']) - batch['y'])"
+        check_parameters(metric, f"{place_of(metric)}metrics: {name}", 2, example)
 
 
 def metric_sums(

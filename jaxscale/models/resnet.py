@@ -12,6 +12,7 @@ from jaxscale.errors import UserError
 from jaxscale.models.field_checks import check_counts, check_rates
 from jaxscale.values import check_types
 from jaxscale.values.limits import MAX_LAYERS, check_at_most
+from jaxscale.values.short_repr import short_repr
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -59,6 +60,8 @@ class ResNet:
     stem: Stem = "imagenet"
     momentum: float = 0.9
     smoothing: float = 0.0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxscale.errors import UserError
 from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
+from jaxscale.values.short_repr import short_repr
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -72,6 +73,8 @@ class ViT:
     dropout: float = 0.0
     smoothing: float = 0.0
     init_std: float = 0.02
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)

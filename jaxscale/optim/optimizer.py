@@ -13,6 +13,8 @@ from jaxscale.errors import UserError
 from jaxscale.optim.rules import RULES, RuleSettings, freeze_step
 from jaxscale.values import check_types
 from jaxscale.values.functions import check_parameters
+from jaxscale.values.short_repr import short_repr
+from jaxscale.values.user_frames import place_of
 
 Name = Literal[
     "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb",
@@ -65,7 +67,8 @@ class Optimizer:
         learning_rate: peak learning rate.
         final_learning_rate: learning rate at the end; `None` means a tenth of the peak.
         warmup: number of updates of linear warm-up.
-        schedule: schedule of the rate after the warm-up; `None` means cosine, or constant for schedule_free.
+        schedule: schedule of the rate after the warm-up; `None` means cosine, or constant for schedule_free. A function
+            of the number of updates made returns the learning rate itself, and has its own warm-up.
         b1: decay of the first moment.
         b2: decay of the second moment.
         b3: decay of the third moment (adan) or of the slow first moment (ademamix).
@@ -110,7 +113,7 @@ class Optimizer:
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
     warmup: int = 0
-    schedule: RateSchedule | None = None
+    schedule: RateSchedule | Callable[[Any], Any] | None = None
     b1: float | None = None
     b2: float | None = None
     b3: float | None = None
@@ -133,17 +136,25 @@ class Optimizer:
     moments: Literal["plan", "float32"] = "plan"
     groups: "Mapping[str, Optimizer]" = dataclasses.field(default_factory=dict, hash=False)
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         if hasattr(self.custom, "init") and hasattr(self.custom, "update"):
             raise UserError(
                 "optimizer.custom: got an optax transformation, expected a function that returns one for a learning "
                 "rate, such as lambda rate: optax.adam(rate)"
             )
+        if callable(self.learning_rate):
+            raise UserError(
+                "optimizer.learning_rate: got a function, expected a number; a schedule "
+                "of your own is Optimizer(schedule=...), from the number of updates made to the learning rate"
+            )
         check_types(self)
         if self.custom is not None:
             check_parameters(self.custom, "optimizer.custom", 1, "lambda rate: optax.adam(rate)")
         if self.train is not None:
             _check_pattern(self.train, "optimizer.train", "; leave it out to train all")
+        self._check_own_schedule()
         self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
         self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")
         self._check_range(_DECAY_FIELDS, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
@@ -160,9 +171,10 @@ class Optimizer:
                 )
         else:
             self.options()
-            if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
+            if self.schedule is not None and not self._has_schedule():
+                schedule_text = "a function" if callable(self.schedule) else self.schedule
                 raise UserError(
-                    f"optimizer.schedule: got {self.schedule}, but {self.name} takes only "
+                    f"optimizer.schedule: got {schedule_text}, but {self.name} takes only "
                     f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
@@ -189,6 +201,24 @@ class Optimizer:
                 raise UserError(
                     f"{path}.name: got {member.name} together with optimizer.groups, but replicas that send momenta in "
                     "one bit have one rule for all parameters; take another rule, or leave optimizer.groups out"
+                )
+
+    def _has_schedule(self) -> bool:
+        """Return whether the rule takes the schedule; one of the user's own goes wherever the cosine does."""
+        schedule = "cosine" if callable(self.schedule) else self.schedule
+        return schedule in RULES[self.name].schedules
+
+    def _check_own_schedule(self) -> None:
+        """Refuse fields of the named schedules beside a schedule of the user's own, which has its own numbers."""
+        if not callable(self.schedule):
+            return
+        check_parameters(self.schedule, "optimizer.schedule", 1, "lambda step: 1e-3 / (1 + step)")
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("learning_rate", "final_learning_rate", "warmup"):
+            if getattr(self, name) != fields[name]:
+                raise UserError(
+                    f"optimizer.{name}: got {getattr(self, name)} together with a schedule of your own, which returns "
+                    f"the learning rate itself: leave {name} out"
                 )
 
     def _check_range(self, fields: Sequence[str], is_in_range: Callable[[float], bool], expected: str) -> None:
@@ -247,6 +277,11 @@ class Optimizer:
         """Return the optax schedule of a run of `steps` updates: learning rate as a function of the updates made."""
         import optax
 
+        if callable(self.schedule):
+            import jax.numpy as jnp
+
+            own_schedule = self.schedule
+            return lambda update: jnp.asarray(own_schedule(update), jnp.float32)
         peak_rate = self.learning_rate
         final_rate = peak_rate / 10 if self.final_learning_rate is None else self.final_learning_rate
         decay_steps = max(steps - self.warmup, 1)
@@ -283,6 +318,24 @@ class Optimizer:
             name: member.schedule_fn(steps)(update) for name, member in zip(names, self.members().values(), strict=True)
         }
 
+    def try_own(self, steps: int) -> None:
+        """Call a schedule and a rule of the user's own, before anything is traced.
+
+        Args:
+            steps: number of updates in the run.
+
+        Raises:
+            UserError: the learning rate or an update is not a finite number.
+        """
+        for member in self.members().values():
+            if callable(member.schedule) or member.custom is not None:
+                from jaxscale.optim.own_rule import try_rule, try_schedule
+
+                if callable(member.schedule):
+                    try_schedule(member.schedule, steps)
+                if member.custom is not None:
+                    try_rule(member.custom, member.schedule_fn(steps))
+
     def build(self, steps: int, leaves: Any) -> Any:
         """Return the optax transformation that clips gradients and then applies `rule`.
 
@@ -314,15 +367,16 @@ class Optimizer:
             return grouped(self, steps, leaves)
         rate = self.schedule_fn(steps)
         if self.custom is not None:
+            from jaxscale.optim.own_rule import checked
             from jaxscale.optim.step_loss import with_step_loss
 
             transformation = self.custom(rate)
             if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
                 raise UserError(
-                    f"optimizer.custom returned a {type(transformation).__name__}, expected an optax transformation, "
-                    "such as optax.adam(rate)"
+                    f"{place_of(self.custom)}optimizer.custom returned a {type(transformation).__name__}, expected an "
+                    "optax transformation, such as optax.adam(rate)"
                 )
-            return with_step_loss(transformation)
+            return with_step_loss(checked(transformation, self.custom))
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
         return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 

@@ -71,6 +71,8 @@ class Explanation:
                 lines.append(f"{point.name:{name_width}}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     @property
     def _cost_name(self) -> str:
         """The column heading of the costs, "Time" or "FLOP"."""

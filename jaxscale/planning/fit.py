@@ -180,6 +180,8 @@ class Fit:
                 lines.append(f"  {change.flags:{flags_width}}  saves {size(change.saved_bytes):>8}{fits_text}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _traffic_lines(self) -> list[str]:
         """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, each axis."""
         traffic, plan, report = self.estimate.slow_axis_traffic, self.estimate.plan, self.report

@@ -87,6 +87,8 @@ class Menu:
             text_lines += self._table(host_rules, lambda decision: f"{decision.host_bytes / self.layers / 2**20:.4g}")
         return "\n".join(text_lines)
 
+    __repr__ = __str__
+
     @property
     def _cost_name(self) -> str:
         """The name of the costs, "time" or "FLOP"."""

@@ -11,6 +11,7 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
 from jaxscale.values.limits import MAX_INT32, MAX_INT64, MAX_NAME_BYTES, check_at_most
+from jaxscale.values.short_repr import short_repr
 
 
 def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **minima: int) -> None:
@@ -50,6 +51,8 @@ class Evaluation:
     at_start: bool = False
     best: str = "loss"
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _check(self, "evaluation", every=0, batches=1)
 
@@ -69,6 +72,8 @@ class Samples:
     prompts: tuple[str, ...] = ("\n",)
     tokens: int = 200
     temperature: float = 0.8
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         _check(self, "samples", every=0, tokens=1, temperature=0)
@@ -99,6 +104,8 @@ class Checkpointing:
     best: bool = True
     memory_every: int = 0
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _check(self, "checkpoint", every=0, minutes=0, keep=1, memory_every=0)
 
@@ -122,6 +129,8 @@ class Guard:
     update: float = 100.0
     patience: int = 20
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _check(self, "guard", spike=0, warmup=0, update=0, patience=1)
 
@@ -136,9 +145,9 @@ class Experiment:
         data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
             iterable of batches for `data.Stream`.
         held_out: further held-out sets by name, which are evaluated beside the held-out part of `data`. Each is data
-            whose held-out part is evaluated, or stands for a set of which all is held out: a path of files that are
-            read as `data`, a dict of arrays, or an iterable of batches.
-        optimizer: the optimizer and its schedule.
+        whose held-out part is evaluated, or stands for a set of which all is held out: a path of files that are
+        read as `data`, a dict of arrays, or an iterable of batches.
+    optimizer: the optimizer and its schedule; a name such as "muon" stands for `Optimizer("muon")`.
         steps: number of updates.
         batch: number of rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
@@ -163,7 +172,12 @@ class Experiment:
     plan: Plan = Plan()
     held_out: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
+        _refuse_parts_of_others(self)
+        if isinstance(self.optimizer, str):
+            object.__setattr__(self, "optimizer", Optimizer(self.optimizer))  # pyright: ignore[reportArgumentType]
         _check(self, "", steps=1, batch=1, seed=0)
         if self.data is not None and not hasattr(self.data, "open"):
             from jaxscale.data.stream import as_data
@@ -194,6 +208,26 @@ class Experiment:
     def train(self) -> str | None:
         """Which parameters are trained: the optimizer's setting, or else the model's; `None` for all."""
         return self.optimizer.train or getattr(self.model, "train", None)
+
+
+def _refuse_parts_of_others(experiment: Experiment) -> None:
+    """Refuse a module of Flax as the model and an optax transformation as the optimizer, and name what takes them."""
+    model, optimizer = experiment.model, experiment.optimizer
+    model_class = model if isinstance(model, type) else type(model)
+    is_module = any(cls.__module__.startswith("flax.") and cls.__name__ == "Module" for cls in model_class.__mro__)
+    if is_module:
+        name = model_class.__qualname__
+        got = f"the class {name}" if isinstance(model, type) else f"a {name}"
+        raise UserError(
+            f"model: got {got}, which is a module of Flax, expected a model such as ForeignModel(make=lambda rngs: "
+            f"{name}(rngs=rngs), score=...), which makes the module",
+            page="start/own_model",
+        )
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        raise UserError(
+            "optimizer: got an optax transformation, expected an Optimizer, such as Optimizer(custom=lambda rate: "
+            "optax.adam(rate))"
+        )
 
 
 def plan_of(experiment: Any, plan: Any) -> Plan:

@@ -22,6 +22,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.values import check_types, from_json, read_json, to_json
 from jaxscale.values.limits import MAX_LAYERS, MAX_MICROBATCHES, check_at_most
+from jaxscale.values.short_repr import short_repr
 
 T = TypeVar("T")
 PLAN_VERSION = 2
@@ -49,6 +50,8 @@ class OffloadPlan:
     weights: Literal["device", "host"] = "device"
     gradients: Literal["device", "host"] = "device"
     optimizer_state: Literal["device", "streamed", "host"] = "device"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -82,6 +85,8 @@ class StatePlan:
 
     moments: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
     master: Literal["float32", "split"] = "float32"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -179,6 +184,8 @@ class Plan:
     unroll: int = 1
     rules: AxisRules = AxisRules()
     compiler: CompilerOptions = DEFAULT
+
+    __repr__ = short_repr
 
     if TYPE_CHECKING:  # with the types that the constructor accepts, which include the text forms
 

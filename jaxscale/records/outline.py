@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxscale.errors import UserError, near_miss
+from jaxscale.records.examples import example_file, example_names
 from jaxscale.values.read_files import is_folder, is_regular, read_bytes
 
 MAX_SOURCE_BYTES = 2**24
@@ -33,12 +34,17 @@ class Outline:
 def outline(path: str | Path, variant: str | None = None) -> Outline:
     """Read an experiment file, and check the file as far as possible without running it.
 
+    A name such as "shakespeare" is that of an example of the package, if no file has it.
+
     Raises:
         UserError: the file does not exist, is not Python, or lacks `experiment()` or the variant.
     """
     file = Path(path)
     if not is_regular(file):
-        raise UserError(_missing_file_message(file))
+        example = None if is_folder(file) else example_file(path)
+        if example is None:
+            raise UserError(_missing_file_message(file))
+        file = path = example
     try:
         text = read_bytes(file, MAX_SOURCE_BYTES).decode("utf-8")
         tree = ast.parse(text, str(path))
@@ -53,6 +59,9 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
         raise UserError(f"{path}{line_text} is not Python: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     bound_names = {*functions, *(name for node in tree.body for name in _bound_names(node))}
+    for node in tree.body:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "experiment":
+            raise UserError(f"{path}, line {node.lineno}: experiment is an async function, expected def experiment()")
     if "experiment" not in bound_names:
         hint = near_miss("experiment", bound_names)
         raise UserError(f"{path} has no experiment(): define a function experiment that returns an Experiment{hint}")
@@ -81,7 +90,12 @@ def _missing_file_message(path: Path) -> str:
     hint = near_miss(str(path), file_by_path) or near_miss(str(path.with_suffix(".py")), file_by_path)
     if not hint and (stem_hint := near_miss(path.stem, path_by_stem)):  # "; did you mean 'STEM'?"
         hint = f"; did you mean {path_by_stem[stem_hint.split(chr(39))[1]]!r}?"
+    names = example_names()
+    if not hint and not path.suffix:
+        hint = near_miss(str(path), names)
     choices_text = f"; there are {', '.join(sorted(file_by_path)[:8])}" if file_by_path and not hint else ""
+    if not file_by_path and not hint:
+        choices_text = f", or an example: {', '.join(names)}"
     return f"there is no file {path}: expected an experiment file{hint}{choices_text}"
 
 

@@ -33,6 +33,7 @@ from jaxscale.records.sums import check_sums, write_sums
 from jaxscale.records.trusted_sources import check_trust, record_trust
 from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import read_bytes
+from jaxscale.values.user_frames import advice_on, frames_of, place_of
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -208,7 +209,7 @@ def load_file(
     """Run an experiment file, and return its experiment and its source.
 
     Args:
-        path: the experiment file.
+        path: the experiment file, or the name of an example of the package, such as "shakespeare".
         variant: name of one of the file's `VARIANTS`; `None` runs `experiment()`.
         overrides: new values of fields, as texts, by the fields' dotted paths, such as `{"model.embed": "256"}`. The
             overrides are applied after `plan`.
@@ -347,6 +348,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
     sys.path.insert(0, str(origin.parent))
     # tracebacks then show the lines of the file, even if it has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
+    make_experiment: Any = None
     action = "importing the file"  # what runs now, for error messages
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
@@ -366,17 +368,28 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
         experiment = make_experiment if is_value else make_experiment()
     except UserError as error:
         location, _ = _error_location(error, str(file))
-        raise UserError(f"{location}: {error}" if location else str(error)) from None
-    except Exception as error:
+        raise UserError(f"{location}: {error}" if location else f"{place_of(make_experiment)}{error}") from None
+    except (Exception, SystemExit) as error:
         location, code_text = _error_location(error, str(file))
         if isinstance(error, ImportError) and (new_path := new_import_path(error)) is not None:
             raise UserError(f"{location or file}: {error.name} has moved: import {new_path}") from None
-        raise UserError(f"{location or file}: {action} raised {type(error).__name__}: {error}{code_text}") from error
+        error_text = f"{type(error).__name__}: {error}{_advice(error)}"
+        place = place_of(make_experiment) or f"{file}: "  # it cannot be called without arguments
+        raise UserError(f"{f'{location}: ' if location else place}{action} raised {error_text}{code_text}") from error
     finally:
         sys.path.remove(str(origin.parent))
     if not isinstance(experiment, Experiment):
-        raise UserError(f"{file}: {action} returned a {type(experiment).__name__}, expected an Experiment")
+        raise UserError(
+            f"{place_of(make_experiment) or f'{file}: '}{action} returned a {type(experiment).__name__}, expected an "
+            f"Experiment{': return it' if experiment is None else ''}"
+        )
     return experiment
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to change after an error in an experiment file, as the end of a line."""
+    frames = frames_of(error.__traceback__)
+    return advice_on(error, frames[-1][0] if frames else None)
 
 
 def _error_location(error: BaseException, file: str) -> tuple[str, str]:

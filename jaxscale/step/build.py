@@ -65,6 +65,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = plan_of(experiment, plan)
     keep_ordered_programs()
     thread_note = provide_threads()
+    experiment.optimizer.try_own(experiment.steps)
     device_list = list(jax.devices() if devices is None else devices)
     resolved = resolve(experiment, plan, device_list, thread_note)
     assert resolved.plan.mesh is not None

@@ -32,6 +32,7 @@ from jaxscale.state.canonical import Canonical
 from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
+from jaxscale.state.leaks import explaining_leaks
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
@@ -414,11 +415,12 @@ class TrainStep:
             the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
         """
         if self._is_serial:
-            jax.block_until_ready(state.watch)
+            explaining_leaks(jax.block_until_ready, self.experiment.model)(state.watch)
         if not self._is_loss_checked:  # before the first step
             self._coupling.check(lambda: self.module(state), batch)
             self._is_loss_checked = True
-        run_step = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
+        step_fn = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
+        run_step = explaining_leaks(step_fn, self.experiment.model)
         if self.meetings is None:
             return run_step(state, batch)
         step = self.meetings.step_after(state)  # before the step, which donates the state

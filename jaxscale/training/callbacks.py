@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import UserError, near_miss
+from jaxscale.values.functions import check_parameters
+from jaxscale.values.user_frames import place_in, place_of
 
 EventKind = Literal["step", "evaluation", "checkpoint"]
 
@@ -90,19 +92,21 @@ class Callbacks:
 
     Args:
         callbacks: functions of an event.
-        report_failure: called with the step, the name of a callback that failed, and the text of its error.
+        report_failure: called with the step, the name of a callback that failed, the text of its error, and the user's
+            line as "FILE:LINE: ".
 
     Attributes:
         stop_cause: name of the callback that asked the run to stop; `None` if none did.
 
     Raises:
-        UserError: one of them cannot be called.
+        UserError: one of them cannot be called with an event.
     """
 
-    def __init__(self, callbacks: Sequence[Any], report_failure: Callable[[int, str, str], None]) -> None:
+    def __init__(self, callbacks: Sequence[Any], report_failure: Callable[[int, str, str, str], None]) -> None:
         for callback in callbacks:
             if not callable(callback):
                 raise UserError(f"callbacks: got {callback!r}, expected functions of an Event")
+            check_parameters(callback, f"{place_of(callback)}callbacks", 1, "lambda event: print(event.step)")
         self._callbacks, self._report_failure = list(callbacks), report_failure
         self.stop_cause: str | None = None
 
@@ -115,4 +119,4 @@ class Callbacks:
                     self.stop_cause = name
             except Exception as error:
                 self._callbacks.remove(callback)
-                self._report_failure(event.step, name, f"{type(error).__name__}: {error}")
+                self._report_failure(event.step, name, f"{type(error).__name__}: {error}", place_in(error))

@@ -189,7 +189,9 @@ def _end_process(code: int, finish: Callable[[], None], seconds: float) -> None:
     os._exit(code)
 
 
-def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:
+def stop_diverged(
+    journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], cause: str | None = None
+) -> NoReturn:
     """Stop a run that skipped too many steps in a row: log the divergence, write the report, and raise an error.
 
     Args:
@@ -197,6 +199,7 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
         checkpoints: the run's checkpoints; a save may still be running.
         step: number of the last skipped step.
         metrics: metrics of the last skipped step.
+        cause: why the first step was skipped, if that was found.
 
     Raises:
         Diverged: always; the message names the last good checkpoint.
@@ -215,25 +218,28 @@ def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics
     journal.log_event(step, "diverged", loss=loss, grad_norm=grad_norm, checkpoint=checkpoint_step)
     journal.write_report()
     raise Diverged(
+        f"{f'{cause}. ' if cause else ''}"
         f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}, "
         f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text} a lower --optimizer.learning_rate, or "
         "with a larger --guard.spike if such gradients are normal, or a larger --guard.update if such updates are"
     )
 
 
-def check_skipped(folder: Any, step: int, skip_count: int) -> None:
+def check_skipped(folder: Any, step: int, skip_count: int, cause: str | None = None) -> None:
     """Raise an error at the end of a run if too large a share of its steps was skipped.
 
     Args:
         folder: the run's folder.
         step: number of steps of the run, skipped ones included.
         skip_count: number of the skipped steps.
+        cause: why the first of them was skipped, if that was found.
 
     Raises:
         MostlySkipped: more than a tenth of the steps was skipped.
     """
     if skip_count > MOST_SKIPPED * step:
         raise MostlySkipped(
+            f"{f'{cause}. ' if cause else ''}"
             f"{skip_count:,} of {step:,} steps ({skip_count / step:.0%}) were skipped, so {folder} holds the weights "
             f"of {step - skip_count:,} updates; the event of each in metrics.jsonl has its loss and its gradient norm. "
             "Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, or "

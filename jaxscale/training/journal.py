@@ -76,9 +76,9 @@ class Journal:
         """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
 
-    def log_skip(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log that a step was skipped, with its metrics, of which `skipped` counts the skipped steps so far."""
-        self.log_event(step, "skipped", **{name: scalars[name] for name in ("loss", "grad_norm", "skipped")})
+    def log_skip(self, step: int, scalars: Mapping[str, float], **causes: Any) -> None:
+        """Log that a step was skipped, with its loss, gradient norm, the number of skipped steps, and its causes."""
+        self.log_event(step, "skipped", **{name: scalars[name] for name in ("loss", "grad_norm", "skipped")}, **causes)
 
     def log_hours(self, step: int, moment: str) -> None:
         """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
@@ -86,9 +86,10 @@ class Journal:
         seconds = {phase: round(value, 3) for phase, value in beat.seconds_by_phase.items()}
         self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds)
 
-    def _report_failure(self, step: int, callback: str, error: str) -> None:
+    def _report_failure(self, step: int, callback: str, error: str, place: str) -> None:
         """Show and log that a callback failed after a step."""
-        self.say(f"the callback {callback} failed after step {step} and is not called again: {error}")
+        place_text = f" ({place.removesuffix(': ')})" if place else ""
+        self.say(f"the callback {callback} failed after step {step} and is not called again: {error}{place_text}")
         self.log_event(step, "callback_failed", callback=callback, error=error)
 
     def report(self, kind: EventKind, step: int, values: Mapping[str, float]) -> None:

@@ -29,6 +29,7 @@ from jaxscale.records.processes import (
     process_index,
     wait_for_all,
 )
+from jaxscale.records.skip_causes import Causes, warn_of_no_gradient
 from jaxscale.records.source import Source
 from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
@@ -42,11 +43,12 @@ from jaxscale.training.journal import Journal, logged
 from jaxscale.training.meter import Meter, host_scalars
 from jaxscale.training.pauses import Pauses, measure_of
 from jaxscale.training.profile import Profiler, ProfileRange
-from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run
+from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run, log_fields
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
 from jaxscale.values.byte_sizes import limit_bytes
+from jaxscale.values.user_frames import add_place
 
 if TYPE_CHECKING:
     from jaxscale.models.metrics import Metric
@@ -141,6 +143,7 @@ def train(
             return training.run()
     except BaseException as error:
         heartbeat.fail(error)
+        add_place(error)
         raise
     finally:
         heartbeat.stop()
@@ -180,6 +183,7 @@ class _Training:
         checkpoints: the run's checkpoints.
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
+        causes: finds why a step was skipped.
         stuck_watch: ends the process if a step waits for the devices without end.
         is_cpu: whether the devices are CPU devices.
     """
@@ -331,11 +335,7 @@ class _Training:
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skip_count = int(state.watch.skipped)
-        resume_fields: dict[str, Any] = {"from_memory": True} if restored.origin else return_fields
-        if restored.damaged:
-            resume_fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
-        if restored.converted:
-            resume_fields["converted"] = list(restored.converted)
+        resume_fields = log_fields(restored, return_fields)
         extras_note = self.step.describe_restored(restored.arrays)
         self.journal.say(f"continuing {self.folder} after step {self.updates}{restored.origin}{extras_note}")
         for line in (*restored.converted, *describe_return(return_fields)):
@@ -345,11 +345,8 @@ class _Training:
             self.journal.say(line)
             resume_fields |= change_fields
         self.log_event("resume", tokens=self.tokens, **resume_fields)
-        if self.profiler.has_missed(self.updates):
-            self.journal.say(
-                f"profile {self.profiler.step_range}: the run continues after step {self.updates}, "
-                "so the steps of this range are not traced"
-            )
+        if missed_text := self.profiler.missed_text(self.updates):
+            self.journal.say(missed_text)
         return state
 
     # -- the steps -----------------------------------------------------------------------------------------------------
@@ -374,7 +371,7 @@ class _Training:
                 if self.earlier is not None:
                     self._write_values()
                 compile_step(self.step, batch, self.journal, self.updates, self.device_limit)
-                self.meter = Meter.of(self.step, batch, self.is_cpu)
+                self.meter, self.causes = Meter.of(self.step, batch, self.is_cpu), Causes(self.step)
                 self.stop.is_early = False  # from now on there is something to save
                 self._stop_before_first_step()
                 start_time = time.monotonic()
@@ -397,7 +394,7 @@ class _Training:
         heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()
-        endings.check_skipped(self.folder, self.updates, self.skip_count)
+        endings.check_skipped(self.folder, self.updates, self.skip_count, self.causes.text)
         live_state = {"train_step": self.step, "state": state, "data": self.data}
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
 
@@ -421,6 +418,7 @@ class _Training:
             with heartbeat.awaiting():
                 state, metrics = self.step(state, batch)
             self.updates += 1
+            self.causes.note(self.updates, batch, state)
             data_state = self.data_state
             if self.updates < self.experiment.steps:
                 with heartbeat.in_phase("data"):
@@ -481,13 +479,14 @@ class _Training:
         self.tokens += step_tokens
         self.meter.add(step_tokens)
         self.journal.report("step", step, scalars)
+        warn_of_no_gradient(step, scalars, self.experiment.model)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
-            self.journal.log_skip(step, scalars)
+            self.journal.log_skip(step, scalars, **self.causes.of_step(step, scalars))
         if step % self.log_every == 0 or step == self.experiment.steps:
             self.journal.log_step(step, logged(scalars) | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
-            endings.stop_diverged(self.journal, self.checkpoints, step, scalars)
+            endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes.text)
 
     def _stop_before_first_step(self) -> None:
         """Stop the run if any process has received a signal."""

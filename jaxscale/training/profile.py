@@ -84,9 +84,13 @@ class Profiler:
         """Whether a trace is running."""
         return self._first_step is not None
 
-    def has_missed(self, step: int) -> bool:
-        """Return whether a run that continues after `step` will not make any step of the range."""
-        return self.step_range is not None and self.step_range.stop <= step + 1
+    def missed_text(self, step: int) -> str:
+        """Return a line on a range of which a run that continues after `step` makes no step; "" if it makes one."""
+        if self.step_range is None or self.step_range.stop > step + 1:
+            return ""
+        return (
+            f"profile {self.step_range}: the run continues after step {step}, so the steps of this range are not traced"
+        )
 
     def start_before(self, step: int, folder: Any) -> None:
         """Start tracing if the next step is in the range and no trace is running.

@@ -238,6 +238,21 @@ def check_return(folder: Any, from_step: int | str | None, resume: str, has_run:
         raise UserError(f"from step {from_step}: {folder} holds no run; leave it out, or give another directory")
 
 
+def log_fields(restored: Any, return_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the event "resume" on a restored checkpoint.
+
+    Args:
+        restored: the checkpoint's arrays, with those that were damaged or converted.
+        return_fields: fields on the return to this checkpoint; {} if the run only continues.
+    """
+    fields: dict[str, Any] = {"from_memory": True} if restored.origin else dict(return_fields)
+    if restored.damaged:
+        fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
+    if restored.converted:
+        fields["converted"] = list(restored.converted)
+    return fields
+
+
 def describe_return(fields: Mapping[str, Any]) -> list[str]:
     """Return a line for the user on the checkpoints that a return has set aside, from its fields for the log."""
     if not fields.get("aside"):

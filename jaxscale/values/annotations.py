@@ -97,7 +97,8 @@ def describe(hint: Any) -> str:
     if origin in (Callable, typing.Callable):
         return "a function"
     name = getattr(origin, "__name__", str(origin))
-    return f"a {name}" + (" (text such as its str())" if has_text_form(origin) else "")
+    article = "an" if name[:1] in "AEIO" else "a"
+    return f"{article} {name}" + (" (text such as its str())" if has_text_form(origin) else "")
 
 
 def wrong_type(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:

@@ -65,6 +65,20 @@ def type_name(path: str) -> str:
     return _PUBLIC.get(path) or _EARLIER.get(path, path)
 
 
+def public_class(name: str) -> type | None:
+    """Return the loaded class of jaxscale with this name, such as "Experiment"; `None` if there is none.
+
+    Example:
+        >>> public_class("UserError").__module__, public_class("Nothing")
+        ('jaxscale.errors', None)
+    """
+    for module_name, module in tuple(sys.modules.items()):
+        candidate = vars(module).get(name) if module_name.startswith("jaxscale.") else None
+        if isinstance(candidate, type):
+            return candidate
+    return None
+
+
 def is_user_module(name: str) -> bool:
     """Return whether an imported module is the user's: the program, or a file in no folder of installed packages.
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.cli import main, user_code
+from jaxscale.cli import main
 from jaxscale.errors import Diverged, MostlySkipped, Preempted
 from jaxscale.recipe.plan import Plan
+from jaxscale.values import user_frames
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *messages: str) -> None:
@@ -227,7 +228,7 @@ def test_a_crash_of_our_own_keeps_its_traceback(toy: Path, monkeypatch):
     def read(words):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(user_code, "PACKAGE_FOLDERS", (*user_code.PACKAGE_FOLDERS, str(Path(__file__).parent)))
+    monkeypatch.setattr(user_frames, "PACKAGE_FOLDERS", (*user_frames.PACKAGE_FOLDERS, str(Path(__file__).parent)))
     monkeypatch.setattr("jaxscale.cli.arguments.read", read)
     with pytest.raises(RuntimeError, match="ours"):
         main(["train", str(toy)])

@@ -78,7 +78,7 @@ def test_the_notebook_trains_plots_samples_and_shows_its_report(tmp_path):
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     settings = cells(notebook)["settings"]
     assert settings["metadata"]["tags"] == ["parameters"]
-    settings["source"] = ["STEPS = 30\n", 'OUT = "run"\n', 'REPOSITORY = ""\n']
+    settings["source"] = ["STEPS = 30\n", 'OUT = "run"\n', 'PACKAGE = ""\n']
     outputs = executed(notebook, tmp_path)
     assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
     said = {name: "".join("".join(o.get("text", "")) for o in out) for name, out in outputs.items()}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
@@ -202,3 +203,17 @@ def test_what_is_refused_says_why() -> None:
         StatePolicy(block=0)
     plain = quantize_state(optax.adamw(1e-3), "float32")
     assert not any(is_quantized(x) for x in jax.tree.leaves(jax.eval_shape(plain.init, large), is_leaf=is_quantized))
+
+
+@pytest.mark.parametrize("states", ["int8", "int4"])
+def test_the_optimizer_of_flax_keeps_quantized_moments(states):
+    model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, quantize_state(optax.adamw(1e-2), states), wrt=nnx.Param)
+    x, losses = jnp.ones((2, 64)), []
+    for _ in range(3):  # the second update reads what the first one stored
+        loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+    moments = jax.tree.leaves(nnx.as_pure(optimizer.opt_state), is_leaf=is_quantized)
+    assert [moment.shape for moment in moments if is_quantized(moment)] == [(64, 256), (64, 256)]

@@ -31,7 +31,7 @@ def test_a_range_beyond_the_run_is_refused():
 
 def test_a_range_behind_the_run_is_missed():
     profiler = Profiler(ProfileRange(10, 13))
-    assert [profiler.has_missed(step) for step in (9, 11, 12, 13)] == [False, False, True, True]
+    assert [bool(profiler.missed_text(step)) for step in (9, 11, 12, 13)] == [False, False, True, True]
 
 
 def train_steps(profiler: Profiler, folder, first: int, last: int):

@@ -1,0 +1,113 @@
+"""What a score of the user's own returns, and what its forward pass may not do, checked while a step is traced."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.errors import UserError
+from jaxscale.typing import Batch
+from jaxscale.values.user_frames import place_of
+
+_patch_lock = threading.RLock()
+
+
+def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> None:
+    """Raise UserError if losses are not one real number for each row or target, or their weights not like them.
+
+    Args:
+        score: the user's function, for messages.
+        losses: what it returned.
+        target_weights: the weights that it returned; `None` without.
+        batch: the batch, in which every array has the rows first.
+    """
+    name = f"{place_of(score)}score"
+    row_count = len(jax.tree.leaves(dict(batch))[0])
+    shape_or_type = getattr(losses, "shape", type(losses).__name__)
+    if not getattr(losses, "shape", ()) or losses.shape[0] != row_count:
+        mean_text = ". Do not take the mean: jaxscale computes it"
+        if losses is None:
+            mean_text = ". Return them"
+        elif isinstance(losses, tuple | list):
+            mean_text = "; only a pair (losses, weights) may be returned, and metrics go to train(metrics=...)"
+        raise UserError(
+            f"{name} returned {shape_or_type} for a batch of {row_count} rows; expected "
+            f"one loss per row or per target, of shape (rows, ...){mean_text}"
+        )
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise UserError(
+            f"{name} returned {losses.dtype}{list(losses.shape)}, which has no gradient; expected losses of a float "
+            "type: a count of errors is a metric, for train(metrics=...)"
+        )
+    if target_weights is not None and getattr(target_weights, "shape", None) != losses.shape:
+        shape_or_type = getattr(target_weights, "shape", type(target_weights).__name__)
+        raise UserError(
+            f"{name} returned weights {shape_or_type} for losses of shape {losses.shape}; expected the same shape. A "
+            "pair is (losses, weights): other results, such as logits, are not returned"
+        )
+
+
+def check_not_paired(score: Any, losses: Any, batch: Batch, losses_of: Callable[[Batch], Any]) -> None:
+    """Raise UserError if each row has a loss with every other row, as where [B, 1] and [B] were broadcast to [B, B].
+
+    The score is traced for one row more if the losses have the number of rows twice in their shape; a second dim that
+    grows with the rows is one of rows.
+
+    Args:
+        score: the user's function, for messages.
+        losses: its losses, [B, ...].
+        batch: the batch.
+        losses_of: function that returns the losses of another batch.
+    """
+    row_count = losses.shape[0]
+    if row_count not in losses.shape[1:]:
+        return
+    longer_batch = {
+        name: jax.ShapeDtypeStruct((row_count + 1, *array.shape[1:]), array.dtype) for name, array in batch.items()
+    }
+    try:
+        longer_shape = jax.eval_shape(losses_of, longer_batch).shape
+    except Exception:  # the model takes this number of rows alone
+        return
+    if row_count + 1 in longer_shape[1:]:
+        raise UserError(
+            f"{place_of(score)}score returned {losses.shape} for a batch of {row_count} rows, a loss for each pair of "
+            "rows: were arrays of shape (rows, 1) and (rows,) subtracted? Take [:, 0] of the first one. A loss over "
+            'pairs of rows is declared by ForeignModel(over="batch")'
+        )
+
+
+@contextlib.contextmanager
+def no_new_parameters(module: nnx.Module) -> Iterator[None]:
+    """Return a context in which making an `nnx.Param` raises an error: it would be drawn anew in every step.
+
+    A Linen module makes its parameters from those of the state, in each call.
+    """
+    if any(isinstance(node, nnx.bridge.ToNNX) for _, node in nnx.iter_graph(module)):
+        yield
+        return
+    thread = threading.get_ident()
+    with _patch_lock:
+        original_init: Any = nnx.Param.__init__
+        has_own_init = "__init__" in vars(nnx.Param)
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() == thread:
+                raise UserError(
+                    "the forward pass makes an nnx.Param, which would be another one in every step and never be "
+                    "trained: make the layer in __init__ of the module, and call it in __call__"
+                )
+            original_init(self, *args, **kwargs)
+
+        setattr(nnx.Param, "__init__", init)  # noqa: B010 - a method of a foreign class
+        try:
+            yield
+        finally:
+            if has_own_init:
+                setattr(nnx.Param, "__init__", original_init)  # noqa: B010
+            else:
+                del nnx.Param.__init__

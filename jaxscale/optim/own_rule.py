@@ -1,0 +1,149 @@
+"""A rule and a schedule of the user's own: checked where they are called, and tried on one small matrix.
+
+A rule of optax is a pair of functions that may return anything. What it returns is compared with what it was given, and
+two updates for a gradient of halves show a learning rate that is not finite, or of the wrong sign.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.errors import UserError
+from jaxscale.optim.step_loss import step_loss
+from jaxscale.values.user_frames import frames_of, place_of
+
+
+def checked(rule: optax.GradientTransformation, custom: Any) -> optax.GradientTransformationExtraArgs:
+    """Return a rule that refuses updates and states that are not like the gradients and the state before.
+
+    Args:
+        rule: the user's rule.
+        custom: the user's function that made it, for messages.
+    """
+    extended_rule = optax.with_extra_args_support(rule)
+    name = f"{place_of(custom)}optimizer.custom"
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        try:
+            returned = extended_rule.update(updates, state, params, **extra)
+        except UserError:
+            raise
+        except Exception as error:
+            if frames_of(error.__traceback__):  # the message begins with the user's line
+                raise
+            message = str(error).partition("\n")[0]
+            raise UserError(f"{name}: its update raised {type(error).__name__}: {message}") from error
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise UserError(
+                f"{name}: its update returned a {type(returned).__name__}, expected the pair (updates, state)"
+            )
+        new_updates, new_state = returned
+        _check_like(f"{name}: its update returned updates", new_updates, "gradients", updates)
+        _check_like(f"{name}: its update returned a state", new_state, "the state before", state)
+        return new_updates, new_state
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def _check_like(start: str, new_tree: Any, old_name: str, old_tree: Any) -> None:
+    """Raise UserError if two trees differ in their structure, or in the shapes or kinds of their arrays."""
+    if jax.tree.structure(new_tree) != jax.tree.structure(old_tree):
+        raise UserError(
+            f"{start} of another structure than {old_name}: expected the same dicts and tuples, with an array for each"
+        )
+    new_leaves, _ = jax.tree.flatten_with_path(new_tree)
+    for (path, new), old in zip(new_leaves, jax.tree.leaves(old_tree), strict=True):
+        if jnp.shape(new) != jnp.shape(old):
+            raise UserError(
+                f"{start} of shape {jnp.shape(new)} at {jax.tree_util.keystr(path) or 'its top'}, but {old_name} "
+                f"{jnp.shape(old)}: expected equal shapes"
+            )
+        if jnp.issubdtype(jnp.result_type(new), jnp.floating) != jnp.issubdtype(jnp.result_type(old), jnp.floating):
+            raise UserError(
+                f"{start} of {jnp.result_type(new)} at {jax.tree_util.keystr(path) or 'its top'}, but {old_name} "
+                f"{jnp.result_type(old)}: expected equal types"
+            )
+
+
+def try_rule(custom: Callable[[Callable[[Any], Any]], Any], rate: Callable[[Any], Any]) -> None:
+    """Refuse a rule whose first updates are not finite, and warn of one that goes up the gradient.
+
+    The rule updates weights of ones by gradients of 0.5 and 2, twice. One that needs the model's parameters is not
+    tried. Updates in proportion to the gradients are no reason to warn: a rule with `optax.masked` passes them on.
+
+    Args:
+        custom: the user's function of a schedule that returns the rule.
+        rate: the schedule.
+
+    Example:
+        >>> try_rule(lambda rate: optax.sgd(lambda step: 0.1 / step), lambda step: 0.1)
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: optimizer.custom: the first update for gradients of 0.5 is -inf, expected finite \
+numbers: is its learning rate finite at step 0?
+    """
+
+    @jax.jit
+    def two_updates() -> tuple[Any, ...]:
+        params: Any = {"weight": jnp.ones((4, 4))}
+        gradients: Any = {"weight": jnp.full((4, 4), 0.5).at[2:].set(2.0)}
+        rule = optax.with_extra_args_support(custom(rate))
+        state, sums, ratios = rule.init(params), [], []
+        for _ in range(2):
+            updates, state = rule.update(gradients, state, params, value=1.0)
+            update: Any = updates["weight"]  # pyright: ignore[reportIndexIssue,reportArgumentType,reportCallIssue]
+            sums.append(update.sum())
+            ratios.append(update[0, 0] / 0.5 - update[2, 0] / 2.0)
+        return (*sums, jnp.abs(jnp.asarray(ratios)).max())
+
+    try:
+        with step_loss(1.0), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            first, second, ratio_difference = map(float, two_updates())
+    except Exception:  # it needs the model's parameters; a mistake in it is reported where the step is traced
+        return
+    name = f"{place_of(custom)}optimizer.custom"
+    for index, total in (("first", first), ("second", second)):
+        if not math.isfinite(total):
+            raise UserError(
+                f"{name}: the {index} update for gradients of 0.5 is {total}, expected finite numbers: is its "
+                f"learning rate finite at step {0 if index == 'first' else 1}?"
+            )
+    is_proportional = ratio_difference < 1e-6 * max(abs(first), abs(second))
+    if min(first, second) >= 0 and max(first, second) > 0 and not is_proportional:
+        warnings.warn(
+            f"{name}: its updates go up the gradient, so the loss grows: is the learning rate negative, or does the "
+            "rule lack optax.scale_by_learning_rate(rate)?",
+            stacklevel=2,
+        )
+
+
+def try_schedule(schedule: Callable[[Any], Any], steps: int) -> None:
+    """Call a schedule of the user's own at some steps of a run.
+
+    Args:
+        schedule: function of the number of updates made that returns the learning rate.
+        steps: number of updates in the run.
+
+    Raises:
+        UserError: it returned something else than a finite number of 0 or more.
+
+    Example:
+        >>> try_schedule(lambda step: 0.5 - step, 10)
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: optimizer.schedule: returned -0.5 at step 1, expected a number of 0 or more
+    """
+    for step in sorted({0, min(1, steps - 1), steps // 2, steps - 1}):
+        rate: Any = schedule(jnp.int32(step))
+        is_array = hasattr(rate, "dtype") and not jnp.ndim(rate)
+        number = float(rate) if is_array or isinstance(rate, int | float) else math.nan
+        if not 0 <= number < math.inf:
+            rate_text = f"{number:.4g}" if is_array else f"{rate!r:.100}"
+            raise UserError(
+                f"{place_of(schedule)}optimizer.schedule: returned {rate_text} at step {step}, expected a number of 0 "
+                "or more"
+            )

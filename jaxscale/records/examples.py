@@ -1,0 +1,32 @@
+"""The experiments that come with the package, which are found by their names: `jaxscale train shakespeare`."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (_PACKAGE / "_experiments", _PACKAGE.parent / "experiments")
+"""Folders that may hold the examples: the first in an installed wheel, the second in a checkout."""
+
+
+def example_names() -> list[str]:
+    """Return the names of the examples."""
+    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
+    files = [] if folder is None else sorted(folder.glob("*.py"))
+    return [file.stem for file in files if "\ndef experiment(" in file.read_text("utf-8")]
+
+
+def example_file(path: str | Path) -> Path | None:
+    """Return the file of an example by its name, or by its path in the repository; `None` if there is none.
+
+    Args:
+        path: a name, such as "shakespeare", or "experiments/shakespeare.py".
+
+    Example:
+        >>> example_file("shakespeare").name, example_file("no_such_example"), example_file("other/shakespeare.py")
+        ('shakespeare.py', None, None)
+    """
+    words = Path(path).with_suffix("").parts if Path(path).suffix == ".py" else Path(path).parts
+    name = words[-1] if words else ""
+    if words not in ((name,), ("experiments", name)) or (words == (name,) and Path(path).suffix):
+        return None
+    files = (folder / f"{name}.py" for folder in _FOLDERS)
+    return next((file for file in files if file.is_file()), None)

@@ -1,0 +1,125 @@
+"""Why a step was skipped: what is not finite, in which array of the batch, parameter or line of the user's code.
+
+A loss that is NaN from the first step has a cause that no learning rate removes: a label outside of the classes,
+weights that are drawn as NaN, a file with gaps. The forward pass of that batch, run operation by operation, finds it.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.blocks import Context
+from jaxscale.trees import named_leaves
+from jaxscale.values.user_frames import frames_of, place_in, place_of
+
+MAX_BYTES = 2**28
+"""Largest parameters for which the forward pass is run operation by operation."""
+
+
+class Causes:
+    """The causes of skipped steps of one run.
+
+    Args:
+        step_fn: the train step.
+
+    Attributes:
+        text: the cause of the first skipped step, for messages; "" if no step was skipped, or none was found.
+    """
+
+    def __init__(self, step_fn: Any) -> None:
+        self._step_fn = step_fn
+        self._batches: dict[int, Any] = {}
+        self._state: Any = None
+        self.text: str | None = None
+
+    def note(self, step: int, batch: Mapping[str, Any], state: Any) -> None:
+        """Keep the batch of a step and the state after it, until the step after the next."""
+        self._batches = {key: value for key, value in self._batches.items() if key == step - 1} | {step: batch}
+        self._state = state
+
+    def of_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return the cause of the first skipped step as a field of its event; no field for others, or if it is unknown.
+
+        Args:
+            step: number of the skipped step.
+            metrics: its metrics.
+        """
+        import jax
+
+        if self.text is not None:
+            return {}
+        is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        batch = self._batches.get(step)
+        self.text = ""
+        if not is_finite and batch is not None and jax.process_count() == 1:
+            self.text = self._cause(step, batch, metrics["loss"])
+        return {"cause": self.text} if self.text else {}
+
+    def _cause(self, step: int, batch: Mapping[str, Any], loss: float) -> str:
+        """Return what is not finite in a step; "" if it is not found."""
+        import jax.numpy as jnp
+
+        def is_not_finite(array: Any) -> bool:
+            return jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.isfinite(array).all())
+
+        for name, array in batch.items():
+            if is_not_finite(array):
+                return f"{name} of the batch of step {step} has numbers that are not finite"
+        names = [name for name, array in named_leaves(self._state.params).items() if is_not_finite(array)]
+        if names:
+            more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            return f"the parameters {', '.join(names[:3])}{more_text} are not finite before step {step}"
+        if math.isfinite(loss):
+            return (
+                f"the loss of step {step} is finite, but its gradient is not: the slope of a root, norm, logarithm or "
+                "quotient at 0 is infinite, even where jnp.where selects another value"
+            )
+        return self._line_of_nan(step, batch, loss)
+
+    def _line_of_nan(self, step: int, batch: Mapping[str, Any], loss: float) -> str:
+        """Return the user's line at which the loss of a batch becomes NaN or infinite; "" if it is not the user's."""
+        import jax
+
+        leaves = jax.tree.leaves(self._state.params)
+        if sum(leaf.nbytes for leaf in leaves) > MAX_BYTES:
+            return ""
+        model = self._step_fn.experiment.model
+        try:
+            with jax.debug_nans(True), jax.debug_infs(math.isinf(loss)):
+                float(model.loss(self._step_fn.module(self._state), dict(batch), Context()).total)
+        except FloatingPointError as error:
+            frames = frames_of(error.__traceback__)
+            if not frames:
+                return ""
+            return f"{place_in(error)}the first {loss} of step {step} arises here{_labels_text(frames[-1][0], batch)}"
+        except Exception:  # the model runs under jit alone
+            return ""
+        return ""
+
+
+def _labels_text(frame: Any, batch: Mapping[str, Any]) -> str:
+    """Return which labels of a batch lie outside of the classes of an array in a frame, as the end of a message."""
+    for array_name, array in frame.f_locals.items():
+        if getattr(array, "ndim", 0) < 2 or getattr(array, "dtype", None) is None or array.dtype.kind == "i":
+            continue
+        for name, labels in batch.items():
+            if labels.dtype.kind not in "iu" or labels.shape != array.shape[:-1]:
+                continue
+            least, most, class_count = int(labels.min()), int(labels.max()), array.shape[-1]
+            if least < 0 or most >= class_count:
+                return (
+                    f": {name} has labels from {least} to {most}, but {array_name} has {class_count} classes, "
+                    f"expected labels from 0 to {class_count - 1}"
+                )
+    return ""
+
+
+def warn_of_no_gradient(step: int, metrics: Mapping[str, float], model: Any) -> None:
+    """Warn if the gradient of all parameters is exactly 0 in the first step, so that nothing is trained."""
+    if step == 1 and metrics["grad_norm"] == 0 and metrics["weight"] > 0 and math.isfinite(metrics["loss"]):
+        warnings.warn(
+            f"{place_of(getattr(model, 'score', None))}the gradient of every parameter is 0 in step 1, so nothing is "
+            "trained: does the loss depend on what the module returns, without stop_gradient, argmax or rounding?",
+            stacklevel=2,
+        )

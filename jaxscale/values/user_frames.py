@@ -1,0 +1,172 @@
+"""Where the user's own code is: the frames of a traceback, the line of a function, and what to change there.
+
+An error in a model, a score or a schedule arises hundreds of frames deep in JAX, Flax and jaxscale. The user's line and
+a sentence on what to change stand at the beginning of the message.
+"""
+
+import functools
+import linecache
+import os
+import re
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from jaxscale.errors import near_miss
+from jaxscale.values.type_names import public_class
+
+PACKAGE_FOLDERS = tuple(
+    str(folder) + os.sep
+    for folder in (
+        Path(__file__).parents[1],
+        Path(__file__).parents[2] / "pallas_kernels",
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+"""Folders whose code is not the user's: jaxscale, its kernels, Python's library and installed packages."""
+_NO_NUMBERS = "the step is traced once, without numbers"
+_ADVICE_BY_ERROR = {
+    "TracerBoolConversionError": f"{_NO_NUMBERS}, so Python's if, while, and, or and assert cannot read an array: "
+    "choose with jnp.where or jax.lax.cond, loop with jax.lax.while_loop",
+    "TracerArrayConversionError": f"{_NO_NUMBERS}, so NumPy cannot compute: call jnp instead of np",
+    "TracerIntegerConversionError": f"{_NO_NUMBERS}, so an array is no index of a list, length of a range or shape: "
+    "index jnp.asarray(numbers)[i], loop with jax.lax.fori_loop",
+    "ConcretizationTypeError": f"{_NO_NUMBERS}, so float(), int(), item() and math cannot read an array: compute with "
+    "jnp",
+    "NonConcreteBooleanIndexError": f"{_NO_NUMBERS}, so a mask selects an unknown number of elements: use "
+    "jnp.where(mask, x, 0)",
+    "UnexpectedTracerError": "an array of an earlier trace was kept in a list, a global or an attribute: return it "
+    "instead",
+    "TraceContextError": "a variable of a module is written inside a transformation of JAX that does not belong to it: "
+    "use nnx.jit, nnx.grad or nnx.scan instead of that of jax",
+}
+"""What to change, by the name of the error's class."""
+
+
+def frames_of(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Return the frames of the user's code in a traceback, with the number of the line that each was at."""
+    frames = []
+    while trace is not None:
+        if is_user_code(trace.tb_frame.f_code):
+            frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return frames
+
+
+def is_user_code(code: CodeType) -> bool:
+    """Return whether code is the user's: in a file outside of installed packages, or in a cell of a notebook."""
+    file = code.co_filename
+    is_there = os.path.exists(file) or (file in linecache.cache and not file.startswith("<"))
+    return is_there and not os.path.abspath(file).startswith(PACKAGE_FOLDERS)
+
+
+def shown_path(code: CodeType) -> str:
+    """Return the file of code, relative to the current folder if it is in there."""
+    file, folder = Path(code.co_filename), Path.cwd()
+    if "ipykernel_" in str(file.parent):
+        return "a cell of the notebook"
+    return str(file.relative_to(folder) if file.is_relative_to(folder) else file)
+
+
+def place_of(function: Any) -> str:
+    """Return the file and first line of a user's function or object, as "FILE:LINE: "; "" if it is not the user's.
+
+    Args:
+        function: a function, method, `functools.partial`, or an object that can be called.
+
+    Example:
+        >>> place_of(len), place_of(place_of)
+        ('', '')
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__"):
+        function = vars(type(function)).get("__call__")
+    code = getattr(function, "__code__", None)
+    if code is None or not is_user_code(code):
+        return ""
+    return f"{shown_path(code)}:{code.co_firstlineno}: "
+
+
+def place_in(error: BaseException) -> str:
+    """Return the file and line of the user's innermost call in an error's traceback, as "FILE:LINE: "; "" if none."""
+    frames = frames_of(error.__traceback__)
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    return f"{shown_path(frame.f_code)}:{line}: "
+
+
+def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
+    """Return what to change after an error, as a text to append that starts with "; "; "" if nothing is known.
+
+    Args:
+        error: the error.
+        frame: the user's innermost frame, whose variables may explain it.
+    """
+    advice = next(
+        (_ADVICE_BY_ERROR[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _ADVICE_BY_ERROR), ""
+    )
+    if advice:
+        return f"; {advice}"
+    if isinstance(error, ModuleNotFoundError):
+        return "; install it, or put its file beside this one"
+    if isinstance(error, TypeError) and (match := _UNEXPECTED_ARGUMENT.search(str(error))):
+        return near_miss(match[2], getattr(public_class(match[1]), "__dataclass_fields__", {}))
+    if "assigned to static attribute" in str(error):
+        return "; keep several layers in nnx.List([...]) or nnx.Dict(...), and other arrays in nnx.Variable(...)"
+    if frame is None:
+        return ""
+    if "is not a valid JAX array type" in str(error):
+        return _advice_on_items(frame)
+    if isinstance(error, NameError):
+        return _advice_on_name(error.name or "", frame)
+    if isinstance(error, AttributeError):
+        return _advice_on_attribute(error, frame)
+    return ""
+
+
+_UNEXPECTED_ARGUMENT = re.compile(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def _advice_on_name(name: str, frame: FrameType) -> str:
+    """Return what a name that is not defined may stand for."""
+    if hasattr(frame.f_locals.get("self"), name):
+        return f"; did you mean 'self.{name}'?"
+    return near_miss(name, [*frame.f_locals, *frame.f_globals])
+
+
+def _advice_on_attribute(error: AttributeError, frame: FrameType) -> str:
+    """Return what an attribute that does not exist may stand for."""
+    names = [name for name, value in frame.f_locals.items() if value is error.obj]
+    if names and error.obj is None:
+        return f"; {names[0]} is None: a call that gave it returns nothing"
+    if names and isinstance(error.obj, tuple | list):
+        return _advice_on_items(frame)
+    if "did you mean" in str(error):
+        return ""
+    return near_miss(error.name or "", [name for name in dir(error.obj) if not name.startswith("_")])
+
+
+def _advice_on_items(frame: FrameType) -> str:
+    """Return which variable of a frame is a tuple or list, where an array was expected."""
+    for name, value in frame.f_locals.items():
+        if isinstance(value, tuple | list):
+            return f"; {name} is a {type(value).__name__} of {len(value)}: take one of its items"
+    return ""
+
+
+def add_place(error: BaseException) -> None:
+    """Add the user's line to an error as a note, which ends Python's traceback, hundreds of lines below that line.
+
+    Example:
+        >>> error = ValueError("no line of the user's")
+        >>> add_place(error)
+        >>> hasattr(error, "__notes__")
+        False
+    """
+    frames = frames_of(error.__traceback__)
+    if frames:
+        error.add_note(f"in your code: {place_in(error)}{type(error).__name__}{advice_on(error, frames[-1][0])}")
