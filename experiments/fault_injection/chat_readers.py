@@ -12,7 +12,7 @@ TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %
 
 
 def _prepare_chats(folder: Path) -> Prepared:
-    from jaxscale.data.chat_rows import documents_of, read_chats
+    from jaxscale.data.chat.chat_rows import documents_of, read_chats
 
     path = folder / "chats.jsonl"
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4", "reasoning": "add"}]
@@ -34,7 +34,7 @@ def _prepare_chats(folder: Path) -> Prepared:
 
 
 def _prepare_template(folder: Path) -> Prepared:
-    from jaxscale.data.chat_template import find_template
+    from jaxscale.data.chat.chat_template import find_template
 
     files = [
         {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}},
@@ -53,7 +53,7 @@ def _prepare_template(folder: Path) -> Prepared:
 def _prepare_run_template(folder: Path) -> Prepared:
     from jaxscale.checkpoint.restore import TEMPLATE as FILE
     from jaxscale.checkpoint.restore import read_template
-    from jaxscale.data.chat_template import ChatTemplate
+    from jaxscale.data.chat.chat_template import ChatTemplate
 
     def read() -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -34,7 +34,7 @@ from fault_injection.value_pools import (
 from flax import nnx
 from PIL import Image
 
-from jaxscale.data.chat import Chats
+from jaxscale.data.chat.chats import Chats
 from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.rows import Arrays, Rows

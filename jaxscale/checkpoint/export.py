@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxscale.data.chat_template import JINJA, TOKENIZER_CONFIG
+from jaxscale.data.chat.chat_template import JINJA, TOKENIZER_CONFIG
 from jaxscale.errors import UserError
 from jaxscale.records.directory import EXPERIMENT
 from jaxscale.records.storage import check_location, is_remote

@@ -86,7 +86,7 @@ def read_template(directory: Any) -> Any:
     if not path.exists():
         return None
     check_sums(directory, TEMPLATE)
-    from jaxscale.data.chat_template import ChatTemplate
+    from jaxscale.data.chat.chat_template import ChatTemplate
 
     return ChatTemplate.from_json(read_bytes(path).decode("utf-8", "replace"), str(path))
 

@@ -107,7 +107,7 @@ class Finetune:
         for name, number in (("lora", self.lora), ("steps", self.steps), ("batch", self.batch)):
             if number is not None and number < 1:
                 raise UserError(f"--{name}: got {number}, expected a whole number >= 1")
-        from jaxscale.data.chat_template import folder_tokenizer, read_template
+        from jaxscale.data.chat.chat_template import folder_tokenizer, read_template
 
         # these refuse a folder that is not as described
         read_template(self.pretrained)

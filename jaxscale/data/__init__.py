@@ -18,7 +18,7 @@ An experiment takes a dict of arrays as `Arrays`, and an iterable of batches as 
 `facts`. `tokenizer.from_json` restores a tokenizer from the text that its `to_json` returned.
 """
 
-from jaxscale.data.chat import Chats
+from jaxscale.data.chat.chats import Chats
 from jaxscale.data.image_folder import ImageFolder
 from jaxscale.data.images import Images
 from jaxscale.data.loader import Batches, HeldOut, Opened

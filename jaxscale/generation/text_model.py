@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.chat_template import ChatTemplate, answer_stops, find_template, folder_tokenizer, stop_ids
+from jaxscale.data.chat.chat_template import ChatTemplate, answer_stops, find_template, folder_tokenizer, stop_ids
 from jaxscale.errors import UserError
 from jaxscale.generation.sampling import Sampling
 from jaxscale.model_traits import ModelTraits

@@ -35,7 +35,7 @@ from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
-from jaxscale.models.foreign_score import check_losses, check_not_paired, no_new_parameters
+from jaxscale.models.scores import check_losses, check_not_paired, no_new_parameters
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types

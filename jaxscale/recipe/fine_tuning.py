@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.data.chat import Chats
+from jaxscale.data.chat.chats import Chats
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.models.huggingface import Pretrained

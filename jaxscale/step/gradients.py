@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Context, Loss
-from jaxscale.models.metrics import Metric, metric_sums
+from jaxscale.models.scores import Metric, metric_sums
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.state.batches import microbatches

@@ -23,7 +23,7 @@ from jaxscale.errors import UserError
 from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
 from jaxscale.model_traits import ModelTraits
-from jaxscale.models.metrics import Metric
+from jaxscale.models.scores import Metric
 from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange

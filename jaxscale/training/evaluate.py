@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxscale.data.chat import Chats
-from jaxscale.data.chat_template import folder_tokenizer
+from jaxscale.data.chat.chat_template import folder_tokenizer
+from jaxscale.data.chat.chats import Chats
 from jaxscale.data.loader import NumpyBatch, Opened
 from jaxscale.data.text import Text
 from jaxscale.data.windows import Windows
@@ -28,7 +28,7 @@ from jaxscale.recipe.fine_tuning import MAX_CONTEXT
 from jaxscale.training.check_data import open_data, open_sets
 
 if TYPE_CHECKING:
-    from jaxscale.models.metrics import Metric
+    from jaxscale.models.scores import Metric
 
 _BATCH = 8
 """Number of rows of a batch on which a folder is evaluated."""
@@ -172,7 +172,7 @@ def evaluate(
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
     """
     from jaxscale.checkpoint.restore import open_folder, read_tokenizer, restore_parameters
-    from jaxscale.models.metrics import check_metrics
+    from jaxscale.models.scores import check_metrics
 
     check_metrics(metrics)
     settings: dict[str, Any] = {"metrics": metrics}

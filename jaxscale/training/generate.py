@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.chat_template import ChatTemplate
+from jaxscale.data.chat.chat_template import ChatTemplate
 from jaxscale.errors import UserError
 from jaxscale.generation.decode import Decoding, check_prompt
 from jaxscale.generation.sampling import Sampling

@@ -51,7 +51,7 @@ from jaxscale.values.byte_sizes import limit_bytes
 from jaxscale.values.user_frames import add_place
 
 if TYPE_CHECKING:
-    from jaxscale.models.metrics import Metric
+    from jaxscale.models.scores import Metric
 
 
 def train(
@@ -118,7 +118,7 @@ def train(
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     if metrics:
-        from jaxscale.models.metrics import check_metrics
+        from jaxscale.models.scores import check_metrics
 
         check_metrics(metrics)
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))

@@ -16,7 +16,7 @@ from jaxscale.errors import UserError, near_miss
 
 _MODULE_BY_NAME = {
     "data.Arrays": "jaxscale.data.rows",
-    "data.Chats": "jaxscale.data.chat",
+    "data.Chats": "jaxscale.data.chat.chats",
     "data.ImageFolder": "jaxscale.data.image_folder",
     "data.Images": "jaxscale.data.images",
     "data.Mixture": "jaxscale.data.text",

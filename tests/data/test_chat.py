@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data import Chats
-from jaxscale.data.chat_template import folder_tokenizer
+from jaxscale.data.chat.chat_template import folder_tokenizer
 from jaxscale.errors import UserError
 from tests.chat_folders import chat_file, recorded, template_folder, turns
 

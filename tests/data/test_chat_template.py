@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.data import template_child
-from jaxscale.data.chat_template import (
+from jaxscale.data.chat import template_child
+from jaxscale.data.chat.chat_template import (
     ChatTemplate,
     Failure,
     Job,

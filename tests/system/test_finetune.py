@@ -11,7 +11,7 @@ from jaxscale.checkpoint.export import export
 from jaxscale.checkpoint.restore import read_template
 from jaxscale.cli.main import main
 from jaxscale.data import Chats
-from jaxscale.data.chat_template import folder_tokenizer
+from jaxscale.data.chat.chat_template import folder_tokenizer
 from jaxscale.models import LoRA, Pretrained
 from jaxscale.models.huggingface import load
 from jaxscale.recipe.fine_tuning import fine_tuning

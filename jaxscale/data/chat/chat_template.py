@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.data import template_child
+from jaxscale.data.chat import template_child
 from jaxscale.data.documents import has_half_characters
 from jaxscale.data.tokenizer import Subwords
 from jaxscale.errors import UserError

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxscale.data import source
 from jaxscale.data.cache import Corpus, Tokens, open_corpus
-from jaxscale.data.chat_rows import ChatRecipe
-from jaxscale.data.chat_template import ChatTemplate, folder_tokenizer, read_template
+from jaxscale.data.chat.chat_rows import ChatRecipe
+from jaxscale.data.chat.chat_template import ChatTemplate, folder_tokenizer, read_template
 from jaxscale.data.loader import Opened
 from jaxscale.data.pack import Packed
 from jaxscale.data.text import check_share

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.data import source
 from jaxscale.data.cache import LabeledParts
-from jaxscale.data.chat_template import ChatTemplate, Failure, Job, Renderer
+from jaxscale.data.chat.chat_template import ChatTemplate, Failure, Job, Renderer
 from jaxscale.data.documents import has_half_characters
 from jaxscale.data.tokenizer import Encoded, Subwords
 from jaxscale.errors import UserError, near_miss
