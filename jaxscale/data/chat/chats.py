@@ -105,12 +105,12 @@ class Chats:
         rows, held_out_rows = (Packed(tokens, self.context, True) for tokens in (corpus.train, corpus.held_out))
         if not len(rows):
             raise UserError(f"{files[0]}: {_no_rows_text(corpus.train, self.context)} to train on; {_NO_ROWS_ADVICE}")
-        if is_held_out:
-            rows, held_out_rows = held_out_rows, rows
-        if not len(held_out_rows) and (held_out_files or self.held_out):
+        if not len(held_out_rows) and (held_out_files or share):
             name = held_out_files[0] if held_out_files else f"held_out {self.held_out:g} of {files[0]}"
             raise UserError(f"{name}: {_no_rows_text(corpus.held_out, self.context)} to evaluate; {_NO_ROWS_ADVICE}")
         facts = _facts(corpus, rows, held_out_rows, tokenizer)
+        if is_held_out:
+            rows, held_out_rows = held_out_rows, rows
         note = _note(corpus.facts, [corpus.train, corpus.held_out], self.context)
         return Opened(
             (rows,), (1.0,), (held_out_rows,), batch, seed, process, processes, tokenizer, facts, note, template
