@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from jaxscale.values.read_files import is_regular
+
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "_experiments", _PACKAGE.parent / "experiments")
 """Folders that may hold the examples: the first in an installed wheel, the second in a checkout."""
@@ -29,4 +31,4 @@ def example_file(path: str | Path) -> Path | None:
     if words not in ((name,), ("experiments", name)) or (words == (name,) and Path(path).suffix):
         return None
     files = (folder / f"{name}.py" for folder in _FOLDERS)
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if is_regular(file)), None)
