@@ -33,7 +33,7 @@ MARK = "jaxscale:"
 """Prefix of the generated names of a block's values; it prevents collisions with the model's names."""
 VIEWS = frozenset(
     {"reshape", "broadcast_in_dim", "squeeze", "transpose", "convert_element_type", "expand_dims", "slice", "iota"}
-    | {"split", "name", "sharding_constraint", "optimization_barrier", "stop_gradient", "copy", "pvary"}
+    | {"split", "name", "sharding_constraint", "reshard", "optimization_barrier", "stop_gradient", "copy", "pvary"}
 )
 """Primitives that a compiler fuses into the operations that read their results."""
 

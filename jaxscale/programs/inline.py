@@ -20,7 +20,7 @@ from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, ope
 
 INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Primitives that only call the program among their parameters."""
-ALIASES = frozenset({"name", "sharding_constraint", "optimization_barrier", "pvary"})
+ALIASES = frozenset({"name", "sharding_constraint", "reshard", "optimization_barrier", "pvary"})
 """Primitives that return their operands unchanged."""
 
 
@@ -95,12 +95,22 @@ class InlinedProgram(NamedTuple):
         """Return the program's fingerprint: 16 hexadecimal digits, equal in all processes with one version of JAX."""
         digest = hashlib.sha256()
         root_by_number = self.roots()
+        # a constant is placed only where there is a mesh, so its placement is no part of the block
+        placed_constants = {
+            result
+            for step in self.steps
+            if step.is_alias
+            for result, operand in zip(step.outputs, step.inputs, strict=True)
+            if result is not None and not isinstance(operand, int)
+        }
         position_by_root: dict[int, int] = {}  # position of a value in the order of first use
 
         def token_of(atom: int | Constant | None) -> str:
             """Return a value as text: its position in the order of first use, "#" for a constant, "_" for `None`."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
+            if root_by_number[atom] in placed_constants:
+                return "#"
             return str(position_by_root.setdefault(root_by_number[atom], len(position_by_root)))
 
         for value_number in self.inputs:

@@ -143,7 +143,7 @@ def _broadcast(params: Any, array: np.ndarray) -> np.ndarray:
     return np.broadcast_to(array.reshape(shape), params["shape"])
 
 
-_UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "sharding_constraint")
+_UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "sharding_constraint", "reshard")
 """Primitives that return their operands."""
 
 _FORMULAS: Mapping[str, Callable[..., Any]] = {

@@ -26,6 +26,9 @@ such as lambda rngs: nnx.Linear(2, 3, rngs=rngs)
     """
     try:
         signature = inspect.signature(function)
+        if isinstance(function, type):  # the metaclass of Flax's modules takes any arguments
+            parameters = list(inspect.signature(function.__init__).parameters.values())[1:]
+            signature = signature.replace(parameters=parameters)
     except (TypeError, ValueError):
         return
     try:

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
+from jaxscale.data.rows import Arrays
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.foreign import ForeignModel, classification, linen_model
@@ -196,6 +197,38 @@ def test_bfloat16_stays_near_float32():
     assert all("fsdp" in axes_of(p.sharding.spec) for p in jax.tree.leaves(state.params) if p.shape != (CLASSES,))
     for name, value in expected[1].items():
         np.testing.assert_allclose(statistics[name], value, rtol=0.05, atol=0.05, err_msg=name)
+
+
+class Dropping(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jax.nn.relu(self.linear(x)))
+
+
+class DroppingNet(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Dropping(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_set_of_kept_values_suits_blocks_with_dropout():
+    """On a mesh, constants of the random numbers are placed, which the program that the decision is made for lacks."""
+    model = ForeignModel(DroppingNet, lambda module, batch: (module(batch["x"]) ** 2).mean(-1))
+    batch, losses = {"x": np.ones((ROWS, 8), np.float32)}, []
+    data = Arrays({"x": np.ones((2 * ROWS, 8), np.float32)}, held_out=0.0)
+    for memory in ("none", "save:1KiB"):
+        step = build(Experiment("drop", model, data, batch=ROWS), layout("data:2", memory=MemoryPlan.parse(memory)))
+        state = step.init()
+        for _ in range(2):
+            state, metrics = step(state, step.place(batch))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("make", [nnx_net, linen_net])

@@ -1,4 +1,4 @@
-"""Adapters over a base in few bits, chats, groups, averages, held-out sets and a warm start, in one run and on two layouts."""
+"""Adapters over a base in few bits, chats, groups, averages, held-out sets and a warm start, in one run."""
 
 import dataclasses
 import json
