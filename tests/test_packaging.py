@@ -57,7 +57,7 @@ def test_the_wheel_holds_every_file_of_both_packages_and_no_other(site: Path) ->
 
 
 def test_the_wheel_alone_gives_every_public_name_and_loads_jax_only_then(site: Path) -> None:
-    said = alone(
+    output = alone(
         site,
         """
 import jaxscale, pallas_kernels
@@ -70,11 +70,11 @@ loaded = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "jaxs
 assert len(loaded) > 20 and all(site in pathlib.Path(file).parents for file in loaded)
 """,
     )
-    assert said == "[]\n"
+    assert output == "[]\n"
 
 
 def test_the_wheel_has_the_examples_with_their_data_by_name(site: Path) -> None:
-    said = alone(
+    output = alone(
         site,
         """
 import jaxscale
@@ -84,11 +84,11 @@ for name in ("shakespeare", "experiments/digits_vit.py"):
     print(experiment.name, sorted(next(opened.train())), site in pathlib.Path(source.path).parents)
 """,
     )
-    assert said == "shakespeare ['targets', 'tokens'] True\ndigits_vit ['images', 'labels'] True\n"
+    assert output == "shakespeare ['targets', 'tokens'] True\ndigits_vit ['images', 'labels'] True\n"
 
 
 def test_the_wheel_brings_the_command(site: Path) -> None:
-    said = alone(
+    output = alone(
         site,
         """
 (distribution,) = importlib.metadata.distributions(name="jaxscale", path=[str(site)])
@@ -98,7 +98,7 @@ sys.exit(entry.load()())
 """,
     )
     for word in ("train", "generate", "evaluate", "export", "report", "doctor"):
-        assert word in said
+        assert word in output
 
 
 def test_the_wheel_tells_its_version_and_needs(site: Path) -> None:

@@ -49,18 +49,17 @@ def read_tokenizer(directory: Any) -> Any:
     Raises:
         UserError: the file is damaged.
     """
-    path = run_path(directory) / TOKENIZER
-    if not path.exists():
+    content = _checked_bytes(directory, TOKENIZER)
+    if content is None:
         return None
-    check_sums(directory, TOKENIZER)
     from jaxscale.data.tokenizer import from_json
 
     try:
-        return from_json(read_bytes(path).decode("utf-8"))
+        return from_json(content.decode("utf-8"))
     except (LookupError, TypeError, ValueError) as error:  # UserError is a ValueError
         raise UserError(
-            f"{path} is not the tokenizer of a run ({error}): restore the file from a copy, or continue the run for a "
-            "few steps, which writes the file again"
+            f"{run_path(directory) / TOKENIZER} is not the tokenizer of a run ({error}): restore the file from a copy, or "
+            "continue the run for a few steps, which writes the file again"
         ) from error
 
 
@@ -82,13 +81,21 @@ def read_template(directory: Any) -> Any:
     Raises:
         UserError: the file is damaged.
     """
-    path = run_path(directory) / TEMPLATE
-    if not path.exists():
+    content = _checked_bytes(directory, TEMPLATE)
+    if content is None:
         return None
-    check_sums(directory, TEMPLATE)
     from jaxscale.data.chat.chat_template import ChatTemplate
 
-    return ChatTemplate.from_json(read_bytes(path).decode("utf-8", "replace"), str(path))
+    return ChatTemplate.from_json(content.decode("utf-8", "replace"), str(run_path(directory) / TEMPLATE))
+
+
+def _checked_bytes(directory: Any, name: str) -> bytes | None:
+    """Return the content of a file in a run's directory after a check of its sum; `None` if there is no such file."""
+    path = run_path(directory) / name
+    if not path.exists():
+        return None
+    check_sums(directory, name)
+    return read_bytes(path)
 
 
 def _report(message: str) -> None:

@@ -99,5 +99,5 @@ def fine_tuning(
 
 
 def _paths(paths: Any) -> Any:
-    """Return one path as it is, or several as a tuple."""
+    """Return one path unchanged, or several as a tuple."""
     return paths if isinstance(paths, str | Path) else tuple(paths)

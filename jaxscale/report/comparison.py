@@ -4,7 +4,6 @@ The charts have a curve for each run, over steps, target tokens or seconds: the 
 one, by CSS alone. Below are what differs between the runs, where their time went, and what they ran on.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import UserError
-from jaxscale.figures.markup import Markup, element, page, table, write_text
+from jaxscale.figures.markup import Markup, element, table, write_text
 from jaxscale.records.hours import hours
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
 from jaxscale.report.charts import Axis, Series, line_chart, smooth
-from jaxscale.report.page import flatten, page_files, sheet
+from jaxscale.report.page import flatten, page_of, sheet
 from jaxscale.report.pictures import hours_bar
 from jaxscale.report.summary import STATUS
 from jaxscale.values.units import count, duration, number, short
@@ -62,7 +61,6 @@ def write_comparison(run_dirs: Sequence[Any], path: str | Path) -> None:
 def comparison_html(runs: Sequence[RunRecord]) -> str:
     """Return the page of several runs."""
     names = _names(runs)
-    style, script = page_files()
     with np.errstate(all="ignore"):  # a damaged row may hold any number
         sections = {
             "Training": _chart_panels(runs, names),
@@ -71,15 +69,7 @@ def comparison_html(runs: Sequence[RunRecord]) -> str:
             "Where they ran": _origins(runs, names),
         }
         header = element("header", element("h1", f"{len(runs)} runs"), _figures(runs, names))
-    time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    directories = ", ".join(run.directory for run in runs)
-    body = element(
-        "main",
-        header,
-        [element("section", element("h2", title), content) for title, content in sections.items() if content],
-        element("footer", f"Written {time_text} by jaxscale from the files in {directories}."),
-    )
-    return page(f"{', '.join(names)} · jaxscale", body, style=style, script=script)
+    return page_of(", ".join(names), header, sections, ", ".join(run.directory for run in runs))
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:

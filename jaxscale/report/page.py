@@ -8,7 +8,7 @@ section consists of "sheets": boxes with a heading.
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ def write_report(run_dir: Any) -> Any:
 
 def report_html(run: RunRecord) -> str:
     """Return the report of a run as an HTML page."""
-    style, script = page_files()
     with np.errstate(all="ignore"):  # a damaged row may hold any number
         header = _header(run)
         sections = {
@@ -79,20 +78,27 @@ def report_html(run: RunRecord) -> str:
             "What happened": _event_sheet(run),
             "Make it again": _reproduction_sheet(run),
         }
+    return page_of(run.name, header, sections, run.directory)
+
+
+def page_of(title: str, header: Markup, sections: Mapping[str, Any], directories: str) -> str:
+    """Return a report as an HTML page.
+
+    Args:
+        title: title of the page.
+        header: what stands above the sections.
+        sections: the content of each section by its title; a section without content is left out.
+        directories: the run directories, for the last line.
+    """
+    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("report.css", "report.js"))
     time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     body = element(
         "main",
         header,
         [element("section", element("h2", title), content) for title, content in sections.items() if content],
-        element("footer", f"Written {time_text} by jaxscale from the files in {run.directory}."),
+        element("footer", f"Written {time_text} by jaxscale from the files in {directories}."),
     )
-    return page(f"{run.name} · jaxscale", body, style=style, script=script)
-
-
-def page_files() -> tuple[str, str]:
-    """Return the style and the script of a report."""
-    style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("report.css", "report.js"))
-    return style, script
+    return page(f"{title} · jaxscale", body, style=style, script=script)
 
 
 def sheet(title: str | None, *content: Any) -> Markup:

@@ -79,7 +79,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
 
 
 def with_scans(experiment: Experiment) -> Experiment:
-    """Return the experiment; a foreign model that scans over its blocks is told the parameters that the scan reads.
+    """Return the experiment; a foreign model that scans over its blocks gets the names of the parameters of the scan.
 
     If the module cannot be traced, the experiment is returned unchanged, and the trace of the step reports the error.
     """
@@ -88,7 +88,7 @@ def with_scans(experiment: Experiment) -> Experiment:
         return experiment
     try:
         model = find_scans(batch_shapes(experiment))
-    except Exception:
+    except Exception:  # an error of the user's module, which the trace of the step reports with its line
         return experiment
     return experiment if model is experiment.model else dataclasses.replace(experiment, model=model)
 

@@ -19,7 +19,6 @@ from jaxscale.data.chat.chat_template import folder_tokenizer
 from jaxscale.data.chat.chats import Chats
 from jaxscale.data.loader import NumpyBatch, Opened
 from jaxscale.data.text import Text
-from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.models.huggingface import is_model_folder
@@ -103,10 +102,10 @@ def all_means(
         set by names such as "news/loss". A set without any target has 0 targets, and NaN as its loss. `None` if there
         is neither a held-out part nor a set.
     """
-    own = held_out_means(step, data, state, batches, **settings)
+    own_means = held_out_means(step, data, state, batches, **settings)
     empty = {"loss": math.nan, "targets": 0.0}
     by_set = {name: held_out_means(step, sets[name], state, batches, **settings) or empty for name in sets}
-    main = own or next(iter(by_set.values()), None)
+    main = own_means or next(iter(by_set.values()), None)
     if main is None:
         return None
     return main | {f"{name}/{figure}": value for name, means in by_set.items() for figure, value in means.items()}
@@ -178,13 +177,14 @@ def evaluate(
     settings: dict[str, Any] = {"metrics": metrics}
     if is_model_folder(run):
         if best or data is None:
-            given = (
-                "best, but a folder has no checkpoints" if best else "no data, expected a file of chats to evaluate on"
+            no_data_text = "no data, expected a file of chats to evaluate on"
+            raise UserError(
+                f"{run} is a model folder: got {'best, but a folder has no checkpoints' if best else no_data_text}"
             )
-            raise UserError(f"{run} is a model folder: got {given}")
         file_data, opened = _open_file(run, data)
         loaded = open_folder(run, file_data, opened.batch, split=True)
         settings["one_at_a_time"] = loaded.step.mesh.devices.flat[0].platform == "cpu"
+        _show_note(opened)
         means = held_out_means(loaded.step, opened, loaded.state, batches, **settings)
         assert means is not None, "a file without targets is refused when it is opened"
         return means
@@ -218,12 +218,6 @@ def _show_note(opened: Opened) -> None:
         print(f"jaxscale: {opened.note}", file=sys.stderr, flush=True)
 
 
-def _all_rows(opened: Opened) -> Opened:
-    """Return opened data whose training rows are held out instead, and show its note."""
-    _show_note(opened)
-    return dataclasses.replace(opened, held_out=opened.parts)
-
-
 def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
     """Return the data of a file for the model of a folder, and the opened data, all of which is held out."""
     from jaxscale.models.huggingface import read_config
@@ -234,13 +228,11 @@ def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
         raise UserError(f"{folder} holds a {type(model).__name__}, expected a language model")
     context = min(traits.context, MAX_CONTEXT)
     if str(file).endswith((".jsonl", ".json")):
-        data: Any = Chats(file, folder, context, held_out=0.0)
-        longest = data.open(_BATCH, 0).facts["longest"]
-        data = dataclasses.replace(data, context=max(1, min(context, -(-(longest - 1) // 64) * 64)))
-        return data, _all_rows(data.open(_BATCH, 0))
+        chats = Chats(file, folder, context, held_out=1.0)
+        longest = chats.open(_BATCH, 0).facts["longest"]
+        chats = dataclasses.replace(chats, context=max(1, min(context, -(-(longest - 1) // 64) * 64)))
+        return chats, chats.open(_BATCH, 0)
     folder_tokenizer(folder)  # refuses a folder without one
-    text = Text(file, Path(folder) / "tokenizer.json", 1, held_out=0.0)
-    text = dataclasses.replace(text, context=min(context, text.open(1, 0).facts["tokens"] - 1))
-    opened = text.open(_BATCH, 0)
-    corpus = opened.parts[0].tokens
-    return text, dataclasses.replace(opened, held_out=(Windows(corpus, text.context, None),))
+    text = Text(file, Path(folder) / "tokenizer.json", 1, held_out=1.0)
+    text = dataclasses.replace(text, context=min(context, text.open(1, 0).facts["held_out_tokens"] - 1))
+    return text, text.open(_BATCH, 0)

@@ -40,12 +40,12 @@ def test_ids_and_masks_are_those_of_transformers(tmp_path, template, tokenizer):
 def test_prompts_and_completions_are_chats_of_two_messages(tmp_path):
     folder = template_folder(tmp_path / "folder")
     forms = [turns("a", "b"), *({"prompt": "a", name: "b"} for name in ("completion", "answer", "response"))]
-    found = [
+    forms_of_documents = [
         documents(Chats(chat_file(tmp_path / f"{index}.jsonl", [row]), folder, held_out=0.0).open(1, 0))
         for index, row in enumerate(forms)
     ]
-    assert all(each == found[0] for each in found)
-    ids, learned = found[0][0]
+    assert all(each == forms_of_documents[0] for each in forms_of_documents)
+    ids, learned = forms_of_documents[0][0]
     tokenizer = folder_tokenizer(folder)
     assert tokenizer.decode(np.array(ids[1:])[np.array(learned, bool)]) == "b<|im_end|>\n"
 
@@ -82,12 +82,12 @@ def test_long_chats_are_cut_and_rows_without_an_answer_counted(tmp_path):
     rows = [turns("a", "word " * 200), turns("b", "c"), turns("d"), turns("e " * 200, "f")]
     file = chat_file(tmp_path / "chats.jsonl", rows)
     opened = Chats(file, folder, context=64, held_out=0.0).open(1, 0)
-    kept = documents(opened)
-    assert [len(ids) for ids, _ in kept if len(ids) == 65] == [65]
-    assert len(kept) == 2, "the prompt of the last one fills the context"
+    kept_documents = documents(opened)
+    assert [len(ids) for ids, _ in kept_documents if len(ids) == 65] == [65]
+    assert len(kept_documents) == 2, "the prompt of the last one fills the context"
     whole = documents(Chats(file, folder, context=2048, held_out=0.0).open(1, 0))
-    assert [ids in ([each[:65] for each, _ in whole]) for ids, _ in kept] == [True, True]
-    lost = sum(sum(learned) for _, learned in whole) - sum(sum(learned) for _, learned in kept)
+    assert [ids in ([each[:65] for each, _ in whole]) for ids, _ in kept_documents] == [True, True]
+    lost = sum(sum(learned) for _, learned in whole) - sum(sum(learned) for _, learned in kept_documents)
     assert opened.note == (
         f"2 of 3 chats are longer than data.context (64 tokens) and are cut there, with {lost} tokens of answers; "
         f"1 chats without an answer are left out, first {file}:3"

@@ -207,11 +207,11 @@ def test_a_run_on_a_dataset_of_grain_continues_bit_for_bit(kind, tmp_path):
 
     def trained(folder, stops=(), callbacks=()):
         model = jx.models.ForeignModel(lambda rngs: nnx.Linear(2, 1, rngs=rngs), score)
-        own = jx.Experiment("own", model, dataset(), steps=9, batch=4, plan=jx.Plan(mesh="1"))
+        experiment = jx.Experiment("own", model, dataset(), steps=9, batch=4, plan=jx.Plan(mesh="1"))
         for stop in stops:
-            run = jx.train(own, out=folder, quiet=True, callbacks=[lambda event, stop=stop: event.step == stop])
+            run = jx.train(experiment, out=folder, quiet=True, callbacks=[lambda event, stop=stop: event.step == stop])
             assert run.step < 9
-        return jx.train(own, out=folder, quiet=True, callbacks=callbacks)
+        return jx.train(experiment, out=folder, quiet=True, callbacks=callbacks)
 
     def score(module, rows):
         return (module(rows["x"])[:, 0] - rows["y"]) ** 2

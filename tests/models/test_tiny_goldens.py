@@ -1,4 +1,4 @@
-"""Mistral with a window, Qwen2 with biases, and SmolLM2 as it is published, against the logits of transformers."""
+"""Mistral with a window, Qwen2 with biases, SmolLM2 with its published settings: the logits of transformers."""
 
 import jax
 import jax.numpy as jnp

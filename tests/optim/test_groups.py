@@ -81,7 +81,7 @@ def test_the_first_pattern_wins_and_a_type_of_variable_is_a_pattern():
 
 
 @pytest.mark.parametrize(
-    ("patterns", "says"),
+    ("patterns", "message"),
     [
         (["haed"], r"optimizer\.groups: 'haed' is found in no name of a trained parameter.*; did you mean 'head'\?"),
         (["LoRAparam"], "the parameters are embedding, head, mlp/bias, mlp/up; did you mean 'LoRAParam'"),
@@ -89,13 +89,13 @@ def test_the_first_pattern_wins_and_a_type_of_variable_is_a_pattern():
         (["embed", "."], "the groups have all parameters, .* leave out the group '.', and give its settings to the"),
     ],
 )
-def test_groups_without_an_effect_are_refused(patterns, says):
-    with pytest.raises(UserError, match=says):
+def test_groups_without_an_effect_are_refused(patterns, message):
+    with pytest.raises(UserError, match=message):
         group_indices(patterns, LEAVES)
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"groups": {"(": Optimizer()}}, r"optimizer\.groups: got '\(', expected a regular expression"),
         ({"groups": {"": Optimizer()}}, "optimizer.groups: got an empty text, expected a part of names"),
@@ -111,8 +111,8 @@ def test_groups_without_an_effect_are_refused(patterns, says):
         ({"moments": "int8"}, "moments: got 'int8', expected plan or float32"),
     ],
 )
-def test_bad_groups_are_refused_by_name(fields, says):
-    with pytest.raises(UserError, match=says):
+def test_bad_groups_are_refused_by_name(fields, message):
+    with pytest.raises(UserError, match=message):
         Optimizer(**fields)
 
 

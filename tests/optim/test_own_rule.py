@@ -14,11 +14,11 @@ GRADIENTS = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
 
 def test_a_right_rule_is_the_same_rule():
     rule = optax.adamw(1e-2)
-    own = checked(rule, None)
-    state, own_state = rule.init(GRADIENTS), own.init(GRADIENTS)
+    checked_rule = checked(rule, None)
+    state, own_state = rule.init(GRADIENTS), checked_rule.init(GRADIENTS)
     for _ in range(2):
         updates, state = rule.update(GRADIENTS, state, GRADIENTS)
-        own_updates, own_state = own.update(GRADIENTS, own_state, GRADIENTS)
+        own_updates, own_state = checked_rule.update(GRADIENTS, own_state, GRADIENTS)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, (updates, state), (own_updates, own_state)))
 
 

@@ -174,7 +174,7 @@ def test_adapters_and_a_head_have_rules_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "plan", "says"),
+    ("optimizer", "plan", "message"),
     [
         (Optimizer(groups={"haed": FLAT}), {"mesh": "1"}, "'haed' is found in no name .*; did you mean 'head'"),
         (Optimizer(train="head", groups={"mlp": FLAT}), {"mesh": "1"}, "'mlp' is found in no name of a trained"),
@@ -200,8 +200,8 @@ def test_adapters_and_a_head_have_rules_of_their_own():
         ),
     ],
 )
-def test_what_cannot_work_is_refused(optimizer, plan, says):
-    with pytest.raises(UserError, match=says):
+def test_what_cannot_work_is_refused(optimizer, plan, message):
+    with pytest.raises(UserError, match=message):
         make(optimizer, dataclasses.replace(MODEL, tied=False), **plan)
 
 

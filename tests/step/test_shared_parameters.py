@@ -53,7 +53,7 @@ def step_of(family, plan):
 
 
 def plain_loss_and_norm(module):
-    """Loss and gradient norm of Flax itself, which knows that the two paths lead to one parameter."""
+    """Loss and gradient norm of Flax itself, in which the two paths lead to one parameter."""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
     def loss(params):

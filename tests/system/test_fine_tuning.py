@@ -90,11 +90,11 @@ def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
     step = jx.build(again, jx.Plan(mesh="1"))
     batch = {"images": jnp.asarray(images[:8]), "labels": jnp.zeros(8, jnp.int32)}
     expected = run.experiment.model.loss(run.module, batch, Context())
-    found = again.model.loss(step.module(step.init()), batch, Context())
-    np.testing.assert_allclose(found.total, expected.total, rtol=1e-5)
+    exported_loss = again.model.loss(step.module(step.init()), batch, Context())
+    np.testing.assert_allclose(exported_loss.total, expected.total, rtol=1e-5)
     original = jx.Experiment("first", Pretrained(GOLDEN / "vit"), None, steps=1, batch=8)
     step = jx.build(original, jx.Plan(mesh="1"))
-    assert abs(original.model.loss(step.module(step.init()), batch, Context()).total - found.total) > 1e-2
+    assert abs(original.model.loss(step.module(step.init()), batch, Context()).total - exported_loss.total) > 1e-2
 
 
 def test_a_base_in_few_bits_is_the_folders_and_goes_through_a_whole_run(run_of, tmp_path):
