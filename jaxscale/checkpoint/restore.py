@@ -58,8 +58,8 @@ def read_tokenizer(directory: Any) -> Any:
         return from_json(content.decode("utf-8"))
     except (LookupError, TypeError, ValueError) as error:  # UserError is a ValueError
         raise UserError(
-            f"{run_path(directory) / TOKENIZER} is not the tokenizer of a run ({error}): restore the file from a copy, or "
-            "continue the run for a few steps, which writes the file again"
+            f"{run_path(directory) / TOKENIZER} is not the tokenizer of a run ({error}): restore the file from a copy, "
+            "or continue the run for a few steps, which writes the file again"
         ) from error
 
 
