@@ -3,7 +3,9 @@
 A device such as /dev/zero never ends, either, and a description of gigabytes would fill the memory of the host.
 """
 
+import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from jaxscale.values.read_files import check_regular
 
 ARRAY_FOLDER = "d"
 """Name of the folders in which Orbax keeps the arrays; all other files of a checkpoint are descriptions."""
+
+_REMOVALS = 20
+_REMOVAL_PAUSE_S = 0.1
 
 
 def check_kinds(checkpoint: Any) -> None:
@@ -44,11 +49,22 @@ def check_kinds(checkpoint: Any) -> None:
 
 
 def remove(path: Any) -> None:
-    """Remove a folder, or the file or link in its place, if there is one."""
-    if is_remote(path) or (path.is_dir() and not os.path.islink(path)):
-        path.rmtree(missing_ok=True)
-    else:
+    """Remove a folder, or the file or link in its place, if there is one.
+
+    Threads of a save that failed may still write into the folder, so it is removed again while new files appear.
+    """
+    if not is_remote(path) and (os.path.islink(path) or not path.is_dir()):
         path.unlink(missing_ok=True)
+        return
+    for attempt in range(_REMOVALS):
+        try:
+            path.rmtree(missing_ok=True)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or attempt == _REMOVALS - 1:
+                raise
+            time.sleep(_REMOVAL_PAUSE_S)
+        else:
+            return
 
 
 def _raise(error: OSError) -> None:

@@ -399,7 +399,7 @@ class Checkpoints:
             if is_remote(path) and is_step_name(path.name):  # in a bucket, a committed folder has the file COMMITTED
                 is_partial = not (path / COMMITTED).exists()
             if is_partial and path.is_dir():
-                path.rmtree(missing_ok=True)
+                remove(path)
 
     def _set_aside(self, damaged_steps: list[int]) -> None:
         """Rename the damaged checkpoints of these steps to STEP.damaged."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import types
+from pathlib import Path
 
 import chex
 import jax
@@ -254,6 +255,22 @@ def test_what_a_killed_run_left_is_cleaned(tmp_path):
     assert Checkpoints(tmp_path / "c", write=False).steps() == [1]
     assert dead.exists(), "a reader leaves a run that may be going on alone"
     Checkpoints(tmp_path / "c")
+    assert not dead.exists()
+
+
+def test_a_folder_that_a_failed_save_still_fills_is_cleaned(tmp_path, monkeypatch):
+    dead = tmp_path / "c" / "00000002.orbax-checkpoint-tmp-17"
+    (dead / "state").mkdir(parents=True)
+    remove_folder, late_files = os.rmdir, ["a", "b"]
+
+    def remove_folder_late(path, *args, **kwargs):
+        if late_files and Path(path).name == "state":  # a thread of the failed save writes once more
+            (dead / "state" / late_files.pop()).write_text("late")
+        remove_folder(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", remove_folder_late)
+    Checkpoints(tmp_path / "c")
+    assert not late_files
     assert not dead.exists()
 
 
