@@ -1,12 +1,14 @@
 """The differences between the supported JAX versions, in one small function each, and nothing else."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.custom_batching
-from jax._src import compilation_cache, core, source_info_util, xla_bridge
+from jax._src import compilation_cache, core, lru_cache, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 from jax._src.lib import version as jaxlib_version
 from jax.experimental import compute_on as _compute_on
@@ -212,3 +214,34 @@ def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
 
     compilation_cache.get_executable_and_time = filtered_read
     compilation_cache.put_executable_and_time = filtered_write
+
+
+def write_cached_programs_whole() -> None:
+    """Make JAX's persistent compile cache write a program under another name first, and rename it.
+
+    JAX writes it in its place, where another process may read a part of it, and where a process that is killed leaves
+    a part that is never written again. A cache with a limited size has a lock, and a cache in a bucket writes objects
+    whole: they are left as they are.
+
+    References:
+        `jax._src.lru_cache.LRUCache.put`.
+    """
+    cache_class: Any = lru_cache.LRUCache
+    put = getattr(cache_class, "put", None)
+    if put is None:
+        return
+
+    def put_whole(cache: Any, key: str, content: bytes) -> None:
+        """Write the content of an entry, unless the cache has it."""
+        path = os.path.join(str(cache.path), f"{key}-cache")
+        if cache.eviction_enabled or "://" in path:
+            put(cache, key, content)
+        elif not os.path.exists(path):
+            draft = Path(f"{path}.{os.getpid()}")
+            try:
+                draft.write_bytes(content)
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    cache_class.put = put_whole

@@ -44,11 +44,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Compiled programs are kept from run to run, in a folder per version; those that must not be loaded are not kept
-# (`compiler/kept_programs.py`). The limit of the folder's size turns on the lock that several workers need.
+# (`compiler/kept_programs.py`). JAX's own limit of a cache's size reads every entry at each write, so the folder is
+# emptied here when it has grown.
 from jaxscale.compiler.kept_programs import keep_ordered_programs  # noqa: E402
 
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache" / jax.__version__))
-jax.config.update("jax_compilation_cache_max_size", 2 << 30)
+PROGRAMS = Path(__file__).parents[1] / ".jax_cache" / jax.__version__
+MOST_PROGRAM_BYTES = 1 << 30
+if "PYTEST_XDIST_WORKER" not in os.environ and PROGRAMS.is_dir():
+    bytes_kept = sum(entry.stat().st_size for entry in os.scandir(PROGRAMS))
+    if bytes_kept > MOST_PROGRAM_BYTES:
+        shutil.rmtree(PROGRAMS)
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 keep_ordered_programs()

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.compat import filter_compile_cache
+from jaxscale.compat import filter_compile_cache, write_cached_programs_whole
 
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
@@ -55,9 +55,11 @@ def keep_ordered_programs() -> None:
     """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
 
     The filter applies to all later compilations of the process, in any cache folder; a second call has no effect.
-    Programs of one device, and those of TPUs and GPUs, are cached as usual.
+    Programs of one device, and those of TPUs and GPUs, are cached as usual. A program is written whole or not at all,
+    so that a process that is killed meanwhile leaves no part of one.
     """
     filter_compile_cache(_may_be_kept)
+    write_cached_programs_whole()
 
 
 def count_excluded() -> int:

@@ -79,3 +79,19 @@ def test_one_that_a_cache_holds_already_is_not_loaded(tmp_path, monkeypatch):
         assert compiled(tmp_path, 2, True) == (1, 0, 0)
         assert compiled(tmp_path, 2, True) == (1, 1, 0)
     assert compiled(tmp_path, 2, True) == (1, 0, 1)
+
+
+def test_a_program_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    keep_ordered_programs()
+    write_bytes = Path.write_bytes
+
+    def write_half(path, content):
+        write_bytes(path, content[: len(content) // 2])
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_half)
+        with pytest.warns(UserWarning, match="the disk is full"):
+            assert compiled(tmp_path, 1, False) == (0, 0, 0)
+    assert not any(path.name.startswith("jit_program") for path in tmp_path.iterdir())
+    assert compiled(tmp_path, 1, False) == (1, 0, 0)
