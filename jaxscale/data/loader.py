@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxscale.data.row_order import MOST_ROWS, RowOrder
 from jaxscale.data.shuffle import derive
 from jaxscale.errors import UserError
 
@@ -93,9 +94,13 @@ class Opened:
         part_datasets = []  # for each part, a dataset of row numbers in random order
         for part_index, part in enumerate(self.parts):
             row_count = len(part)
-            epoch = grain.MapDataset.range(row_count).seed(derive(self.seed, "order", part_index)).shuffle()
-            encode_row = _row_encoder(part_index, len(self.parts), row_count)
-            part_datasets.append(epoch.repeat(_ENDLESS_ROW_COUNT // row_count).map_with_index(encode_row))
+            seed, epoch_count = derive(self.seed, "order", part_index), _ENDLESS_ROW_COUNT // row_count
+            if row_count <= MOST_ROWS:
+                order = RowOrder(row_count, seed)
+                rows = grain.MapDataset.range(epoch_count * row_count).map(order.row)
+            else:
+                rows = grain.MapDataset.range(row_count).seed(seed).shuffle().repeat(epoch_count)
+            part_datasets.append(rows.map_with_index(_row_encoder(part_index, len(self.parts), row_count)))
         row_numbers = part_datasets[0] if len(part_datasets) == 1 else grain.MapDataset.mix(part_datasets, self.weights)
         local_batches = row_numbers.batch(self.batch // self.processes)[self.process :: self.processes]
         return local_batches.map(self._read)
@@ -124,7 +129,7 @@ class Opened:
 def _row_encoder(part_index: int, part_count: int, row_count: int) -> Callable[[int, int], int]:
     """Return a function that encodes the part, epoch and row of a training row as one number.
 
-    The function's arguments are the row's index in the part's endless sequence, and its index in the part's epoch.
+    The function's arguments are an index in the part's endless sequence of rows, and the row there.
 
     Args:
         part_index: index of the part.
