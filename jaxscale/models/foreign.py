@@ -35,7 +35,7 @@ from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
-from jaxscale.models.scores import check_losses, check_not_paired, no_new_parameters
+from jaxscale.models.scores import bind_key, check_losses, check_not_paired, no_new_parameters
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
@@ -49,6 +49,9 @@ Score = Callable[[Callable[..., Any], Batch], Any]
 It may return a pair of such losses and weights of the same shape, by which the weights of the batch are multiplied: a
 target of weight 0 is ignored, and the loss of the step is the weighted mean, in which the weights are constants without
 a gradient. The function calls the module like any function (`module(batch["images"])`), with the mode already set.
+
+A score with a parameter `key` gets a random key: `score(module, batch, key)`. In training it follows from seed, step
+and microbatch, as dropout does; in evaluation it is always the same.
 """
 
 
@@ -189,7 +192,7 @@ class ForeignModel:
         if len(self.unit) > 40 or not self.unit.isprintable():
             raise UserError(f"unit: got {self.unit[:60]!r}, expected a unit of at most 40 characters, such as 'mse'")
         check_parameters(self.make, "make", 1, "lambda rngs: MyModule(rngs)")
-        check_parameters(self.score, "score", 2, "classification()")
+        check_parameters(self.score, "score", 2, "classification()", keyword="key")
         code = getattr(self.score, "__code__", None)
         if code is not None and code.co_varnames[:1] == ("batch",):
             raise UserError("score: got a function of (batch, ...), expected score(module, batch)")
@@ -357,8 +360,9 @@ class ForeignModel:
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
             casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
+            key = _pass_key(context)
             with casting, no_new_parameters(module):
-                return score(_bind_mode(module, is_training, _pass_key(context)), batch)
+                return bind_key(score, key)(_bind_mode(module, is_training, key), batch)
 
         if self.scanned and needs_scan():
             target_scores = run_scanned(forward, module_copy, batch, self.scanned)

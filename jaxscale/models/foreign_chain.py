@@ -3,14 +3,15 @@
 The stages of a pipeline and rules that recompute segments of several blocks need the blocks as functions in sequence,
 but the user's code calls them one by one. So the forward pass is traced once, with each call of a block as one equation
 of the program. The level of a value is the number of blocks that it depends on: values before the blocks have level 0,
-and the result of block i and what follows from it have level i. The blocks form a chain if each equation reads, besides
-values of level 0, values of one level alone. Operations between two blocks run with the second one.
+and the result of block i and what follows from it have level i. Between two blocks, the program is cut where the fewest
+values are read later: behind an addition to a residual stream, else right behind the first block. The blocks form a
+chain if, besides values of level 0, each part reads values of the part before it alone.
 
 In a pipeline, the module's variables stay as they are, and each block reads the parameters of its stage.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,20 +123,21 @@ class _Signature:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A call of a block in the program, with the operations between the block before and this one.
+    """A part of the program: a call of a block, with operations around it.
 
     Args:
-        signature: its inputs and results.
-        between: equations of the level before this block.
+        signature: inputs and results of the block.
+        before: equations of the part before the call.
         eqn: equation of the call.
-        carried: variables of the level before this block, which the block's part of the program reads; for the first
-            block, the variables at the positions of its chain input.
+        after: equations of the part after the call.
+        results: variables of the part that the next part reads, or the part after the blocks.
     """
 
     signature: _Signature
-    between: tuple[Any, ...]
+    before: tuple[Any, ...]
     eqn: Any
-    carried: tuple[Any, ...]
+    after: tuple[Any, ...]
+    results: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,6 @@ class _Chain:
         after: equations of the last level.
         outputs: the results that are computed.
         first_positions: indices of the inputs of the first block's equation that later blocks read from a block.
-        results: variables that the part after the blocks reads from the last block.
     """
 
     jaxpr: Any
@@ -158,7 +159,6 @@ class _Chain:
     after: tuple[Any, ...]
     outputs: tuple[Any, ...]
     first_positions: tuple[int, ...]
-    results: tuple[Any, ...]
 
     @classmethod
     def of(cls, jaxpr: Any, signatures: Sequence[_Signature], paths: Sequence[str], output_count: int) -> "_Chain":
@@ -178,13 +178,14 @@ class _Chain:
         live_eqns = _live_equations(jaxpr, outputs)
         level_of: dict[Any, int] = {}
         eqns_of_level: list[list[Any]] = [[] for _ in range(len(paths) + 1)]
-        block_eqns = []
+        block_eqns, mixed_reads = [], []
         for eqn in live_eqns:
             levels = {level_of[var] for var in _variables(eqn.invars) if level_of.get(var, 0)}
-            level = max(levels, default=0)
-            index = _block_index(eqn)
-            if len(levels) > 1 or (index is not None and level != index):
-                raise _no_chain(eqn, sorted(levels), signatures, index)
+            level, index = max(levels, default=0), _block_index(eqn)
+            if index is not None and level != index:
+                raise _no_chain(eqn, sorted(levels), signatures)
+            if len(levels) > 1:
+                mixed_reads.append((eqn, sorted(levels)))
             if index is None:
                 eqns_of_level[level].append(eqn)
             else:
@@ -200,33 +201,30 @@ class _Chain:
                     f"the result of block {signatures[level_of[var] - 1].path} is returned as well as passed to the "
                     f"next block, but {_purpose()} passes it to the next block alone; {_ADVICE}"
                 )
-        chain_blocks = []
+        # the variables read behind each block and what follows it
+        later_vars: list[list[Any]] = [[var for var in _variables(outputs) if var not in state_vars]]
+        for eqn, between in zip(block_eqns[:0:-1], eqns_of_level[:1:-1], strict=True):
+            later_vars.insert(0, list(dict.fromkeys([*_read_by(eqn, *between), *later_vars[0]])))
+        chain_blocks: list[_Block] = []
+        earlier_vars: set[Any] = set()  # made in earlier parts
+        start: tuple[Any, ...] = ()  # equations between the cut and the next block
         for index, (eqn, signature) in enumerate(zip(block_eqns, signatures, strict=True)):
-            between = tuple(eqns_of_level[index]) if index else ()
-            read_vars = dict.fromkeys(var for step in (*between, eqn) for var in _variables(step.invars))
-            made_vars = {var for step in between for var in step.outvars}
-            carried = [var for var in read_vars if index and level_of.get(var, 0) == index and var not in made_vars]
-            chain_blocks.append(_Block(signature, between, eqn, tuple(carried)))
+            own_vars = {var for step in (*start, eqn) for var in step.outvars}
+            if index == len(paths) - 1:
+                own_vars -= state_vars
+            between = tuple(eqns_of_level[index + 1])
+            cut, results = _best_cut(between, earlier_vars | own_vars, later_vars[index])
+            if not earlier_vars.isdisjoint(results):
+                raise _no_chain(*mixed_reads[0], signatures)
+            chain_blocks.append(_Block(signature, start, eqn, between[:cut], tuple(results)))
+            earlier_vars |= own_vars.union(*(step.outvars for step in between[:cut]))
+            start = between[cut:]
         first_positions = tuple(
             len(block_eqns[0].invars) - len(signatures[0].array_paths) + index
             for index, path in enumerate(signatures[0].array_paths)
             if path in _carried_paths(block_eqns[1], signatures[1], level_of)
         )
-        after, last = tuple(eqns_of_level[-1]), len(paths)
-        made_vars = {var for step in after for var in step.outvars}
-        end_vars = dict.fromkeys((*(var for step in after for var in _variables(step.invars)), *_variables(outputs)))
-        results = [
-            var for var in end_vars if level_of.get(var, 0) == last and var not in made_vars and var not in state_vars
-        ]
-        return cls(
-            jaxpr,
-            tuple(eqns_of_level[0]),
-            tuple(chain_blocks),
-            after,
-            outputs,
-            first_positions,
-            tuple(results),
-        )
+        return cls(jaxpr, tuple(eqns_of_level[0]), tuple(chain_blocks), start, outputs, first_positions)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of the program, with the blocks run by the plan's runner of sequences."""
@@ -261,7 +259,7 @@ class _Chain:
 
     def _values_after(self, values: dict[Any, Any], last: Sequence[Any]) -> list[Any]:
         """Return the results of the program, from the values of level 0 and the result of the last block."""
-        values.update(zip(self.results, last, strict=True))
+        values.update(zip(self.blocks[-1].results, last, strict=True))
         _run_equations(self.after, values)
         return [_read(values, atom) for atom in self.outputs]
 
@@ -277,12 +275,11 @@ class _Chain:
         own_values = [_read(values, atom) for atom in block.eqn.invars[start : start + param_count]]
         state_start = start + param_count
         state = [_read(values, atom) for atom in block.eqn.invars[state_start : state_start + signature.state_count]]
-        is_last = index == len(self.blocks) - 1
-        passed_on = self.results if is_last else self.blocks[index + 1].carried
+        carried = self.blocks[index - 1].results if index else ()
 
         def run(params: dict[str, Array], state: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-            local_values = {**values, **dict(zip(block.carried, x, strict=True))} if index else dict(values)
-            _run_equations(block.between, local_values)
+            local_values = {**values, **dict(zip(carried, x, strict=True))} if index else dict(values)
+            _run_equations(block.before, local_values)
             operands = [_read(local_values, atom) for atom in block.eqn.invars]
             if not index:
                 for position, value in zip(self.first_positions, x, strict=True):
@@ -291,7 +288,8 @@ class _Chain:
             operands[state_start : state_start + signature.state_count] = state
             results = jaxpr_as_fun(block.eqn.params["jaxpr"])(*operands)
             local_values.update(zip(block.eqn.outvars, results, strict=True))
-            return [local_values[var] for var in passed_on], results[signature.result_count :]
+            _run_equations(block.after, local_values)
+            return [local_values[var] for var in block.results], results[signature.result_count :]
 
         return Call(blocks.wrap(run, rolled=False), (dict(zip(signature.param_names, own_values, strict=True)), state))
 
@@ -308,7 +306,7 @@ class _Chain:
                     raise _shared_params(signature.path)
             changed_by.update(dict.fromkeys(block.eqn.outvars[signature.result_count :], signature.path))
             reads.append((block.eqn, [*block.eqn.invars[:start], *block.eqn.invars[stop:]]))
-            reads += [(eqn, eqn.invars) for eqn in block.between]
+            reads += [(eqn, eqn.invars) for eqn in (*block.before, *block.after)]
         reads += [(eqn, eqn.invars) for eqn in (*self.before, *self.after)]
         for eqn, atoms in reads:
             for var in _variables(atoms):
@@ -354,8 +352,9 @@ def _carried_paths(eqn: Any, signature: _Signature, level_of: Mapping[Any, int])
     return [path for path, atom in pairs if not _is_literal(atom) and level_of.get(atom, 0)]
 
 
-def _no_chain(eqn: Any, levels: Sequence[int], signatures: Sequence[_Signature], index: int | None) -> UserError:
+def _no_chain(eqn: Any, levels: Sequence[int], signatures: Sequence[_Signature]) -> UserError:
     """Return the error for an equation that reads the results of several blocks, or of none."""
+    index = _block_index(eqn)
     reader = f"block {signatures[index].path}" if index is not None else f"{eqn.primitive.name} ({source_line(eqn)})"
     read_paths = [signatures[level - 1].path for level in levels]
     if index is not None and not read_paths:
@@ -391,6 +390,29 @@ def _live_equations(jaxpr: Any, outputs: Sequence[Any]) -> list[Any]:
             read_vars.update(_variables(eqn.invars))
             live_eqns.append(eqn)
     return live_eqns[::-1]
+
+
+def _best_cut(
+    between: Sequence[Any], earlier_vars: Iterable[Any], later_vars: Sequence[Any]
+) -> tuple[int, Sequence[Any]]:
+    """Return how many of the equations stand before the cut that the fewest variables pass, and these variables.
+
+    Args:
+        between: equations among which to cut.
+        earlier_vars: variables made before them.
+        later_vars: variables read behind them.
+    """
+    made_vars, passed_by_cut = set(earlier_vars), []
+    for cut in range(len(between) + 1):
+        read_vars = dict.fromkeys([*_read_by(*between[cut:]), *later_vars])
+        passed_by_cut.append([var for var in read_vars if var in made_vars])
+        made_vars.update(between[cut].outvars if cut < len(between) else ())
+    return min(enumerate(passed_by_cut), key=lambda pair: len(pair[1]))
+
+
+def _read_by(*eqns: Any) -> list[Any]:
+    """Return the variables that equations read."""
+    return [var for eqn in eqns for var in _variables(eqn.invars)]
 
 
 def _run_equations(eqns: Sequence[Any], values: dict[Any, Any]) -> None:

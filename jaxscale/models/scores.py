@@ -4,7 +4,9 @@ A score returns the losses that are trained; a metric is computed on held-out ba
 """
 
 import contextlib
+import functools
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,20 +17,28 @@ from flax import nnx
 from jaxscale.blocks import Context, Model
 from jaxscale.errors import UserError
 from jaxscale.models.classify import weighted_sum
-from jaxscale.typing import Array, Batch, Float
-from jaxscale.values.functions import check_parameters
+from jaxscale.typing import Array, Batch, Float, Key
+from jaxscale.values.functions import check_parameters, takes
 from jaxscale.values.user_frames import place_of
 
 Metric = Callable[[Callable[..., Any], Batch], Any]
 """`metric(module, batch)` returns one number per row ([B]) or per target ([B, S]), or a pair (numbers, weights).
 
-The weighted mean over all held-out batches is reported. The function calls the module as the score of a model does.
+The weighted mean over all held-out batches is reported. The function calls the module as the score of a model does, and
+may have a parameter `key`, too.
 """
 
 RESERVED = ("step", "kind", "time", "loss", "targets", "accuracy", "nonfinite")
 """Names in a row of metrics.jsonl that a metric cannot have."""
 
 _patch_lock = threading.RLock()
+
+
+def bind_key(function: Callable[..., Any], key: Key) -> Callable[..., Any]:
+    """Return a score or metric with its parameter `key` bound to a key of its own; one without is returned as it is."""
+    if not takes(function, "key"):
+        return function
+    return functools.partial(function, key=jax.random.fold_in(key, zlib.crc32(b"score") & 0x7FFFFFFF))
 
 
 def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> None:
@@ -138,7 +148,7 @@ def check_metrics(metrics: Mapping[Any, Any]) -> None:
         if not callable(metric):
             raise UserError(f"metrics: {name} is a {type(metric).__name__}, expected a function of module and batch")
         example = "lambda module, batch: abs(module(batch['x']) - batch['y'])"
-        check_parameters(metric, f"{place_of(metric)}metrics: {name}", 2, example)
+        check_parameters(metric, f"{place_of(metric)}metrics: {name}", 2, example, keyword="key")
 
 
 def metric_sums(
@@ -157,7 +167,7 @@ def metric_sums(
     run = getattr(model, "metric", None)
     if run is not None:
         return run(function, module, batch, context)
-    values = function(module, batch)
+    values = bind_key(function, jax.random.key(0))(module, batch)
     values, target_weights = values if isinstance(values, tuple) else (values, None)
     sums = weighted_sum(values, batch, target_weights)
     return sums.total, sums.weight

@@ -1,5 +1,6 @@
 """The check that a user's function can be called as jaxscale calls it, before anything is traced."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from jaxscale.errors import UserError
 
 
-def check_parameters(function: Callable[..., Any], name: str, argument_count: int, example: str) -> None:
+def check_parameters(
+    function: Callable[..., Any], name: str, argument_count: int, example: str, keyword: str | None = None
+) -> None:
     """Raise UserError if a function cannot be called with a number of positional arguments.
 
     Functions in C that do not specify their parameters pass.
@@ -17,6 +20,7 @@ def check_parameters(function: Callable[..., Any], name: str, argument_count: in
         name: name of the field that holds the function, for messages.
         argument_count: number of positional arguments.
         example: source of a function that can be called so.
+        keyword: a parameter that the function may have besides; it is then passed by its name.
 
     Example:
         >>> check_parameters(lambda: 1, "make", 1, "lambda rngs: nnx.Linear(2, 3, rngs=rngs)")
@@ -32,10 +36,25 @@ such as lambda rngs: nnx.Linear(2, 3, rngs=rngs)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*[None] * argument_count)
+        signature.bind(*[None] * argument_count, **({keyword: None} if keyword in signature.parameters else {}))
     except TypeError:
         plural = "" if argument_count == 1 else "s"
+        keyword_text = f" and, if it is random, a {keyword}," if keyword else ""
         raise UserError(
             f"{name}: got a function with the parameters {signature}, expected one that takes "
-            f"{argument_count or 'no'} argument{plural}, such as {example}"
+            f"{argument_count or 'no'} argument{plural}{keyword_text or ','} such as {example}"
         ) from None
+
+
+@functools.lru_cache(maxsize=64)
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of this name.
+
+    Example:
+        >>> takes(lambda module, batch, key: 0.0, "key"), takes(lambda module, batch: 0.0, "key")
+        (True, False)
+    """
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # functions in C that do not specify their parameters
+        return False

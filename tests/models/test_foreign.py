@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from jaxscale import Experiment, Optimizer, build
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
 from jaxscale.state.pure_model import PureModel
 from tests.models.foreign_nets import LinenNet, Net, assert_close, data, numbers, pure, rngs, sgd_step
+from tests.plans import plan_of
 
 
 def test_nnx_training_equals_a_plain_nnx_loop():
@@ -381,3 +383,87 @@ def test_a_call_with_rngs_gets_streams_that_follow_from_the_step():
         ),
         rel=1e-5,
     )
+
+
+class Denoiser(nnx.Module):
+    def __init__(self, rngs):
+        self.stem = nnx.Linear(4, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return self.head(x)
+
+
+def noise_error(module, batch, key):
+    noise = jax.random.normal(key, batch["images"].shape)
+    return ((module(batch["images"] + noise) - noise) ** 2).mean(-1)
+
+
+def test_a_random_score_gets_a_key_that_follows_from_the_step():
+    model = ForeignModel(Denoiser, noise_error)
+    module = model.build(rngs())
+
+    def total(key=None):
+        return float(model.loss(module, data(), Context(key=None if key is None else jax.random.key(key))).total)
+
+    def metric(key=None):
+        key = None if key is None else jax.random.key(key)
+        return float(model.metric(noise_error, module, data(), Context(key=key))[0])
+
+    assert total(1) == total(1) != total(2)
+    assert total() == total() == pytest.approx(metric())
+    plain = dataclasses.replace(model, score=lambda module, batch, scale=2.0: scale * module(batch["images"])[:, 0])
+    assert np.isfinite(float(plain.loss(module, data(), Context()).total)), "other defaults stay"
+    with pytest.raises(UserError, match=r"\(module, batch, rng\), expected .* 2 arguments and, if it is random, a key"):
+        ForeignModel(Denoiser, lambda module, batch, rng: module(batch["images"])[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("plan", "twin"),
+    [
+        ({"mesh": "fsdp:2", "zero": "3", "memory": "full"}, {}),
+        ({"mesh": "1", "pipeline": "1f1b:2x4", "stash": "input"}, {"mesh": "1", "microbatches": "4"}),
+        ({"mesh": "data:2", "memory": "sqrt", "microbatches": "2"}, {"microbatches": "2"}),
+    ],
+)
+def test_a_random_score_has_the_noise_of_one_device(plan, twin):
+    def figures(fields):
+        optimizer = Optimizer("sgd", learning_rate=0.1)
+        model = ForeignModel(Denoiser, noise_error, blocks="layers")
+        experiment = Experiment("noise", model, data(), optimizer, steps=2, batch=16)
+        step = build(experiment, plan_of(**fields))
+        state, metrics = step(step.init(), step.place(data()))
+        _, later = step(state, step.place(data()))
+        return [float(row[name]) for row in (metrics, later) for name in ("loss", "grad_norm")]
+
+    np.testing.assert_allclose(figures(plan), figures(twin), rtol=2e-5)
+
+
+def test_the_stages_of_a_pipeline_have_the_same_noise_on_each_device():
+    class Unchanged(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.linear(x)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([Unchanged(rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def score(module, batch, key):  # 0 if the noise of the first stage is that of the last one
+        noisy = batch["images"] + jax.random.normal(key, batch["images"].shape)
+        return ((module(noisy) - noisy) ** 2).mean(-1)
+
+    experiment = Experiment("noise", ForeignModel(Net, score), data(), Optimizer("sgd"), steps=1, batch=16)
+    step = build(experiment, plan_of(mesh="data:2", pipeline="1f1b:2x4", stash="input"))
+    assert float(step(step.init(), step.place(data()))[1]["loss"]) == 0

@@ -66,6 +66,32 @@ class Dense(nnx.Module):
         return jnp.tanh(self.linear(x))
 
 
+class Residual(nnx.Module):
+    """The module adds up the residual stream itself, from two lists, as Mamba does."""
+
+    def __init__(self, rngs, depth=4):
+        self.norms = nnx.List([nnx.LayerNorm(4, rngs=rngs) for _ in range(depth)])
+        self.layers = nnx.List([Dense(4, 4, rngs) for _ in range(depth)])
+        self.gain = nnx.Param(jnp.full((4,), 0.9))
+        self.head = nnx.Linear(4, 5, rngs=rngs)
+
+    def __call__(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x * self.gain[...][None] + layer(norm(x))
+        return self.head(x)
+
+
+class Summed(Residual):
+    """Each block's result is also a part of a sum, as an auxiliary loss is."""
+
+    def __call__(self, x):
+        total = jnp.zeros(x.shape)
+        for layer in self.layers:
+            x = layer(x)
+            total = total + x**2
+        return self.head(x + total)
+
+
 class Skips(Net):
     def __call__(self, x):
         mask, results = jnp.ones((1, 1)), []
@@ -202,6 +228,10 @@ ALL = ("down/0", "down/1", "up/0", "up/1")
         (Branches, ALL, {"pipeline": "1f1b:2x4", "stash": "input"}),
         (Translator, "up", {"pipeline": "1f1b:2x4", "stash": "input", "mesh": "data:2"}),
         (Translator, "up", {"memory": "sqrt"}),
+        (Residual, "layers", {"pipeline": "1f1b:2x4", "stash": "input"}),
+        (Residual, "layers", {"mesh": "data:2", "pipeline": "interleaved:2x4,v=2", "stash": "input"}),
+        (Residual, "layers", {"memory": "chain:1KiB"}),
+        (Summed, "layers", {"memory": "sqrt"}),
         (Net, None, {"memory": "sqrt"}),
         (Net, None, {"memory": "chain:1KiB", "mesh": "data:2"}),
         (Net, None, {"memory": "revolve:3"}),

@@ -42,7 +42,10 @@ def test_a_value_of_a_wrong_type_is_refused(make, value):
             lambda: ForeignModel(make=lambda: None, score=print),
             r"make: got .* parameters \(\), .* 1 argument,",
         ),
-        (lambda: ForeignModel(make=print, score=len), r"score: .* 2 arguments, such as classification\(\)"),
+        (
+            lambda: ForeignModel(make=print, score=len),
+            r"score: .* 2 arguments and, if it is random, a key, such as classification\(\)",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_called_as_it_will_be_is_refused(make, message):
