@@ -1,17 +1,37 @@
-"""Errors of a compiled step: an array of one trace that another reads, and a state that an earlier step has used up."""
+"""Errors of a compiled step: wrong arguments, an array of an earlier trace, a state that an earlier step used up."""
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
-from jaxscale.blocks import Model
 from jaxscale.errors import UserError
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.state.train_state import TrainState
 from jaxscale.values.user_frames import place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
+def check_arguments(state: object, batch: object) -> None:
+    """Raise UserError unless a step is called with a state and a dict of arrays, in this order."""
+    if isinstance(state, TrainState) and isinstance(batch, Mapping):
+        return
+    call_text = "state, metrics = step(state, batch)"
+    if isinstance(batch, TrainState):
+        text = f"got the state as the second argument, expected it as the first: {call_text}"
+    elif isinstance(state, tuple) and any(isinstance(item, TrainState) for item in state):
+        text = f"got a pair as the state, since a step returns the state and its metrics: write {call_text}"
+    elif not isinstance(state, TrainState):
+        text = f"got a {type(state).__name__} as the state, expected the one of step.init() or of the step before"
+    else:
+        text = (
+            f"got a {type(batch).__name__} as the batch, expected a dict of arrays, such as {{'x': x, 'y': y}}, "
+            "with the names that the score reads"
+        )
+    raise UserError(f"step(state, batch): {text}", page="start/own_loop")
+
+
+def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P, R]:
     """Return a compiled function whose errors about its arrays say what to change.
 
     JAX turns an array of another trace into one more input of the program, which nobody passes. A donated state is
@@ -19,13 +39,14 @@ def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
 
     Args:
         run: the compiled function.
-        model: the model, whose code is the likely place.
+        experiment: the experiment, with the number of rows of a batch, and the model, whose code is the likely place.
     """
 
     def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return run(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
+            _explain_rows(error, experiment, args)
             if "donated" not in str(error) or "delete" not in str(error):
                 raise
             raise UserError(
@@ -34,6 +55,7 @@ def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
                 page="start/own_loop",
             ) from error
         except TypeError as error:
+            _explain_rows(error, experiment, args)
             if "Computation compiled for" not in str(error):
                 raise
             raise UserError(
@@ -43,3 +65,15 @@ def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
             ) from error
 
     return explained_run
+
+
+def _explain_rows(error: Exception, experiment: Experiment, args: tuple[Any, ...]) -> None:
+    """Raise UserError in place of an error of a step whose batch has another number of rows than the experiment's."""
+    batch = args[1] if len(args) == 2 and isinstance(args[1], Mapping) else {}
+    row_count = next((array.shape[0] for array in batch.values() if getattr(array, "shape", ())), experiment.batch)
+    if row_count != experiment.batch and not isinstance(error, UserError):
+        raise UserError(
+            f"batch: got {row_count} rows, but the experiment's batch is {experiment.batch}: set batch={row_count} "
+            f"in the Experiment, or give {experiment.batch} rows in each batch",
+            page="start/own_loop",
+        ) from error

@@ -21,6 +21,11 @@ from jaxscale.recipe.experiment import Experiment
         ("tarin a.py", "unknown subcommand 'tarin'"),
         ("tarin a.py", "did you mean 'train'?"),
         ("--steps 3", "unknown subcommand '--steps'"),
+        ("launch finetune FOLDER --data a.jsonl", "launch takes an experiment file, and has no finetune; write a file"),
+        (
+            "launch train a.py --cluster local:2",
+            "launch runs train by itself: leave the word out, as in jaxscale launch",
+        ),
         ("train a.py --lgo-every 3", "unknown flag '--lgo-every' of train; did you mean '--log-every'?"),
         ("train a.py --zzz", "unknown flag '--zzz' of train; there are --out, --plan-file"),
         ("train a.py -s 3", "unknown flag '-s'"),

@@ -371,7 +371,7 @@ COSTLY_MISTAKES = {  # one compilation each
         BATCH,
         'x[:] = np.nan if step == 1 else x; yield {"x": x, "y": y}',
         None,
-        "x of the batch of st",
+        "x of the batch of step 2 has numbers that are not finite, in rows 0, 1, 2 and 1 more. ",
     ),
     "weights that are NaN": (
         "nnx.Linear(8, 3,",
