@@ -98,7 +98,17 @@ def read(argv: Sequence[str]) -> Arguments:
                     if has_experiment_fields
                     else ""
                 )
-                near_text = _near_flag(f"--{flag}", flag_types)
+                is_part = has_experiment_fields and flag in (
+                    "plan",
+                    "model",
+                    "data",
+                    "evaluation",
+                    "checkpoint",
+                    "guard",
+                )
+                if flag == "plan":
+                    hint = "; fields of the plan are set by path, such as --plan.zero 3"
+                near_text = "" if is_part else _near_flag(f"--{flag}", flag_types)
                 raise UserError(f"unknown flag '--{flag}' of {command_name}{near_text}{hint}")
             if field_path in flag_values or field_path in field_texts:
                 raise UserError(f"--{flag} is given twice: give it once")

@@ -338,6 +338,13 @@ def as_data(source: Any) -> Any:
         return source
     if isinstance(source, Mapping):
         return Arrays(source)
+    arrays = source if isinstance(source, list | tuple) else [source]
+    if arrays and all(hasattr(array, "dtype") for array in arrays):
+        count_text = f"{len(arrays)} arrays without names" if len(arrays) > 1 else "an array without a name"
+        raise UserError(
+            f"data: got {count_text}, expected a dict of arrays, such as {{'x': x, 'y': y}}, with the names that the "
+            "score reads"
+        )
     if callable(source) or (isinstance(source, Iterable) and not isinstance(source, str | bytes)):
         return Stream(source)
     raise UserError(

@@ -351,7 +351,9 @@ set warmup below 10']
                 if callable(member.schedule):
                     try_schedule(member.schedule, steps)
                 if member.custom is not None:
-                    try_rule(member.custom, member.schedule_fn(steps))
+                    names = ("learning_rate", "final_learning_rate", "warmup", "schedule")
+                    set_fields = [name for name in names if getattr(member, name) != getattr(_DEFAULTS, name)]
+                    try_rule(member.custom, member.schedule_fn(steps), set_fields)
 
     def build(self, steps: int, leaves: Any) -> Any:
         """Return the optax transformation that clips gradients and then applies `rule`.

@@ -80,6 +80,8 @@ def check_rows(batch: Batch) -> None:
     for name, array in batch.items():
         if not hasattr(array, "dtype") and not isinstance(array, int | float):
             raise UserError(f"batch: {name} is a {type(array).__name__}, expected an array, such as np.asarray({name})")
+        if isinstance(array, np.ndarray) and array.dtype.kind not in "biufcV":
+            raise UserError(f"batch: {name} is {array.dtype}{list(array.shape)}, expected an array of numbers")
         if not np.shape(array):
             raise UserError(f"batch: {name} is a single number, expected an array with one row for each example")
     common_row_count(batch, "the batch")

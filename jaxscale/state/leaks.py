@@ -12,15 +12,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def check_arguments(state: object, batch: object) -> None:
-    """Raise UserError unless a step is called with a state and a dict of arrays, in this order."""
+def check_arguments(state: object, batch: object, name: str = "step") -> None:
+    """Raise UserError unless a function of a step is called with a state and a dict of arrays, in this order.
+
+    Args:
+        state: the first argument.
+        batch: the second one.
+        name: name of the function.
+    """
     if isinstance(state, TrainState) and isinstance(batch, Mapping):
         return
-    call_text = "state, metrics = step(state, batch)"
+    call_text = "state, metrics = step(state, batch)" if name == "step" else f"{name}(state, batch)"
     if isinstance(batch, TrainState):
         text = f"got the state as the second argument, expected it as the first: {call_text}"
     elif isinstance(state, tuple) and any(isinstance(item, TrainState) for item in state):
-        text = f"got a pair as the state, since a step returns the state and its metrics: write {call_text}"
+        text = (
+            "got a pair as the state, since a step returns the state and its metrics: write "
+            "state, metrics = step(state, batch)"
+        )
     elif not isinstance(state, TrainState):
         text = f"got a {type(state).__name__} as the state, expected the one of step.init() or of the step before"
     else:
@@ -28,7 +37,7 @@ def check_arguments(state: object, batch: object) -> None:
             f"got a {type(batch).__name__} as the batch, expected a dict of arrays, such as {{'x': x, 'y': y}}, "
             "with the names that the score reads"
         )
-    raise UserError(f"step(state, batch): {text}", page="start/own_loop")
+    raise UserError(f"{name}(state, batch): {text}", page="start/own_loop")
 
 
 def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P, R]:

@@ -264,6 +264,8 @@ class TrainStep:
 
         `weights` are parameters in float32 and statistics, named and placed as in the canonical form; others are new.
         """
+        if weights is not None and not isinstance(weights, Mapping):
+            raise UserError(f"init: got a {type(weights).__name__}, expected nothing, or a dict of arrays by name")
         params, model_state = first_weights(self.pure_model, self.layout)
         if weights:
             params, model_state = self._canonical.with_weights(params, model_state, weights)
@@ -414,6 +416,7 @@ class TrainStep:
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Return the sums of the loss over a batch, without dropout, computed by microbatches as in training."""
+        check_arguments(state, batch, "step.evaluate")
         loss = self.evaluate_fn(state, batch)
         return jax.block_until_ready(loss) if self._is_serial else loss
 

@@ -21,6 +21,10 @@ from jaxscale.recipe.experiment import Experiment
         ("tarin a.py", "unknown subcommand 'tarin'"),
         ("tarin a.py", "did you mean 'train'?"),
         ("--steps 3", "unknown subcommand '--steps'"),
+        (
+            "train a.py --plan zero3",
+            "unknown flag '--plan' of train; fields of the plan are set by path, such as --plan.zero",
+        ),
         ("launch finetune FOLDER --data a.jsonl", "launch takes an experiment file, and has no finetune; write a file"),
         (
             "launch train a.py --cluster local:2",

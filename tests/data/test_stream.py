@@ -157,6 +157,18 @@ def test_what_is_no_iterable_is_refused(arguments, message):
         Stream(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ((np.ones(4), np.ones(4)), "data: got 2 arrays without names, expected a dict of arrays"),
+        (np.ones(4), "data: got an array without a name, expected a dict"),
+    ],
+)
+def test_arrays_without_names_are_no_data(source, message):
+    with pytest.raises(UserError, match=message):
+        as_data(source)
+
+
 def test_a_state_that_json_cannot_hold_is_refused():
     class Odd(Loader):
         def state_dict(self):

@@ -47,12 +47,17 @@ def test_a_step_with_wrong_arguments_is_refused(step, state):
     for message, arguments in wrong.items():
         with pytest.raises(UserError, match=message):
             inspect.unwrap(type(step).__call__)(step, *arguments)  # as without run-time type checks
+    with pytest.raises(UserError, match=r"step.evaluate\(state, batch\): got the state as the second argument"):
+        inspect.unwrap(type(step).evaluate)(step, batch, state)
+    with pytest.raises(UserError, match="init: got a Rngs, expected nothing, or a dict of arrays by name"):
+        inspect.unwrap(type(step).init)(step, nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
         ((ROWS, ROWS), "batch: got a tuple, expected a dict of arrays"),
+        ({"x": np.array(["a", "b"])}, r"batch: x is <U1\[2\], expected an array of numbers"),
         ({"x": ROWS.tolist()}, r"batch: x is a list, expected an array, such as np.asarray\(x\)"),
     ],
 )

@@ -277,6 +277,13 @@ def test_steps_of_one_shape_are_traced_once():
     ("experiment", "plan", "message"),
     [
         ("experiment.py", None, r"experiment: got 'experiment\.py', expected an Experiment"),
+        (Experiment, None, "experiment: got <class .* expected an Experiment, such as"),
+        (
+            lambda: 1,
+            None,
+            r"experiment: got <function .* expected an Experiment, which the call <lambda>\(\) may return",
+        ),
+        (Decoder(**SIZES), None, r"expected an Experiment, which has the model and the data: Experiment\(name="),
         (None, "fsdp:4", r"plan: got 'fsdp:4', expected a Plan, such as Plan\("),
     ],
 )
