@@ -318,23 +318,6 @@ class Optimizer:
             name: member.schedule_fn(steps)(update) for name, member in zip(names, self.members().values(), strict=True)
         }
 
-    def describe_warmup(self, steps: int) -> list[str]:
-        """Return a line for each warm-up that lasts to the end of a run of `steps` updates or beyond it.
-
-        Example:
-            >>> Optimizer(learning_rate=1e-3, warmup=99).describe_warmup(10)
-            ['optimizer.warmup 99: the run has 10 steps, so its learning rate ends at 0.0001 and never reaches 0.001; \
-set warmup below 10']
-        """
-        members = {"optimizer": self, **{f"optimizer.groups.{name}": group for name, group in self.groups.items()}}
-        return [
-            f"{path}.warmup {member.warmup}: the run has {steps} steps, so its learning rate ends at "
-            f"{member.learning_rate * steps / (member.warmup + 1):.3g} and never reaches {member.learning_rate:g}; set "
-            f"warmup below {steps}"
-            for path, member in members.items()
-            if member.warmup and member.warmup >= steps
-        ]
-
     def try_own(self, steps: int) -> None:
         """Call a schedule and a rule of the user's own, before anything is traced.
 
@@ -411,6 +394,24 @@ set warmup below 10']
 
         options = self.options()
         return Messages(options["b1"], freeze_step(options["freeze"], steps), self.clip)
+
+
+def describe_warmup(optimizer: Optimizer, steps: int) -> list[str]:
+    """Return a line for each warm-up of an optimizer that lasts to the end of a run of `steps` updates, or beyond it.
+
+    Example:
+        >>> describe_warmup(Optimizer(learning_rate=1e-3, warmup=99), 10)
+        ['optimizer.warmup 99: the run has 10 steps, so its learning rate ends at 0.0001 and never reaches 0.001; \\
+set warmup below 10']
+    """
+    members = {"optimizer": optimizer, **{f"optimizer.groups.{name}": rule for name, rule in optimizer.groups.items()}}
+    return [
+        f"{path}.warmup {member.warmup}: the run has {steps} steps, so its learning rate ends at "
+        f"{member.learning_rate * steps / (member.warmup + 1):.3g} and never reaches {member.learning_rate:g}; set "
+        f"warmup below {steps}"
+        for path, member in members.items()
+        if member.warmup and member.warmup >= steps
+    ]
 
 
 OPTIONS = tuple(

@@ -1,18 +1,19 @@
 """Errors of a compiled step: wrong arguments, an array of an earlier trace, a state that an earlier step used up."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.state.train_state import TrainState
+from jaxscale.typing import PyTree
 from jaxscale.values.user_frames import place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def check_arguments(state: object, batch: object, name: str = "step") -> None:
+def check_arguments(state: PyTree, batch: PyTree, name: str = "step") -> None:
     """Raise UserError unless a function of a step is called with a state and a dict of arrays, in this order.
 
     Args:
@@ -55,7 +56,7 @@ def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P,
         try:
             return run(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            _explain_rows(error, experiment, args)
+            _explain_rows(error, experiment, args[-1])
             if "donated" not in str(error) or "delete" not in str(error):
                 raise
             raise UserError(
@@ -64,22 +65,22 @@ def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P,
                 page="start/own_loop",
             ) from error
         except TypeError as error:
-            _explain_rows(error, experiment, args)
+            _explain_rows(error, experiment, args[-1])
             if "Computation compiled for" not in str(error):
                 raise
             raise UserError(
-                f"{place_of(getattr(model, 'score', None))}the model or its score keeps an array of one trace, in a "
-                "list, a global or an attribute of a class, and reads it in another: return the array, or keep it in a "
+                f"{place_of(getattr(experiment.model, 'score', None))}the model or its score keeps an array of one trace, "
+                "in a list, a global or an attribute of a class, and reads it in another: return the array, or keep it in a "
                 "variable of the module, such as nnx.BatchStat"
             ) from error
 
     return explained_run
 
 
-def _explain_rows(error: Exception, experiment: Experiment, args: tuple[Any, ...]) -> None:
+def _explain_rows(error: Exception, experiment: Experiment, batch: PyTree) -> None:
     """Raise UserError in place of an error of a step whose batch has another number of rows than the experiment's."""
-    batch = args[1] if len(args) == 2 and isinstance(args[1], Mapping) else {}
-    row_count = next((array.shape[0] for array in batch.values() if getattr(array, "shape", ())), experiment.batch)
+    arrays = list(batch.values()) if isinstance(batch, Mapping) else []
+    row_count = next((array.shape[0] for array in arrays if getattr(array, "shape", ())), experiment.batch)
     if row_count != experiment.batch and not isinstance(error, UserError):
         raise UserError(
             f"batch: got {row_count} rows, but the experiment's batch is {experiment.batch}: set batch={row_count} "

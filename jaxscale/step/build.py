@@ -15,6 +15,7 @@ from jaxscale.lowbit.quantized import NothingQuantized
 from jaxscale.memory.decision import Decision
 from jaxscale.model_traits import ModelTraits
 from jaxscale.optim.groups import describe_groups
+from jaxscale.optim.optimizer import describe_warmup
 from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
@@ -205,7 +206,7 @@ class Assembly:
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
         lines = [self.resolved.line, *describe_frozen(self.pure_model), *describe_ignored_axes(self.pure_model)]
         lines += describe_groups(experiment.optimizer, update.param_infos)
-        lines += experiment.optimizer.describe_warmup(experiment.steps)
+        lines += describe_warmup(experiment.optimizer, experiment.steps)
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
         lines += describe_products(plan, devices[0])

@@ -27,6 +27,7 @@ from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
+from jaxscale.state.class_counts import class_counts
 from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
@@ -34,7 +35,6 @@ from jaxscale.state.leaks import check_arguments, explaining_leaks
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
-from jaxscale.step.class_counts import class_counts
 from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.coupling import Coupling
 from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
@@ -249,7 +249,7 @@ class TrainStep:
         """
         batches.check_rows(batch)
         if self._class_counts is None:
-            self._class_counts = class_counts(self.objective.planned, self.pure_model, batch)
+            self._class_counts = class_counts(self.pure_model, batch, self.objective.planned.context(None))
         batches.check_values(batch, self._class_counts)
         return batches.put(batch, self.layout.batch_sharding, self._data_shard)
 
