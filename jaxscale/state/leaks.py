@@ -69,9 +69,9 @@ def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P,
             if "Computation compiled for" not in str(error):
                 raise
             raise UserError(
-                f"{place_of(getattr(experiment.model, 'score', None))}the model or its score keeps an array of one trace, "
-                "in a list, a global or an attribute of a class, and reads it in another: return the array, or keep it in a "
-                "variable of the module, such as nnx.BatchStat"
+                f"{place_of(getattr(experiment.model, 'score', None))}the model or its score keeps an array of one "
+                "trace, in a list, a global or an attribute of a class, and reads it in another: return the array, or "
+                "keep it in a variable of the module, such as nnx.BatchStat"
             ) from error
 
     return explained_run
