@@ -26,9 +26,10 @@ from jaxscale.values.read_files import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of messages that templates know."""
-_ROLE_BY_OTHER_NAME = dict.fromkeys(("human", "prompter"), "user") | dict.fromkeys(
-    ("gpt", "chatgpt", "bot", "ai", "model"), "assistant"
-)
+_ROLE_BY_OTHER_NAME: dict[str, str] = {
+    **dict.fromkeys(["human", "prompter"], "user"),
+    **dict.fromkeys(["gpt", "chatgpt", "bot", "ai", "model"], "assistant"),
+}
 """The role that is meant by a name of other sets of chats."""
 ANSWERS = ("completion", "answer", "response")
 """Names of the answer in a row with a `prompt`."""
