@@ -50,7 +50,17 @@ WAITING_DEPTH = 12
 _LIBRARY_FOLDER = str(Path(os.__file__).parent) + os.sep
 
 RunPhase = Literal[
-    "starting", "joining", "preparing", "restoring", "compiling", "stepping", "data", "evaluating", "saving", "finished"
+    "starting",
+    "joining",
+    "preparing",
+    "initializing",
+    "restoring",
+    "compiling",
+    "stepping",
+    "data",
+    "evaluating",
+    "saving",
+    "finished",
 ]
 PHASES: tuple[RunPhase, ...] = get_args(RunPhase)
 

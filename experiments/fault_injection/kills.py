@@ -303,7 +303,7 @@ def kill_at(attempt: Attempt, moment: str, chance: random.Random, seconds: float
     wanted_count = chance.randint(1, 6) if moment == "stepping" else 1
     seen_count = 0
     for announced in attempt.moments(CHILD_SECONDS):
-        seen_count += announced == moment
+        seen_count += announced == moment or (moment, announced) == ("restoring", "initializing")
         if seen_count == wanted_count:
             time.sleep(chance.uniform(0, 0.06 if moment in ("saving", "compiling", "restoring") else 0.004))
             break

@@ -60,6 +60,8 @@ def read(argv: Sequence[str]) -> Arguments:
     command_name, *remaining_words = argv
     if command_name not in COMMANDS:
         raise unknown("subcommand", command_name, COMMANDS)
+    if command_name == "launch" and remaining_words[:1] in (["finetune"], ["train"]):
+        raise UserError(_launched_text(remaining_words))
     flag_types = typing.get_type_hints(COMMANDS[command_name])
     for field in words_of(COMMANDS[command_name]):
         del flag_types[field.name]
@@ -96,7 +98,17 @@ def read(argv: Sequence[str]) -> Arguments:
                     if has_experiment_fields
                     else ""
                 )
-                near_text = _near_flag(f"--{flag}", flag_types)
+                is_part = has_experiment_fields and flag in (
+                    "plan",
+                    "model",
+                    "data",
+                    "evaluation",
+                    "checkpoint",
+                    "guard",
+                )
+                if flag == "plan":
+                    hint = "; fields of the plan are set by path, such as --plan.zero 3"
+                near_text = "" if is_part else _near_flag(f"--{flag}", flag_types)
                 raise UserError(f"unknown flag '--{flag}' of {command_name}{near_text}{hint}")
             if field_path in flag_values or field_path in field_texts:
                 raise UserError(f"--{flag} is given twice: give it once")
@@ -137,6 +149,16 @@ def _positional_values(command_name: str, positional_words: Sequence[str], is_he
         superfluous_text = " ".join(map(repr, positional_words[len(fields) :]))
         raise UserError(f"{command_name} does not take {superfluous_text}: {synopsis(command_name)}")
     return {field.name: word for field, word in zip(fields, positional_words, strict=False)}
+
+
+def _launched_text(words: Sequence[str]) -> str:
+    """Return the message for `launch` with another subcommand after it, which it does not take."""
+    if words[0] == "train":
+        return f"launch runs train by itself: leave the word out, as in jaxscale launch {(*words[1:2], 'FILE')[0]} ..."
+    return (
+        "launch takes an experiment file, and has no finetune; write a file that defines def experiment(): return "
+        "jaxscale.fine_tuning(FOLDER, CHATS, lora=16), with the other settings as arguments, and launch that file"
+    )
 
 
 def synopsis(command_name: str) -> str:

@@ -35,6 +35,15 @@ def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
         >>> as_held_out_sets({"news": "/corpus/news.txt"}, Text("a.txt", context=8))["news"].paths
         ('/corpus/news.txt',)
     """
+    if not isinstance(sources, Mapping):
+        raise UserError(
+            f"held_out: got a {type(sources).__name__}, expected a dict of sets by name, such as {{'news': 'news.txt'}}"
+        )
+    if all(hasattr(source, "dtype") for source in sources.values()):
+        raise UserError(
+            f"held_out: got the arrays {', '.join(map(str, sources))} themselves, expected a dict of sets by name: "
+            "{'test': {...}} with these arrays inside"
+        )
     sets: dict[str, Any] = {}
     for name, source in sources.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):

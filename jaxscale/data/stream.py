@@ -202,9 +202,12 @@ class StreamBatches(Iterator[NumpyBatch]):
         batch = checked_batch(self._next(), where)
         row_count = self._opened.batch // (self._opened.processes if self._is_local else 1)
         if (found_count := common_row_count(batch, where)) != row_count:
+            fitting_count = found_count * (self._opened.processes if self._is_local else 1)
+            process_text = " for each process" if self._is_local else ""
+            advice_text = f"; set batch={fitting_count}" if not self._batch_count and found_count else ""
             raise UserError(
-                f"{where} has {found_count} rows, expected {row_count}"
-                f"{' for each process' if self._is_local else ''}: the experiment's batch is {self._opened.batch}"
+                f"{where} has {found_count} rows, expected {row_count}{process_text}: the experiment's batch is "
+                f"{self._opened.batch}{advice_text}"
             )
         shapes = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
         if self._shapes not in (None, shapes):
@@ -335,6 +338,13 @@ def as_data(source: Any) -> Any:
         return source
     if isinstance(source, Mapping):
         return Arrays(source)
+    arrays = source if isinstance(source, list | tuple) else [source]
+    if arrays and all(hasattr(array, "dtype") for array in arrays):
+        count_text = f"{len(arrays)} arrays without names" if len(arrays) > 1 else "an array without a name"
+        raise UserError(
+            f"data: got {count_text}, expected a dict of arrays, such as {{'x': x, 'y': y}}, with the names that the "
+            "score reads"
+        )
     if callable(source) or (isinstance(source, Iterable) and not isinstance(source, str | bytes)):
         return Stream(source)
     raise UserError(

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jaxscale.data import source
 from jaxscale.data.cache import Corpus, open_corpus
@@ -163,6 +163,12 @@ class Mixture:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        for name in ("parts", "weights"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for part in self.parts if isinstance(self.parts, tuple) else ():
+            if not isinstance(part, Text):
+                _refuse_part(part)
         check_types(self)
         if not self.parts or len(self.parts) != len(self.weights):
             raise UserError(
@@ -201,6 +207,17 @@ class Mixture:
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of each array in a batch, by name, without reading the files."""
         return {name: shape_and_dtype for part in self.parts for name, shape_and_dtype in part.shapes(batch).items()}
+
+
+def _refuse_part(part: Any) -> NoReturn:
+    """Raise the error for a part of a mixture that is no text."""
+    kind = type(part).__name__
+    advice_text = ""
+    if isinstance(part, str | os.PathLike):
+        advice_text = f": write Text({os.fspath(part)!r})"
+    elif kind == "Chats":
+        advice_text = ": give the files of several sets of chats to one Chats, as in Chats(path=('a.jsonl', 'b.jsonl'))"
+    raise UserError(f"parts: got a {kind}, expected a Text, since a mixture joins texts{advice_text}")
 
 
 def _stored_tokenizer(kind_or_path: str) -> str:

@@ -28,6 +28,7 @@ TIMEOUTS: Mapping[str, float] = {
     "starting": 600,
     "joining": 600,
     "preparing": 1200,
+    "initializing": 3600,
     "restoring": 3600,
     "data": 600,
     "compiling": 7200,

@@ -105,6 +105,35 @@ class StatePolicy:
             raise UserError(f"skip: {self.skip!r} is not a regular expression: {error}") from None
 
 
+class NothingQuantized(UserError):
+    """An optimizer's state has no leaf that would be quantized.
+
+    Args:
+        abstract_state: the state.
+        states: format of the moments.
+        least: smallest number of elements of a parameter whose state is quantized.
+
+    Attributes:
+        reason: why fields of the state must stay exact, as sentences after a space; "" if there are none.
+        least: the argument.
+    """
+
+    def __init__(self, abstract_state: Any, states: str, least: int) -> None:
+        paths_and_leaves = jax.tree_util.tree_flatten_with_path(abstract_state)[0]
+        paths = sorted(path_name(path) for path, leaf in paths_and_leaves if leaf.ndim > 0)
+        field_by_reason = {
+            reason: name for path in paths for name, reason in NEVER_QUANTIZED.items() if name in path.split("/")
+        }
+        paths_text = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "") if paths else "it has no arrays"
+        self.least = least
+        self.reason = "".join(f" Field {name} holds {reason}." for reason, name in field_by_reason.items())
+        super().__init__(
+            f"states {states!r} would quantize no leaf of this optimizer's state ({paths_text}).{self.reason} "
+            f"Expected moments (mu, nu, trace, ...) of matrices of {least:,} numbers or more outside embedding, head "
+            "and norms. Use states='float32', or choose the leaves by the argument policy of quantize_state"
+        )
+
+
 def map_params(
     function: Callable[..., Any],
     rule: optax.GradientTransformation,
@@ -191,7 +220,7 @@ def quantize_state(
         abstract_state = jax.eval_shape(base_rule.init, params)
         maps_and_blocks = _choose_maps(abstract_state, params, states, policy, (local, layers, exact))
         if not any(maps_and_blocks):
-            raise UserError(_refusal_message(abstract_state, states))
+            raise NothingQuantized(abstract_state, states, policy.least)
         state_leaves, treedef = jax.tree.flatten(base_rule.init(params))
 
         def quantize_leaf(leaf: Any, map_and_block: tuple[str, int] | None, is_zero: bool) -> Any:
@@ -411,22 +440,6 @@ def _local_shape(shape: tuple[int, ...], sharding_or_shape: Any) -> tuple[int, .
     if isinstance(sharding_or_shape, Sharding):
         return sharding_or_shape.shard_shape(shape)
     return tuple(getattr(sharding_or_shape, "shape", sharding_or_shape))
-
-
-def _refusal_message(abstract_state: Any, states: str) -> str:
-    """Return the error message for a state without a leaf that would be quantized."""
-    paths_and_leaves = jax.tree_util.tree_flatten_with_path(abstract_state)[0]
-    paths = sorted(path_name(path) for path, leaf in paths_and_leaves if leaf.ndim > 0)
-    field_by_reason = {
-        reason: name for path in paths for name, reason in NEVER_QUANTIZED.items() if name in path.split("/")
-    }
-    paths_text = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "") if paths else "it has no arrays"
-    reason_texts = (f" Field {name} holds {reason}." for reason, name in field_by_reason.items())
-    return (
-        f"states {states!r} would quantize no leaf of this optimizer's state ({paths_text}).{''.join(reason_texts)} "
-        "Expected moments (mu, nu, trace, ...) of matrices of 4096 numbers or more outside embedding, head and norms. "
-        "Use states='float32', or specify what to quantize by StatePolicy(signed=..., unsigned=..., least=...)"
-    )
 
 
 def _zero_flags(init: Any, params: Params) -> list[bool]:

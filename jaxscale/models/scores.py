@@ -4,6 +4,7 @@ A score returns the losses that are trained; a metric is computed on held-out ba
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import zlib
@@ -138,8 +139,58 @@ def no_new_parameters(module: nnx.Module) -> Iterator[None]:
                 del nnx.Param.__init__
 
 
-def check_metrics(metrics: Mapping[Any, Any]) -> None:
-    """Raise UserError if a metric is no function, or its name is taken."""
+@dataclasses.dataclass(frozen=True)
+class NamedMetric:
+    """A metric that refuses, with its name and the user's line, what is not one number per row or per target.
+
+    Args:
+        name: name of the metric.
+        function: the user's function.
+    """
+
+    name: str
+    function: Metric
+
+    def __call__(self, module: Callable[..., Any], batch: Batch, key: Key) -> Any:
+        """Return what the user's function returns for a batch, called with the key if it takes one."""
+        returned = bind_key(self.function, key)(module, batch)
+        start = f"{place_of(self.function)}metrics: {self.name}"
+        values, weights = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        row_count = len(jax.tree.leaves(dict(batch))[0])
+        rows_text = (
+            f"a batch of {row_count} rows; expected one number per row or per target, of shape ({row_count}, ...)"
+        )
+        shape, dtype = getattr(values, "shape", None), getattr(values, "dtype", "")
+        if shape is None:
+            advice_text = "or a pair (numbers, weights)"
+            if values is None:
+                advice_text = "return them"
+            elif isinstance(values, Mapping):
+                advice_text = "several metrics are several entries of metrics"
+            raise UserError(f"{start} returned {type(values).__name__} for {rows_text}: {advice_text}")
+        if not shape or shape[0] != row_count:
+            raise UserError(
+                f"{start} returned {dtype}{list(shape)} for {rows_text}: leave out the mean or sum, since "
+                "jaxscale takes the weighted mean over all held-out rows, or return a pair (numbers, weights)"
+            )
+        if weights is not None and getattr(weights, "shape", None) != shape:
+            raise UserError(
+                f"{start} returned numbers {shape} and weights {getattr(weights, 'shape', type(weights).__name__)}, "
+                "expected a pair (numbers, weights) of the same shape"
+            )
+        return returned
+
+
+def named_metrics(metrics: Mapping[Any, Any]) -> dict[str, NamedMetric]:
+    """Return metrics by name that check what they return.
+
+    Raises:
+        UserError: a metric is no function of two arguments, or its name is taken.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            f"metrics: got a {type(metrics).__name__}, expected functions by name, such as {{'mae': mean_error}}"
+        )
     for name, metric in metrics.items():
         if name in RESERVED or not isinstance(name, str):
             raise UserError(f"metrics: got the name {name!r}, expected one that is not among {', '.join(RESERVED)}")
@@ -149,6 +200,10 @@ def check_metrics(metrics: Mapping[Any, Any]) -> None:
             raise UserError(f"metrics: {name} is a {type(metric).__name__}, expected a function of module and batch")
         example = "lambda module, batch: abs(module(batch['x']) - batch['y'])"
         check_parameters(metric, f"{place_of(metric)}metrics: {name}", 2, example, keyword="key")
+    return {
+        name: metric if isinstance(metric, NamedMetric) else NamedMetric(name, metric)
+        for name, metric in metrics.items()
+    }
 
 
 def metric_sums(

@@ -334,7 +334,9 @@ class Optimizer:
                 if callable(member.schedule):
                     try_schedule(member.schedule, steps)
                 if member.custom is not None:
-                    try_rule(member.custom, member.schedule_fn(steps))
+                    names = ("learning_rate", "final_learning_rate", "warmup", "schedule")
+                    set_fields = [name for name in names if getattr(member, name) != getattr(_DEFAULTS, name)]
+                    try_rule(member.custom, member.schedule_fn(steps), set_fields)
 
     def build(self, steps: int, leaves: Any) -> Any:
         """Return the optax transformation that clips gradients and then applies `rule`.
@@ -392,6 +394,23 @@ class Optimizer:
 
         options = self.options()
         return Messages(options["b1"], freeze_step(options["freeze"], steps), self.clip)
+
+
+def describe_warmup(optimizer: Optimizer, steps: int) -> list[str]:
+    """Return a line for each warm-up of an optimizer that lasts to the end of a run of `steps` updates, or beyond it.
+
+    Example:
+        >>> describe_warmup(Optimizer(learning_rate=1e-3, warmup=99), 10)[0].partition("; ")[0]
+        'optimizer.warmup 99: the run has 10 steps, so its learning rate ends at 0.0001 and never reaches 0.001'
+    """
+    members = {"optimizer": optimizer, **{f"optimizer.groups.{name}": rule for name, rule in optimizer.groups.items()}}
+    return [
+        f"{path}.warmup {member.warmup}: the run has {steps} steps, so its learning rate ends at "
+        f"{member.learning_rate * steps / (member.warmup + 1):.3g} and never reaches {member.learning_rate:g}; set "
+        f"warmup below {steps}"
+        for path, member in members.items()
+        if member.warmup and member.warmup >= steps
+    ]
 
 
 OPTIONS = tuple(

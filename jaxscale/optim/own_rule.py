@@ -6,7 +6,7 @@ two updates for a gradient of halves show a learning rate that is not finite, or
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,8 +70,10 @@ def _check_like(start: str, new_tree: Any, old_name: str, old_tree: Any) -> None
             )
 
 
-def try_rule(custom: Callable[[Callable[[Any], Any]], Any], rate: Callable[[Any], Any]) -> None:
-    """Refuse a rule whose first updates are not finite, and warn of one that goes up the gradient.
+def try_rule(
+    custom: Callable[[Callable[[Any], Any]], Any], rate: Callable[[Any], Any], rate_fields: Sequence[str] = ()
+) -> None:
+    """Refuse a rule whose first updates are not finite, and warn of one that goes up the gradient or reads no rate.
 
     The rule updates weights of ones by gradients of 0.5 and 2, twice. One that needs the model's parameters is not
     tried. Updates in proportion to the gradients are no reason to warn: a rule with `optax.masked` passes them on.
@@ -79,6 +81,7 @@ def try_rule(custom: Callable[[Callable[[Any], Any]], Any], rate: Callable[[Any]
     Args:
         custom: the user's function of a schedule that returns the rule.
         rate: the schedule.
+        rate_fields: names of the optimizer's fields of the learning rate that the user set.
 
     Example:
         >>> try_rule(lambda rate: optax.sgd(lambda step: 0.1 / step), lambda step: 0.1)
@@ -87,11 +90,17 @@ def try_rule(custom: Callable[[Callable[[Any], Any]], Any], rate: Callable[[Any]
 numbers: is its learning rate finite at step 0?
     """
 
+    rate_calls: list[Any] = []
+
+    def counted_rate(update: Any) -> Any:
+        rate_calls.append(None)
+        return rate(update)
+
     @jax.jit
     def two_updates() -> tuple[Any, ...]:
         params: Any = {"weight": jnp.ones((4, 4))}
         gradients: Any = {"weight": jnp.full((4, 4), 0.5).at[2:].set(2.0)}
-        rule = optax.with_extra_args_support(custom(rate))
+        rule = optax.with_extra_args_support(custom(counted_rate))
         state, sums, ratios = rule.init(params), [], []
         for _ in range(2):
             updates, state = rule.update(gradients, state, params, value=1.0)
@@ -113,6 +122,12 @@ numbers: is its learning rate finite at step 0?
                 f"{name}: the {index} update for gradients of 0.5 is {total}, expected finite numbers: is its "
                 f"learning rate finite at step {0 if index == 'first' else 1}?"
             )
+    if rate_fields and not rate_calls:
+        warnings.warn(
+            f"{name}: it does not use the learning rate that it is given, so optimizer.{rate_fields[0]} has no effect: "
+            f"pass it on, as in lambda rate: optax.adam(rate), or leave {rate_fields[0]} out",
+            stacklevel=2,
+        )
     is_proportional = ratio_difference < 1e-6 * max(abs(first), abs(second))
     if min(first, second) >= 0 and max(first, second) > 0 and not is_proportional:
         warnings.warn(
@@ -130,14 +145,15 @@ def try_schedule(schedule: Callable[[Any], Any], steps: int) -> None:
         steps: number of updates in the run.
 
     Raises:
-        UserError: it returned something else than a finite number of 0 or more.
+        UserError: it returned something else than a finite number of 0 or more, or 0 alone.
 
     Example:
         >>> try_schedule(lambda step: 0.5 - step, 10)
         Traceback (most recent call last):
         jaxscale.errors.UserError: optimizer.schedule: returned -0.5 at step 1, expected a number of 0 or more
     """
-    for step in sorted({0, min(1, steps - 1), steps // 2, steps - 1}):
+    tried_steps, rates = sorted({0, min(1, steps - 1), steps // 2, steps - 1}), []
+    for step in tried_steps:
         rate: Any = schedule(jnp.int32(step))
         is_array = hasattr(rate, "dtype") and not jnp.ndim(rate)
         number = float(rate) if is_array or isinstance(rate, int | float) else math.nan
@@ -147,3 +163,9 @@ def try_schedule(schedule: Callable[[Any], Any], steps: int) -> None:
                 f"{place_of(schedule)}optimizer.schedule: returned {rate_text} at step {step}, expected a number of 0 "
                 "or more"
             )
+        rates.append(number)
+    if not any(rates):
+        raise UserError(
+            f"{place_of(schedule)}optimizer.schedule: returned 0 at the steps {', '.join(map(str, tried_steps))}, so "
+            "nothing would be trained: expected learning rates above 0"
+        )

@@ -349,36 +349,40 @@ RULES: tuple[Rule, ...] = (
     ),
     # pipelines of unlike blocks
     Rule(
-        requests.combination(requests.unlike_blocks, requests.asynchronous),
-        "stages of unlike blocks cannot update their weights at different times; take a synchronous pipeline",
+        requests.asynchronous_unlike_blocks,
+        "stages of blocks that are not in one stack cannot update their weights at different times; take a synchronous "
+        "pipeline{or_stack}",
     ),
     Rule(
         requests.combination(requests.kept_residuals, requests.unlike_blocks),
-        "residuals have other shapes in each stage, but all slots for them have one shape; add the option stash=input",
+        "residuals have other shapes in each stage, but all slots for them have one shape; add the option stash=input"
+        "{or_stack}",
     ),
     *(
         Rule(
             requests.combination(requests.several_along(axis), requests.unlike_blocks),
-            f"a stage's weights form one flat array, which nothing splits over {axis}; take data or fsdp instead",
+            f"a stage's weights form one flat array, which nothing splits over {axis}; take data or fsdp instead"
+            "{or_stack}",
         )
         for axis in ("tensor", "sequence")
     ),
     Rule(
         requests.combination(requests.plan_field("zero", 3), requests.unlike_blocks),
-        "a stage's weights form one flat array, whole on its device; take zero 2",
+        "a stage's weights form one flat array, whole on its device; take zero 2{or_stack}",
     ),
     Rule(
         requests.combination(requests.weights_host, requests.unlike_blocks),
         "a stage's weights form one flat array, whole on its device; take offload.weights device, or "
-        "offload.optimizer_state host",
+        "offload.optimizer_state host{or_stack}",
     ),
     Rule(
         requests.combination(requests.codec, requests.unlike_blocks),
-        "codecs support only stages of alike blocks; {no_codec}",
+        "codecs support only stages of alike blocks in one stack; {no_codec}{or_stack}",
     ),
     Rule(
         requests.combination(requests.memory_of_sequences, requests.unlike_blocks),
-        "the rule looks at all blocks in sequence, but a stage has only some of the blocks; take none, dots or full",
+        "the rule looks at all blocks in sequence, but a stage has only some of the blocks; take none, dots or full"
+        "{or_stack}",
     ),
 )
 """Every rule, in the order in which a combination is checked."""

@@ -237,7 +237,12 @@ def plan_of(experiment: Any, plan: Any) -> Plan:
         UserError: `experiment` is not an `Experiment`, or `plan` is not a `Plan`.
     """
     if not isinstance(experiment, Experiment):
-        raise UserError(f"experiment: got {experiment!r}, expected an Experiment, such as load_file(PATH)[0]")
+        advice_text = "such as load_file(PATH)[0]"
+        if callable(experiment) and not isinstance(experiment, type):
+            advice_text = f"which the call {getattr(experiment, '__name__', 'experiment')}() may return"
+        elif hasattr(experiment, "build"):
+            advice_text = "which has the model and the data: Experiment(name=..., model=..., data=...)"
+        raise UserError(f"experiment: got {experiment!r:.200}, expected an Experiment, {advice_text}")
     if not isinstance(plan, Plan | None):
         raise UserError(f"plan: got {plan!r}, expected a Plan, such as Plan(mesh='fsdp:4', zero=3)")
     return experiment.plan if plan is None else plan

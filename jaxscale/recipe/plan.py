@@ -115,7 +115,9 @@ def _refusing_moved(cls: type[T]) -> type[T]:
             name for name in MOVED_FIELDS if name in fields and (name != "state" or isinstance(fields[name], str))
         ]
         if moved_names and not _ignores_moved.get():
-            raise UserError(f"plan.{moved_names[0]} has moved: set plan.{MOVED_FIELDS[moved_names[0]]}")
+            name = moved_names[0]
+            example = f", as in Plan(state=StatePlan(moments={fields[name]!r}))" if name == "state" else ""
+            raise UserError(f"plan.{name} has moved: set plan.{MOVED_FIELDS[name]}{example}")
         init(self, *args, **{name: value for name, value in fields.items() if name not in moved_names})
 
     cls.__init__ = checked_init

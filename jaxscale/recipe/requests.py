@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from jaxscale.recipe.plan import Plan
 
 
+_OR_STACK = ", or stack the parameters of the blocks by nnx.vmap and run them by nnx.scan"
+"""Way round the limits of blocks that are separate submodules."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """The facts of a training run that are known when the run's combination of requests is checked.
@@ -29,7 +33,8 @@ class Facts:
         experiment: the experiment; `None` if a plan is checked alone.
         state: names of the arrays that the model has in addition to parameters.
         has_blocks: whether the model has a `Stack` or a `Chain`, or a scan over blocks; `None` while that is unknown.
-        has_unlike_blocks: whether the stages of the pipeline have unlike blocks.
+        has_unlike_blocks: whether the stages of the pipeline have unlike blocks, or alike ones that are not stacked.
+        separate_blocks: paths of these blocks in a model that is not built of jaxscale's layers.
         has_copies: whether two devices of the pipeline have the weights of the same stage.
         mixing: name of the operation by which the optimizer's update mixes elements of a tensor. `None` if the update
             mixes no elements, or mixes only elements of one layer, with a state of the parameters' shapes.
@@ -41,6 +46,7 @@ class Facts:
     state: tuple[str, ...] = ()
     has_blocks: bool | None = None
     has_unlike_blocks: bool = False
+    separate_blocks: tuple[str, ...] = ()
     has_copies: bool = False
     mixing: str | None = None
     has_reshaped_state: bool = False
@@ -60,6 +66,7 @@ class Facts:
             plain=plain_optimizer,
             no_codec=f"take {plain_optimizer}" if self.codes_momenta else "leave reduce out",
             mixing=self.mixing,
+            or_stack=_OR_STACK if self.separate_blocks else "",
         )
 
     @property
@@ -168,8 +175,6 @@ weight_correction = pipeline_request(
     lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}"
 )
 """PipeMare's correction of weights."""
-unlike_blocks = request_when(f"{PIPELINE} of unlike blocks", lambda facts: facts.has_unlike_blocks)
-"""A pipeline whose stages have unlike blocks."""
 copied_stages = request_when(PIPELINE, lambda facts: facts.has_copies)
 """A pipeline in which two devices have the weights of the same stage."""
 one_bit = request_when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
@@ -229,6 +234,21 @@ state_off_device = plan_field("offload.optimizer_state", "host", "streamed")
 """Optimizer state in host memory, updated by the host or by the device."""
 split_weights = plan_field("state.master", "split")
 """Weights that are stored in bfloat16 with 8 bits of correction."""
+
+
+def unlike_blocks(facts: Facts) -> str | None:
+    """Return the text of a request for a pipeline whose stages have unlike blocks, or blocks that are not stacked."""
+    if not facts.has_unlike_blocks:
+        return None
+    start, paths = f"pipeline {facts.plan.pipeline.form if facts.plan.pipeline else ''}", facts.separate_blocks
+    if not paths:
+        return f"{start} of unlike blocks"
+    return f"{start} of separate submodules ({', '.join(paths[:2])}{', ...' if len(paths) > 2 else ''})"
+
+
+def asynchronous_unlike_blocks(facts: Facts) -> str | None:
+    """Return the text of a request for an asynchronous pipeline of such blocks."""
+    return unlike_blocks(facts) if asynchronous(facts) else None
 
 
 def codec(facts: Facts) -> str | None:

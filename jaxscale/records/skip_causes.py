@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxscale.blocks import Context
 from jaxscale.trees import named_leaves
 from jaxscale.values.user_frames import frames_of, place_in, place_of
@@ -24,7 +26,8 @@ class Causes:
         step_fn: the train step.
 
     Attributes:
-        text: the cause of the first skipped step, for messages; "" if no step was skipped, or none was found.
+        text: the cause of the first skipped step, for messages; "" if none was found, `None` if no step was skipped.
+        advice: what to do about a cause that no learning rate removes; "" if the learning rate may be the cause.
     """
 
     def __init__(self, step_fn: Any) -> None:
@@ -32,6 +35,7 @@ class Causes:
         self._batches: dict[int, Any] = {}
         self._state: Any = None
         self.text: str | None = None
+        self.advice = ""
 
     def note(self, step: int, batch: Mapping[str, Any], state: Any) -> None:
         """Keep the batch of a step and the state after it, until the step after the next."""
@@ -52,6 +56,11 @@ class Causes:
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
         batch = self._batches.get(step)
         self.text = ""
+        if not is_finite and metrics["skipped"] >= step:
+            self.advice = (
+                "no update had been applied before, so the learning rate is not the cause: mend the data, the initial "
+                "weights or the score"
+            )
         if not is_finite and batch is not None and jax.process_count() == 1:
             self.text = self._cause(step, batch, metrics["loss"])
         return {"cause": self.text} if self.text else {}
@@ -65,7 +74,14 @@ class Causes:
 
         for name, array in batch.items():
             if is_not_finite(array):
-                return f"{name} of the batch of step {step} has numbers that are not finite"
+                self.advice = (
+                    f"no learning rate changes that: leave out or repair such rows of {name}, which np.isfinite finds"
+                )
+                is_wrong = ~np.isfinite(np.asarray(array)).reshape(len(array), -1).all(axis=1)
+                wrong_rows = np.flatnonzero(is_wrong).tolist()
+                rows_text = f"row{'s' * (len(wrong_rows) > 1)} {', '.join(map(str, wrong_rows[:3]))}"
+                rows_text += f" and {len(wrong_rows) - 3} more" if len(wrong_rows) > 3 else ""
+                return f"{name} of the batch of step {step} has numbers that are not finite, in {rows_text}"
         names = [name for name, array in named_leaves(self._state.params).items() if is_not_finite(array)]
         if names:
             more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError, near_miss, unknown
 from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values import check_types
 from jaxscale.values.limits import MAX_AXIS_DEVICES, check_at_most
@@ -79,9 +79,16 @@ class MeshSpec:
             if entry == "1":
                 continue
             axis, colon, count_text = entry.partition(":")
+            count = whole_number(count_text)
+            if axis not in AXES and not colon:
+                count_word, axis_word = "".join(filter(str.isdecimal, entry)), entry.strip("0123456789=-x ")
+                example = f"{axis_word if axis_word in AXES else 'data'}:{count_word}" if count_word else "data:2"
+                raise UserError(
+                    f"mesh {text!r}: unknown mesh axis {entry!r}: expected AXIS:DEVICES, such as {example}, with "
+                    f"one of {', '.join(sorted(AXES))}{'' if count_word else near_miss(axis, AXES)}"
+                )
             if axis not in AXES:
                 raise unknown("mesh axis", axis, AXES)
-            count = whole_number(count_text)
             if not colon or count is None:
                 raise UserError(f"mesh {text!r}: got {entry!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
             if axis in sizes:

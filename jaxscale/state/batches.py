@@ -11,6 +11,7 @@ from jaxscale.data.arrays import common_row_count
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import IGNORED
 from jaxscale.recipe.experiment import Experiment
+from jaxscale.sharding.partition import dim_axes, shard_count
 from jaxscale.typing import Array, Batch
 
 BatchArrays = TypeVar("BatchArrays")  # a tree of arrays
@@ -37,13 +38,23 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         batch: arrays with this process's rows.
         sharding: sharding of the arrays of the global batch.
         shard: (index, count) from `shard_of`: these rows are part `index` of `count` equal parts.
+
+    Raises:
+        UserError: the devices cannot share the rows evenly.
     """
+    row_count = len(next(iter(batch.values()))) * shard[1] if batch else 0
+    part_count = shard_count(sharding.mesh, next(iter(dim_axes(sharding.spec)), ()))
+    if row_count % part_count:
+        raise UserError(
+            f"batch: got {row_count} rows, which {part_count} devices cannot share evenly: give a multiple of "
+            f"{part_count}, such as {-(-row_count // part_count) * part_count}, and set it as batch of the Experiment"
+        )
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), sharding)
-    shard_index, shard_count = shard
+    shard_index, process_shards = shard
 
     def put_array(local_rows: np.ndarray) -> Array:
-        row_count, first_row = shard_count * len(local_rows), shard_index * len(local_rows)
+        row_count, first_row = process_shards * len(local_rows), shard_index * len(local_rows)
 
         def rows_at(slices: tuple[slice, ...] | None) -> np.ndarray:
             assert slices is not None
@@ -56,12 +67,21 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
 
 
 def check_rows(batch: Batch) -> None:
-    """Raise an error for arrays that differ in their numbers of rows, and for a number in place of an array.
+    """Raise an error for what is no dict of arrays, and for arrays that differ in their numbers of rows.
 
     Example:
         >>> check_rows({"x": np.ones((2, 3)), "labels": np.array([0, 1])})
     """
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f"batch: got a {type(batch).__name__}, expected a dict of arrays, such as {{'x': x, 'y': y}}, with "
+            "the names that the score reads"
+        )
     for name, array in batch.items():
+        if not hasattr(array, "dtype") and not isinstance(array, int | float):
+            raise UserError(f"batch: {name} is a {type(array).__name__}, expected an array, such as np.asarray({name})")
+        if isinstance(array, np.ndarray) and array.dtype.kind not in "biufcV":
+            raise UserError(f"batch: {name} is {array.dtype}{list(array.shape)}, expected an array of numbers")
         if not np.shape(array):
             raise UserError(f"batch: {name} is a single number, expected an array with one row for each example")
     common_row_count(batch, "the batch")

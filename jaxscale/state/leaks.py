@@ -1,17 +1,47 @@
-"""Errors of a compiled step: an array of one trace that another reads, and a state that an earlier step has used up."""
+"""Errors of a compiled step: wrong arguments, an array of an earlier trace, a state that an earlier step used up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from jaxscale.blocks import Model
 from jaxscale.errors import UserError
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.state.train_state import TrainState
+from jaxscale.typing import PyTree
 from jaxscale.values.user_frames import place_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
+def check_arguments(state: PyTree, batch: PyTree, name: str = "step") -> None:
+    """Raise UserError unless a function of a step is called with a state and a dict of arrays, in this order.
+
+    Args:
+        state: the first argument.
+        batch: the second one.
+        name: name of the function.
+    """
+    if isinstance(state, TrainState) and isinstance(batch, Mapping):
+        return
+    call_text = "state, metrics = step(state, batch)" if name == "step" else f"{name}(state, batch)"
+    if isinstance(batch, TrainState):
+        text = f"got the state as the second argument, expected it as the first: {call_text}"
+    elif isinstance(state, tuple) and any(isinstance(item, TrainState) for item in state):
+        text = (
+            "got a pair as the state, since a step returns the state and its metrics: write "
+            "state, metrics = step(state, batch)"
+        )
+    elif not isinstance(state, TrainState):
+        text = f"got a {type(state).__name__} as the state, expected the one of step.init() or of the step before"
+    else:
+        text = (
+            f"got a {type(batch).__name__} as the batch, expected a dict of arrays, such as {{'x': x, 'y': y}}, "
+            "with the names that the score reads"
+        )
+    raise UserError(f"{name}(state, batch): {text}", page="start/own_loop")
+
+
+def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P, R]:
     """Return a compiled function whose errors about its arrays say what to change.
 
     JAX turns an array of another trace into one more input of the program, which nobody passes. A donated state is
@@ -19,13 +49,14 @@ def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
 
     Args:
         run: the compiled function.
-        model: the model, whose code is the likely place.
+        experiment: the experiment, with the number of rows of a batch, and the model, whose code is the likely place.
     """
 
     def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return run(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
+            _explain_rows(error, experiment, args[-1])
             if "donated" not in str(error) or "delete" not in str(error):
                 raise
             raise UserError(
@@ -34,12 +65,25 @@ def explaining_leaks(run: Callable[P, R], model: Model) -> Callable[P, R]:
                 page="start/own_loop",
             ) from error
         except TypeError as error:
+            _explain_rows(error, experiment, args[-1])
             if "Computation compiled for" not in str(error):
                 raise
             raise UserError(
-                f"{place_of(getattr(model, 'score', None))}the model or its score keeps an array of one trace, in a "
-                "list, a global or an attribute of a class, and reads it in another: return the array, or keep it in a "
-                "variable of the module, such as nnx.BatchStat"
+                f"{place_of(getattr(experiment.model, 'score', None))}the model or its score keeps an array of one "
+                "trace, in a list, a global or an attribute of a class, and reads it in another: return the array, or "
+                "keep it in a variable of the module, such as nnx.BatchStat"
             ) from error
 
     return explained_run
+
+
+def _explain_rows(error: Exception, experiment: Experiment, batch: PyTree) -> None:
+    """Raise UserError in place of an error of a step whose batch has another number of rows than the experiment's."""
+    arrays = list(batch.values()) if isinstance(batch, Mapping) else []
+    row_count = next((array.shape[0] for array in arrays if getattr(array, "shape", ())), experiment.batch)
+    if row_count != experiment.batch and not isinstance(error, UserError):
+        raise UserError(
+            f"batch: got {row_count} rows, but the experiment's batch is {experiment.batch}: set batch={row_count} "
+            f"in the Experiment, or give {experiment.batch} rows in each batch",
+            page="start/own_loop",
+        ) from error

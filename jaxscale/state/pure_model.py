@@ -21,7 +21,7 @@ from jax.tree_util import KeyPath
 
 from jaxscale import blocks
 from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Model
-from jaxscale.errors import UserError
+from jaxscale.errors import UserError, near_miss
 from jaxscale.layers.stack import Chain, Stack, group_name, in_one_stack
 from jaxscale.lowbit.few_bit_weight import FewBitWeight, StoredParam
 from jaxscale.model_traits import TensorDims
@@ -343,6 +343,7 @@ def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
     raise UserError(
         f"optimizer.train: {train!r} is found in no name of a parameter; the parameters are {', '.join(names[:6])}"
         f"{', ...' if len(names) > 6 else ''}"
+        f"{near_miss(train or '', [*names, *sorted({part for name in names for part in name.split('/')})])}"
     )
 
 

@@ -172,8 +172,8 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     chains = chains_of(pure_model)
     if not stack_depths and not chains:
         raise UserError(
-            f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
-            "layers.Chain, or name the blocks of a model of your own with ForeignModel(blocks=...)"
+            f"pipeline {pipeline}: this model has no blocks to cut into stages"
+            f"{_parts_text(experiment.model, pure_model)}"
         )
     texts = [f"a stack of {depth} blocks" for depth in sorted(stack_depths)]
     texts += [f"a chain of {len(chain)} blocks ({chain[0]}, ...)" for chain in chains]
@@ -216,6 +216,25 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             "lowering switch"
         )
     return stages
+
+
+def _parts_text(model: Model, pure_model: PureModel) -> str:
+    """Return what a model without blocks consists of, and what to do, as the end of a message."""
+    if not ModelTraits.of(model).foreign:
+        return "; build it of layers.Stack or layers.Chain"
+    paths = [name.split("/") for name in named_leaves(pure_model.abstract_params)]
+    parts = sorted({path[0] for path in paths})
+    parts_text = f": its parts are {', '.join(parts[:6])}{', ...' if len(parts) > 6 else ''}"
+    lists = sorted({path[0] for path in paths if len(path) > 2 and path[1].isdecimal()})
+    if lists:
+        return (
+            f"{parts_text}, and the members of {lists[0]} are no alike modules of a class of your own; if each reads "
+            f"the result of the one before, ForeignModel(blocks={lists[0]!r}) makes them blocks"
+        )
+    return (
+        f"{parts_text}, and none is a list of alike submodules; keep the layers that repeat in an nnx.List of modules "
+        "of a class of your own, or name them with ForeignModel(blocks=...), or train without a pipeline"
+    )
 
 
 def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:

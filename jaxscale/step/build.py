@@ -11,8 +11,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxscale.blocks import Treatment
 from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.errors import UserError
+from jaxscale.lowbit.quantized import NothingQuantized
 from jaxscale.memory.decision import Decision
+from jaxscale.model_traits import ModelTraits
 from jaxscale.optim.groups import describe_groups
+from jaxscale.optim.optimizer import describe_warmup
 from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
@@ -119,7 +122,11 @@ class Assembly:
             frozen_dtype=plan.precision,
         )
         update = Update.of(experiment, plan, pure_model, mesh)
-        return cls(resolved, pure_model, update, Layout.of(pure_model, update.clipped_rule, plan, mesh))
+        try:
+            layout = Layout.of(pure_model, update.clipped_rule, plan, mesh)
+        except NothingQuantized as error:
+            raise UserError(_few_bits_text(plan, pure_model, error)) from None
+        return cls(resolved, pure_model, update, layout)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -137,6 +144,7 @@ class Assembly:
         has_reshaped_state = mixing_operation is not None and any(
             leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
         )
+        is_foreign = ModelTraits.of(self.resolved.experiment.model).foreign
         is_mixed_within_layers = update.is_by_layer is not None and not has_reshaped_state
         facts = Facts(
             plan,
@@ -148,6 +156,7 @@ class Assembly:
             ),
             has_blocks=bool(self.pure_model.of_blocks),
             has_unlike_blocks=stages is not None and bool(stages.chain),
+            separate_blocks=() if stages is None or not is_foreign else stages.chain,
             has_copies=stages is not None and bool(stages.copies),
             mixing=None if is_mixed_within_layers else mixing_operation,
             has_reshaped_state=has_reshaped_state,
@@ -197,6 +206,7 @@ class Assembly:
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
         lines = [self.resolved.line, *describe_frozen(self.pure_model), *describe_ignored_axes(self.pure_model)]
         lines += describe_groups(experiment.optimizer, update.param_infos)
+        lines += describe_warmup(experiment.optimizer, experiment.steps)
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
         lines += describe_products(plan, devices[0])
@@ -262,6 +272,22 @@ class Assembly:
             decision=decision,
             lines=tuple(lines),
         )
+
+
+def _few_bits_text(plan: Plan, pure_model: PureModel, error: NothingQuantized) -> str:
+    """Return the message for a plan whose moments in few bits would be those of no parameter."""
+    shapes = {
+        name: leaf.shape for name, leaf in named_leaves(pure_model.abstract_params).items() if len(leaf.shape) > 1
+    }
+    largest = max(shapes, key=lambda name: math.prod(shapes[name]), default=None)
+    largest_text = ""
+    if largest is not None and not error.reason:
+        largest_text = f" The largest matrix of this model is {largest}, of {math.prod(shapes[largest]):,} numbers."
+    return (
+        f"plan.state.moments {plan.state.moments} would quantize no leaf of the optimizer's state.{error.reason} In "
+        f"few bits are the moments of matrices of {error.least:,} numbers or more outside embeddings, head and norms."
+        f"{largest_text} Leave plan.state.moments out, which keeps float32"
+    )
 
 
 def describe_ignored_axes(pure_model: PureModel) -> list[str]:

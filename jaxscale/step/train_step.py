@@ -20,19 +20,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.compiler.options import options_for
 from jaxscale.errors import UserError
-from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
-from jaxscale.model_traits import ModelTraits
 from jaxscale.models.scores import Metric
 from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
+from jaxscale.state.class_counts import class_counts
 from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
-from jaxscale.state.leaks import explaining_leaks
+from jaxscale.state.leaks import check_arguments, explaining_leaks
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
@@ -245,33 +244,14 @@ class TrainStep:
         """Put the rows of this process on the devices, and return the arrays of the global batch.
 
         Raises:
-            UserError: the arrays differ in their numbers of rows, or hold tokens or labels that the model lacks.
+            UserError: the batch is no dict of arrays, the arrays differ in their numbers of rows, the devices cannot
+                share these, or the arrays hold tokens or labels that the model lacks.
         """
         batches.check_rows(batch)
         if self._class_counts is None:
-            self._class_counts = self._count_classes(batch)
+            self._class_counts = class_counts(self.pure_model, batch, self.objective.planned.context(None))
         batches.check_values(batch, self._class_counts)
         return batches.put(batch, self.layout.batch_sharding, self._data_shard)
-
-    def _count_classes(self, batch: Batch) -> dict[str, int]:
-        """Return, by name, how many tokens or classes the model has for each array of tokens or labels in a batch."""
-        traits = ModelTraits.of(self.experiment.model)
-        if not traits.foreign:
-            counts = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
-            return {name: count for name, count in counts.items() if count is not None}
-
-        def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
-            module = self.pure_model.module(params, model_state)
-            return self.experiment.model.loss(module, batch, self.objective.planned.context(None)).total
-
-        with noting_class_counts() as counts:
-            jax.eval_shape(
-                total_loss,
-                self.pure_model.abstract_module_params,
-                self.pure_model.abstract_model_state,
-                batches.shapes(batch),
-            )
-        return counts
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the abstract arrays of a global batch, with shardings, from its arrays or shapes."""
@@ -284,6 +264,8 @@ class TrainStep:
 
         `weights` are parameters in float32 and statistics, named and placed as in the canonical form; others are new.
         """
+        if weights is not None and not isinstance(weights, Mapping):
+            raise UserError(f"init: got a {type(weights).__name__}, expected nothing, or a dict of arrays by name")
         params, model_state = first_weights(self.pure_model, self.layout)
         if weights:
             params, model_state = self._canonical.with_weights(params, model_state, weights)
@@ -414,13 +396,14 @@ class TrainStep:
             (that each device sends over the replica axis). Under DiLoCo, `grad_norm` is the root of the mean square of
             the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
         """
+        check_arguments(state, batch)
         if self._is_serial:
-            explaining_leaks(jax.block_until_ready, self.experiment.model)(state.watch)
+            explaining_leaks(jax.block_until_ready, self.experiment)(state.watch)
         if not self._is_loss_checked:  # before the first step
             self._coupling.check(lambda: self.module(state), batch)
             self._is_loss_checked = True
         step_fn = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
-        run_step = explaining_leaks(step_fn, self.experiment.model)
+        run_step = explaining_leaks(step_fn, self.experiment)
         if self.meetings is None:
             return run_step(state, batch)
         step = self.meetings.step_after(state)  # before the step, which donates the state
@@ -433,6 +416,7 @@ class TrainStep:
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Return the sums of the loss over a batch, without dropout, computed by microbatches as in training."""
+        check_arguments(state, batch, "step.evaluate")
         loss = self.evaluate_fn(state, batch)
         return jax.block_until_ready(loss) if self._is_serial else loss
 
@@ -449,10 +433,14 @@ class TrainStep:
 
     def metric(self, function: Metric, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array]:
         """Return the weighted sum over a batch of a metric, `function(module, batch)`, and the sum of the weights."""
+        sums = self.metric_fn(function)(state, batch)
+        return jax.block_until_ready(sums) if self._is_serial else sums
+
+    def metric_fn(self, function: Metric) -> SumsFunction:
+        """Return the jitted function that `metric` calls."""
         if function not in self._metric_fns:
             self._metric_fns[function] = self._jit_sums(functools.partial(self._metric, function))
-        sums = self._metric_fns[function](state, batch)
-        return jax.block_until_ready(sums) if self._is_serial else sums
+        return self._metric_fns[function]
 
     # -- the step itself -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import UserError, near_miss
@@ -51,7 +52,8 @@ class EarlyStopping:
         mode: "min" if lower values are better, "max" if higher values are.
 
     Raises:
-        UserError: `patience` is below 1, or the evaluation has no such metric.
+        UserError: `patience` is below 1, or `mode` is "min" for an accuracy; or, before the first step of a run, no
+            evaluation reports such a metric.
 
     Example:
         >>> stop = EarlyStopping(patience=2)
@@ -69,6 +71,11 @@ class EarlyStopping:
             raise UserError(f"patience: got {self.patience}, expected 1 or more evaluations")
         if self.mode not in ("min", "max"):
             raise UserError(f"mode: got {self.mode!r}, expected min or max")
+        if self.mode == "min" and self.metric.rpartition("/")[2] == "accuracy":
+            raise UserError(
+                f"mode: got min for {self.metric}, which is better if it is higher, so that the run would stop as it "
+                "improves: set mode='max'"
+            )
         self._best, self._worse_count = math.inf, 0
 
     def __call__(self, event: Event) -> bool:
@@ -76,15 +83,39 @@ class EarlyStopping:
         if event.kind != "evaluation":
             return False
         name = self.metric.removeprefix("eval/")
-        if name not in event.values:
-            raise UserError(
-                f"metric: got {self.metric!r}, but an evaluation reports {', '.join(event.values)}"
-                f"{near_miss(name, event.values)}"
-            )
+        self._check_name(event.values)
         value = event.values[name] * (1 if self.mode == "min" else -1)
         is_better = value < self._best - self.least_change
         self._best, self._worse_count = (value, 0) if is_better else (self._best, self._worse_count + 1)
         return self._worse_count >= self.patience
+
+    def check(self, names: Sequence[str], every: int, steps: int) -> None:
+        """Check, before the first step of a run, that its evaluations report the metric, and that they may stop it.
+
+        Args:
+            names: names of the figures that an evaluation reports.
+            every: number of steps between evaluations; 0 for one at the end.
+            steps: number of steps of the run.
+
+        Raises:
+            UserError: no evaluation reports the metric.
+        """
+        self._check_name(names)
+        if every == 0 or every >= steps:
+            warnings.warn(
+                f"EarlyStopping({self.metric!r}) stops no run of {steps} steps with evaluation.every {every}, since "
+                "the only evaluation comes after the last step: set evaluation.every to a smaller number",
+                stacklevel=2,
+            )
+
+    def _check_name(self, names: Iterable[str]) -> None:
+        """Raise UserError if the metric is not among these names."""
+        name = self.metric.removeprefix("eval/")
+        if name not in names:
+            raise UserError(
+                f"metric: got {self.metric!r}, but an evaluation reports {', '.join(names)}{near_miss(name, names)}; "
+                "set EarlyStopping(metric=...) to one of these, or add a metric of your own to train(metrics=...)"
+            )
 
 
 class Callbacks:
@@ -97,18 +128,23 @@ class Callbacks:
 
     Attributes:
         stop_cause: name of the callback that asked the run to stop; `None` if none did.
+        early_stopping: those that are an `EarlyStopping`.
 
     Raises:
         UserError: one of them cannot be called with an event.
     """
 
     def __init__(self, callbacks: Sequence[Any], report_failure: Callable[[int, str, str, str], None]) -> None:
+        if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+            raise UserError(
+                f"callbacks: got {callbacks!r}, expected a list of functions of an Event, such as [function]"
+            )
         for callback in callbacks:
-            if not callable(callback):
-                raise UserError(f"callbacks: got {callback!r}, expected functions of an Event")
+            _check_callable(callback)
             check_parameters(callback, f"{place_of(callback)}callbacks", 1, "lambda event: print(event.step)")
         self._callbacks, self._report_failure = list(callbacks), report_failure
         self.stop_cause: str | None = None
+        self.early_stopping = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
 
     def report(self, event: Event) -> None:
         """Call every callback with an event, and drop those that fail."""
@@ -120,3 +156,22 @@ class Callbacks:
             except Exception as error:
                 self._callbacks.remove(callback)
                 self._report_failure(event.step, name, f"{type(error).__name__}: {error}", place_in(error))
+
+
+def _check_callable(callback: Any) -> None:
+    """Raise UserError for a callback that cannot be called, or is a class in place of an object of it."""
+    if isinstance(callback, type):
+        name = callback.__name__
+        raise UserError(
+            f"{place_of(callback.__init__)}callbacks: got the class {name}, expected an object of it: {name}()"
+        )
+    if callable(callback):
+        return
+    methods = [name for name, method in vars(type(callback)).items() if place_of(method)]
+    if not methods:
+        raise UserError(f"callbacks: got {callback!r:.80}, expected functions of an Event")
+    raise UserError(
+        f"{place_of(getattr(type(callback), methods[0]))}callbacks: got a {type(callback).__name__}, which cannot be "
+        f"called, expected functions of an Event: instead of {methods[-1]}, define __call__(self, event), and choose "
+        "by event.kind"
+    )

@@ -1,11 +1,13 @@
-"""Check, before any batch is read, that the model can be trained on the data."""
+"""Check, before the first step, that the model can be trained on the data, and what the evaluations will compute."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment, Samples
+from jaxscale.training.callbacks import Callbacks
 
 
 def open_data(experiment: Experiment, process_index: int, process_count: int) -> Any:
@@ -134,3 +136,64 @@ def prompts_of(experiment: Experiment, tokenizer: Any) -> tuple[str, ...]:
     except UserError:
         return (tokenizer.decode([0]),)
     return prompts
+
+
+def checked_metrics(metrics: Any) -> Any:
+    """Return metrics that check what they return, by name; `models.scores.named_metrics` raises the errors."""
+    if not metrics:
+        return {}
+    from jaxscale.models.scores import named_metrics
+
+    return named_metrics(metrics)
+
+
+def check_evaluation(
+    step: Any, data: Any, sets: Mapping[str, Any], metrics: Mapping[str, Any], callbacks: Callbacks
+) -> None:
+    """Trace the metrics for a held-out batch, and check that early stopping watches what an evaluation reports.
+
+    Args:
+        step: the train step.
+        data: the opened data.
+        sets: the opened held-out sets by name.
+        metrics: functions of module and batch, by name.
+        callbacks: the callbacks of the run.
+
+    Raises:
+        UserError: a metric returns other than one number per row or per target; nothing is held out, so that there are
+            no evaluations; or they report no figure of the name that early stopping watches.
+    """
+    if not metrics and not callbacks.early_stopping:
+        return
+    own_batch = next(iter(data.evaluation()), None)
+    set_batches = {name: next(iter(opened.evaluation()), None) for name, opened in sets.items()}
+    batch = next((each for each in (own_batch, *set_batches.values()) if each is not None), None)
+    if batch is None:
+        name = f"metrics: got {', '.join(metrics)}" if metrics else "callbacks: got EarlyStopping"
+        raise UserError(
+            f"{name}, but nothing is held out, so that no evaluation takes place: set data.held_out above 0, or give "
+            'a set as Experiment(held_out={"name": ...})'
+        )
+    _trace(step, metrics, batch)
+    has_accuracy = getattr(step.experiment.model, "accuracy", None) is not None
+    figures = ["loss", "targets", *(["accuracy"] if has_accuracy else []), *metrics]
+    names = [*figures, *(f"{name}/{figure}" for name in sets for figure in figures)]
+    evaluation, step_count = step.experiment.evaluation, step.experiment.steps
+    for callback in callbacks.early_stopping:
+        callback.check(names, evaluation.every, step_count)
+
+
+def _trace(step: Any, metrics: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
+    """Trace each metric for a global batch whose rows are like those of `batch`."""
+    import jax
+
+    rows = step.experiment.batch
+    shapes = {name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype) for name, array in batch.items()}
+    for name, metric in metrics.items():
+        try:
+            jax.eval_shape(step.metric_fn(metric), step.layout.abstract, step.abstract_batch(shapes))
+        except UserError:
+            raise
+        except Exception as error:
+            error.add_note(f"in the metric {name!r}, which is traced before the first step")
+            raise

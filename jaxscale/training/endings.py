@@ -16,6 +16,7 @@ from jaxscale import heartbeat
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import INTERRUPTED, PREEMPTED, STUCK, Diverged, MostlySkipped, Preempted, Stuck, UserError
 from jaxscale.records import directory as run_files
+from jaxscale.records.skip_causes import Causes
 from jaxscale.training.journal import Journal
 from jaxscale.training.signals import Stop, StoppedEarly, is_interactive
 from jaxscale.training.stuck import StuckWatch, collectives_by_channel, collectives_text
@@ -190,7 +191,7 @@ def _end_process(code: int, finish: Callable[[], None], seconds: float) -> None:
 
 
 def stop_diverged(
-    journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], cause: str | None = None
+    journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float], causes: Causes
 ) -> NoReturn:
     """Stop a run that skipped too many steps in a row: log the divergence, write the report, and raise an error.
 
@@ -199,7 +200,7 @@ def stop_diverged(
         checkpoints: the run's checkpoints; a save may still be running.
         step: number of the last skipped step.
         metrics: metrics of the last skipped step.
-        cause: why the first step was skipped, if that was found.
+        causes: why the first step was skipped, as far as that was found.
 
     Raises:
         Diverged: always; the message names the last good checkpoint.
@@ -208,41 +209,51 @@ def stop_diverged(
         checkpoints.wait()
     checkpoints.drop_host_copies()  # the newest one may lie among the skipped steps
     checkpoint_step = checkpoints.last_good()
-    checkpoint_text = "no good checkpoint was saved. Start again with --resume never and"
+    checkpoint_text, start_text = "no good checkpoint was saved", "Start again with --resume never"
     if checkpoint_step is not None:
         checkpoint_folder = journal.folder / run_files.CHECKPOINTS / f"{checkpoint_step:08d}"
-        checkpoint_text = (
-            f"the last good checkpoint is {checkpoint_folder}. Go on from it with --from {checkpoint_step} and"
-        )
+        checkpoint_text = f"the last good checkpoint is {checkpoint_folder}"
+        start_text = f"Go on from it with --from {checkpoint_step}"
     loss, grad_norm, skip_count = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
     journal.log_event(step, "diverged", loss=loss, grad_norm=grad_norm, checkpoint=checkpoint_step)
     journal.write_report()
+    advice_text = (
+        f"{start_text} and a lower --optimizer.learning_rate, or with a larger --guard.spike if such gradients are "
+        "normal, or a larger --guard.update if such updates are"
+    )
+    if causes.advice:
+        advice_text = f"{causes.advice[0].upper()}{causes.advice[1:]}. Then {start_text[0].lower()}{start_text[1:]}"
     raise Diverged(
-        f"{f'{cause}. ' if cause else ''}"
+        f"{f'{causes.text}. ' if causes.text else ''}"
         f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}, "
-        f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text} a lower --optimizer.learning_rate, or "
-        "with a larger --guard.spike if such gradients are normal, or a larger --guard.update if such updates are"
+        f"learning rate {metrics['learning_rate']:.4g}), and {checkpoint_text}. {advice_text}"
     )
 
 
-def check_skipped(folder: Any, step: int, skip_count: int, cause: str | None = None) -> None:
+def check_skipped(folder: Any, step: int, skip_count: int, causes: Causes | None = None) -> None:
     """Raise an error at the end of a run if too large a share of its steps was skipped.
 
     Args:
         folder: the run's folder.
         step: number of steps of the run, skipped ones included.
         skip_count: number of the skipped steps.
-        cause: why the first of them was skipped, if that was found.
+        causes: why the first of them was skipped, as far as that was found.
 
     Raises:
         MostlySkipped: more than a tenth of the steps was skipped.
     """
     if skip_count > MOST_SKIPPED * step:
+        text, advice = ("", "") if causes is None else (causes.text, causes.advice)
+        advice_text = (
+            "Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, or "
+            "guard.update if such updates are,"
+        )
+        if advice:
+            advice_text = f"{advice[0].upper()}{advice[1:]},"
         raise MostlySkipped(
-            f"{f'{cause}. ' if cause else ''}"
+            f"{f'{text}. ' if text else ''}"
             f"{skip_count:,} of {step:,} steps ({skip_count / step:.0%}) were skipped, so {folder} holds the weights "
             f"of {step - skip_count:,} updates; the event of each in metrics.jsonl has its loss and its gradient norm. "
-            "Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, or "
-            "guard.update if such updates are, and train again from an earlier checkpoint with --from STEP, or in "
-            "another directory with --out"
+            f"{advice_text} and train again from an earlier checkpoint with --from STEP, or in another directory with "
+            "--out"
         )

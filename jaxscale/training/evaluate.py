@@ -171,9 +171,9 @@ def evaluate(
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
     """
     from jaxscale.checkpoint.restore import open_folder, read_tokenizer, restore_parameters
-    from jaxscale.models.scores import check_metrics
+    from jaxscale.models.scores import named_metrics
 
-    check_metrics(metrics)
+    metrics = named_metrics(metrics)
     settings: dict[str, Any] = {"metrics": metrics}
     if is_model_folder(run):
         if best or data is None:

@@ -35,7 +35,7 @@ from jaxscale.records.storage import check_location, run_path
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.callbacks import Callback
-from jaxscale.training.check_data import check_data, open_data, open_sets
+from jaxscale.training.check_data import check_data, check_evaluation, checked_metrics, open_data, open_sets
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
@@ -117,10 +117,7 @@ def train(
         raise UserError(f"resume: got {resume!r}, expected auto or never")
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
-    if metrics:
-        from jaxscale.models.scores import check_metrics
-
-        check_metrics(metrics)
+    metrics = checked_metrics(metrics)
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
     run_dir = run_files.default_directory(experiment) if out is None else out
@@ -301,6 +298,7 @@ class _Training:
         self.step = build(self.experiment, self.plan, devices=self.devices)
         if not is_single_process:
             self._open_data(*self.step.data_shard())
+        check_evaluation(self.step, self.data, self.sets, self.metrics, self.journal.callbacks)
         # on the CPU, steps in flight starve each other's collectives, so `_run_steps` waits for each step
         self.is_cpu = devices[0].platform == "cpu"
         if self.is_cpu:
@@ -314,7 +312,7 @@ class _Training:
 
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
-        heartbeat.set_phase("restoring")
+        heartbeat.set_phase("initializing" if self.earlier is None else "restoring")
         leaves = self.step.canonical_abstract()
         self.checkpoints.keep_host_copies(self.folder, leaves, self.experiment)
         return_fields: dict[str, Any] = {}
@@ -394,7 +392,7 @@ class _Training:
         heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()
-        endings.check_skipped(self.folder, self.updates, self.skip_count, self.causes.text)
+        endings.check_skipped(self.folder, self.updates, self.skip_count, self.causes)
         live_state = {"train_step": self.step, "state": state, "data": self.data}
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
 
@@ -486,7 +484,7 @@ class _Training:
         if step % self.log_every == 0 or step == self.experiment.steps:
             self.journal.log_step(step, logged(scalars) | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
-            endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes.text)
+            endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes)
 
     def _stop_before_first_step(self) -> None:
         """Stop the run if any process has received a signal."""

@@ -93,7 +93,7 @@ def describe(hint: Any) -> str:
         item_texts = ", ".join("..." if item is Ellipsis else describe(item) for item in get_args(hint))
         return f"a list ({item_texts})" if item_texts else "a list"
     if origin in (dict, Mapping):
-        return "a table"
+        return "a dict"
     if origin in (Callable, typing.Callable):
         return "a function"
     name = getattr(origin, "__name__", str(origin))

@@ -1,6 +1,5 @@
 """The check that a user's function can be called as jaxscale calls it, before anything is traced."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,6 @@ such as lambda rngs: nnx.Linear(2, 3, rngs=rngs)
         ) from None
 
 
-@functools.lru_cache(maxsize=64)
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a parameter of this name.
 

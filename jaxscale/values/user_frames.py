@@ -114,7 +114,11 @@ def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "; install it, or put its file beside this one"
     if isinstance(error, TypeError) and (match := _UNEXPECTED_ARGUMENT.search(str(error))):
-        return near_miss(match[2], getattr(public_class(match[1]), "__dataclass_fields__", {}))
+        fields = getattr(public_class(match[1]), "__dataclass_fields__", {})
+        field, hint = _FIELD_BY_OTHER_NAME.get(match[2], ("", ""))
+        return f"; did you mean {field!r}{hint}?" if field in fields else near_miss(match[2], fields)
+    if "subdtype of <class 'numpy.integer'>" in str(error):
+        return "; labels are whole numbers: give them as y.astype('int32')"
     if "assigned to static attribute" in str(error):
         return "; keep several layers in nnx.List([...]) or nnx.Dict(...), and other arrays in nnx.Variable(...)"
     if frame is None:
@@ -128,6 +132,22 @@ def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
     return ""
 
 
+_FIELD_BY_OTHER_NAME = {
+    "lr": ("learning_rate", ""),
+    "lr_schedule": ("schedule", ""),
+    "betas": ("b1", " and 'b2'"),
+    "grad_clip": ("clip", ""),
+    "max_grad_norm": ("clip", ""),
+    "warmup_steps": ("warmup", ""),
+    "epochs": ("steps", ", the number of rows times the epochs divided by batch"),
+    "max_steps": ("steps", ""),
+    "batch_size": ("batch", ""),
+    "train_data": ("data", ""),
+    "eval_data": ("held_out", ", a dict of sets by name"),
+    "loss": ("score", ""),
+    "loss_fn": ("score", ""),
+}
+"""Field, and an addition to the question whether it is meant, by the name that other frameworks have for it."""
 _UNEXPECTED_ARGUMENT = re.compile(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 

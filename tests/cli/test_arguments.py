@@ -21,6 +21,15 @@ from jaxscale.recipe.experiment import Experiment
         ("tarin a.py", "unknown subcommand 'tarin'"),
         ("tarin a.py", "did you mean 'train'?"),
         ("--steps 3", "unknown subcommand '--steps'"),
+        (
+            "train a.py --plan zero3",
+            "unknown flag '--plan' of train; fields of the plan are set by path, such as --plan.zero",
+        ),
+        ("launch finetune FOLDER --data a.jsonl", "launch takes an experiment file, and has no finetune; write a file"),
+        (
+            "launch train a.py --cluster local:2",
+            "launch runs train by itself: leave the word out, as in jaxscale launch",
+        ),
         ("train a.py --lgo-every 3", "unknown flag '--lgo-every' of train; did you mean '--log-every'?"),
         ("train a.py --zzz", "unknown flag '--zzz' of train; there are --out, --plan-file"),
         ("train a.py -s 3", "unknown flag '-s'"),

@@ -325,6 +325,13 @@ STREAM_MISTAKES = {
     # the file
     "a package that is missing": ("import optax", "import optaxx as optax", "optaxx", "'optaxx'; install it"),
     "a syntax error": ("def rate(step):", "def rate(step)", "def rate", "is not Python: expected ':'"),
+    "epochs": ("steps=3", "epochs=3", "jx.Experiment(", "did you mean 'steps', the number of rows times the epochs"),
+    "lr": (OWN_RULE, "'adamw', lr=1e-3", "optimizer=", "did you mean 'learning_rate'?"),
+    "betas": (OWN_RULE, "betas=(0.9, 0.99)", "optimizer=", "did you mean 'b1' and 'b2'?"),
+    "a loss for a score": ("Net(rngs), score", "Net(rngs), loss_fn=score", "MODEL =", "did you mean 'score'?"),
+    "labels of floats": ('"y": y', '"y": y.astype(float)', LOSSES, "labels are whole numbers: give them as y.astype"),
+    "a schedule of zeros": (OWN_RULE, "schedule=lambda step: 0.0", "schedule=", "returned 0 at the steps 0, 1, 2, so"),
+    "a pair as data": ("jx.data.Stream(batches)", "(np.ones(4), np.ones(4))", "jx.Exp", "got 2 arrays without names"),
     "a field with a typo": ("steps=3", "step=3", "jx.Experiment(", "did you mean 'steps'?"),
     "a name with a typo": ("jx.Experiment(", "jx.Experimnt(", "jx.Experimnt(", "did you mean 'Experiment'?"),
     "an experiment with arguments": ("def experiment()", "def experiment(steps)", "def exper", "missing 1 required"),
@@ -344,7 +351,7 @@ ALWAYS = frozenset(
     {
         "forgotten self", "a call that returns nothing", "a layer made in a call", "a mean", "a loss of pairs of rows",
         "no batch", "rows of different lengths", "a rate below 0", "a division by the step", "updates of other shapes",
-        "a field with a typo", "an experiment with arguments", "a module as the model",
+        "epochs", "a field with a typo", "an experiment with arguments", "a module as the model",
     }
 )  # fmt: skip
 """The mistakes that the quick tests try: one of each kind."""
@@ -371,7 +378,7 @@ COSTLY_MISTAKES = {  # one compilation each
         BATCH,
         'x[:] = np.nan if step == 1 else x; yield {"x": x, "y": y}',
         None,
-        "x of the batch of st",
+        "x of the batch of step 2 has numbers that are not finite, in rows 0, 1, 2 and 1 more. ",
     ),
     "weights that are NaN": (
         "nnx.Linear(8, 3,",

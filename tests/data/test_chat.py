@@ -122,7 +122,15 @@ def test_what_is_held_out(tmp_path):
         ("[1]", ":2: got a list, expected"),
         ('{"text": "a"}', ":2: the line has the names 'text'; expected"),
         ('{"conversations": []}', "the line has the names 'conversations'"),
-        ('{"prompt": "a", "completion": 3}', "the line has the names 'prompt', 'completion'; .*, both texts"),
+        (
+            '{"prompt": "a", "completion": 3}',
+            "the line has the names 'prompt', 'completion'; .*, both texts, but completion is 3",
+        ),
+        (json.dumps({"messages": [{"role": "gpt", "content": "a"}]}), "role 'gpt', .*; did you mean 'assistant'"),
+        (
+            json.dumps({"messages": [{"from": "human", "value": "a"}]}),
+            "from and value: rename them to role and content",
+        ),
         ('{"messages": []}', r":2: messages: got \[\], expected a list of messages"),
         ('{"messages": ["a"]}', ":2: message 1: got a str, expected an object with role and content"),
         (json.dumps({"messages": [{"role": "asistant", "content": "a"}]}), "unknown role 'asistant', .* 'assistant'"),

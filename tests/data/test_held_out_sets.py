@@ -65,6 +65,10 @@ def test_data_is_evaluated_by_its_own_share_and_arrays_as_a_whole(texts):
     [
         ({"a/b": {"x": np.ones(4)}}, "held_out: got the name 'a/b', expected letters, digits"),
         ({"": {"x": np.ones(4)}}, "held_out: got the name ''"),
+        (
+            {"x": np.ones((4, 2)), "y": np.ones(4)},
+            "held_out: got the arrays x, y themselves, expected a dict of sets by",
+        ),
         ({"news": 3}, r"held_out\.news: got 3, expected data such as jaxscale\.data\.Text, a path, a dict of arrays"),
         ({"news": {}}, r"held_out\.news: arrays: got an empty dict"),
         ({"news": iter([])}, r"held_out\.news: held_out: got an iterator, which can be evaluated on only once"),

@@ -125,7 +125,7 @@ def test_held_out_batches_have_weights_and_one_shape():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([batch(0, rows=3)], "batch 0 has 3 rows, expected 4: the experiment's batch is 4"),
+        ([batch(0, rows=3)], "batch 0 has 3 rows, expected 4: the experiment's batch is 4; set batch=3"),
         ([batch(0), {"x": np.ones((4, 2))}], "batch 1 has .*, but the first batch .*: expected one shape and dtype"),
         ([{"x": np.ones((4, 2)), "class_weights": np.ones(10)}], r"numbers of rows {'x': 4, 'class_weights': 10}"),
         ([(np.ones(4), np.ones(4))], "batch 0: got a tuple, expected a dict of arrays"),
@@ -155,6 +155,18 @@ def test_a_batch_that_cannot_be_trained_on_is_refused(source, message):
 def test_what_is_no_iterable_is_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         Stream(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ((np.ones(4), np.ones(4)), "data: got 2 arrays without names, expected a dict of arrays"),
+        (np.ones(4), "data: got an array without a name, expected a dict"),
+    ],
+)
+def test_arrays_without_names_are_no_data(source, message):
+    with pytest.raises(UserError, match=message):
+        as_data(source)
 
 
 def test_a_state_that_json_cannot_hold_is_refused():

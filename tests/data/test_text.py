@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.data import Mixture, Text, tokenizer
+from jaxscale.data import Chats, Mixture, Text, tokenizer
 from jaxscale.errors import UserError
 
 SHAKESPEARE = pathlib.Path(__file__).parents[2] / "experiments" / "data" / "shakespeare.txt"
@@ -157,6 +157,23 @@ def _defaults():
 def test_a_wrong_mixture_cannot_be_made(parts, weights, message):
     with pytest.raises(UserError, match=message):
         Mixture(parts, weights)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Chats("a.jsonl", "folder"), r"parts: got a Chats, expected a Text.*as in Chats\(path="),
+        ("b.txt", r"parts: got a str, expected a Text.*write Text\('b.txt'\)"),
+        ({"x": [1]}, "parts: got a dict, expected a Text"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_with_a_way_round(part, message):
+    with pytest.raises(UserError, match=message):
+        Mixture((Text("a"), part), (1.0, 1.0))
+
+
+def test_lists_of_parts_and_weights_are_taken():
+    assert Mixture([Text("a"), Text("b")], [1.0, 3.0]) == Mixture((Text("a"), Text("b")), (1.0, 3.0))
 
 
 @pytest.mark.parametrize(

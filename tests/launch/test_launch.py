@@ -81,7 +81,7 @@ FAULTS = {
     "SIGKILL:0:stepping:7:1": (0, r"rank 0 on \S+ was ended by SIGKILL"),
     "SIGSEGV:1:compiling:0:1": (0, r"rank 1 on \S+ was ended by SIGSEGV"),
     "sleep:1:data:5:1": (0, r"rank 1 on \S+ did not leave data: it has been in data, step 5 \(faulty.py:\d+ _set_and_"),
-    "spin:1:restoring:0:1": (0, r"rank 1 on \S+ did not leave restoring"),
+    "spin:1:initializing:0:1": (0, r"rank 1 on \S+ did not leave initializing"),
     "sleep:0:compiling:0:1": (0, r"rank 0 on \S+ did not leave compiling"),
     "sleep:0:saving:8:1": (0, r"rank 0 on \S+ did not leave saving"),
     "SIGSTOP:0:stepping:5:1": (0, r"rank 0 on \S+ is frozen"),
@@ -94,7 +94,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(fault, text, tmp_path):
     expected_code, expected_text = FAULTS[fault]
-    timeouts = "stepping=20,data=20,restoring=20,compiling=60,saving=20,frozen=10"
+    timeouts = "stepping=20,data=20,initializing=20,restoring=20,compiling=60,saving=20,frozen=10"
     code, output, seconds = _launch(text, tmp_path / "run", fault, "--timeouts", timeouts)
     assert code == expected_code, output
     assert re.search(expected_text, output), output

@@ -303,7 +303,7 @@ def test_statistics_change_in_segments_as_without_them():
             lambda rngs: nnx.Linear(4, 5, rngs=rngs),
             None,
             {"pipeline": "1f1b:2x4", "stash": "input"},
-            "no blocks to cut into stages",
+            "no blocks to cut into stages: its parts are bias, kernel, and none is a list of alike submodules",
         ),
         (Net, None, {"pipeline": "2bw:2x4"}, "cannot update their weights at different times"),
     ],

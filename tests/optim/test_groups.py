@@ -101,7 +101,7 @@ def test_groups_without_an_effect_are_refused(patterns, message):
         ({"groups": {"": Optimizer()}}, "optimizer.groups: got an empty text, expected a part of names"),
         ({"groups": {"a": "lion"}}, "groups.a: got 'lion', expected a"),
         ({"groups": {3: Optimizer()}}, "groups key: got 3, expected text"),
-        ({"groups": ["a"]}, "groups: got .* expected a table"),
+        ({"groups": ["a"]}, "groups: got .* expected a dict"),
         ({"groups": {"a": Optimizer(groups={"b": Optimizer()})}}, r"groups\.a\.groups: got groups inside of a group"),
         ({"groups": {"a": Optimizer(clip=None)}}, r"groups\.a\.clip: got None, .* set optimizer\.clip instead"),
         ({"groups": {"a": Optimizer(ema=0.9)}}, r"groups\.a\.ema: got 0\.9, but the average is of all weights"),

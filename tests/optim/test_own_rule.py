@@ -83,3 +83,16 @@ def test_a_schedule_of_ones_own_is_the_learning_rate_of_every_rule():
         Optimizer("schedule_free", schedule=lambda step: 1e-2)
     with pytest.raises(UserError, match=r"expected one that takes 1 argument"):
         Optimizer(schedule=lambda: 1e-2)
+    with pytest.raises(
+        UserError, match=r"test_own_rule.py:\d+: optimizer.schedule: returned 0 at the steps 0, 1, 2, 3, so"
+    ):
+        Optimizer(schedule=lambda step: 0.0 * step).try_own(4)
+
+
+def test_a_rule_that_does_not_use_the_rate_that_is_set_is_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"test_own_rule.py:\d+: .*, so optimizer.learning_rate has no effect: pass it on"
+    ):
+        Optimizer(custom=lambda rate: optax.adam(1e-3), learning_rate=0.5).try_own(4)
+    Optimizer(custom=lambda rate: optax.adam(1e-3)).try_own(4)
+    Optimizer(custom=lambda rate: optax.adam(rate), learning_rate=0.5).try_own(4)

@@ -36,6 +36,7 @@ FEW_BITS = experiment(model=LoRA(Decoder(vocab=8, context=8, layers=2, embed=8, 
 AVERAGED = Experiment("rules", Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), None, Optimizer(ema=0.9))
 REPLICAS = "mesh=replica:2 "
 UNLIKE = {"has_unlike_blocks": True}
+SEPARATE = UNLIKE | {"separate_blocks": ("layers/0", "layers/1", "layers/2")}
 EXAMPLES = (
     ("zero=1 mesh=1", {}, "leave mesh out"),
     ("zero=3 mesh=data:2", {}, "add fsdp:N"),
@@ -100,7 +101,12 @@ EXAMPLES = (
     ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may belong to several layers"),
     ("pipeline=2bw:2x4", {"has_reshaped_state": True}, "other shapes than its parameters"),
     ("pipeline=2bw:2x4", UNLIKE, "cannot update their weights at different times; take a synchronous pipeline"),
-    ("pipeline=1f1b:2x4", UNLIKE, "add the option stash=input"),
+    ("pipeline=1f1b:2x4", UNLIKE, "of unlike blocks: .* add the option stash=input [(]"),
+    (
+        "pipeline=1f1b:2x4",
+        SEPARATE,
+        r"1f1b:2x4 of separate submodules \(layers/0, layers/1, ...\): .*, or stack the parameters of the blocks",
+    ),
     ("pipeline=1f1b:2x4 stash=input mesh=tensor:2", UNLIKE, "nothing splits over tensor"),
     ("pipeline=1f1b:2x4 stash=input mesh=sequence:2", UNLIKE, "nothing splits over sequence"),
     ("pipeline=1f1b:2x4 stash=input mesh=fsdp:2 zero=3", UNLIKE, "take zero 2"),

@@ -20,6 +20,8 @@ def test_the_text_form_round_trips(sizes):
     [
         ("fdsp:4", "did you mean 'fsdp'"),
         ("data", "expected AXIS:DEVICES"),
+        ("4", "expected AXIS:DEVICES, such as data:4, with one of data, expert, fsdp"),
+        ("fsdp=2", "expected AXIS:DEVICES, such as fsdp:2"),
         ("data:two", "expected AXIS:DEVICES"),
         ("data:2,data:4", "got axis data twice, expected it once"),
         ("data:0", "expected a whole number of devices >= 1"),

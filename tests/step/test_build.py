@@ -277,6 +277,13 @@ def test_steps_of_one_shape_are_traced_once():
     ("experiment", "plan", "message"),
     [
         ("experiment.py", None, r"experiment: got 'experiment\.py', expected an Experiment"),
+        (Experiment, None, "experiment: got <class .* expected an Experiment, such as"),
+        (
+            lambda: 1,
+            None,
+            r"experiment: got <function .* expected an Experiment, which the call <lambda>\(\) may return",
+        ),
+        (Decoder(**SIZES), None, r"expected an Experiment, which has the model and the data: Experiment\(name="),
         (None, "fsdp:4", r"plan: got 'fsdp:4', expected a Plan, such as Plan\("),
     ],
 )
@@ -285,3 +292,13 @@ def test_arguments_of_another_type_are_refused(experiment, plan, message):
     for function in (build, train):
         with pytest.raises(UserError, match=message):
             inspect.unwrap(function)(experiment, plan)  # as without run-time type checks
+
+
+def test_a_warm_up_that_lasts_beyond_the_run_is_a_line():
+    optimizer = Optimizer("sgd", 0.1, warmup=4, groups={"head": Optimizer("sgd", 0.3, warmup=9)})
+    lines = build(Experiment("warm", Decoder(**SIZES), None, optimizer, steps=4), Plan(mesh="1")).describe()
+    assert (
+        "optimizer.warmup 4: the run has 4 steps, so its learning rate ends at 0.08 and never reaches 0.1; set"
+        in str(lines)
+    )
+    assert "optimizer.groups.head.warmup 9: the run has 4 steps, so its learning rate ends at 0.12" in str(lines)

@@ -184,6 +184,7 @@ def test_a_foreign_model_trains_what_its_pattern_finds(train, names):
     ("train", "message"),
     [
         ("lorra", r"optimizer\.train: 'lorra' is found in no name of a parameter; the parameters are blocks/layers/"),
+        ("haed", r"; did you mean 'head'\?$"),
         ("(", r"optimizer\.train: got '\(', expected a regular expression"),
         ("", r"optimizer\.train: got an empty text"),
     ],

@@ -57,6 +57,9 @@ def test_a_callback_stops_the_run_which_can_be_continued(toy, whole, tmp_path):
     assert run.state is not None
     assert int(run.state.step) == max(row["step"] for row in rows) < 12
     continued = jx.train(experiment, out=tmp_path / "run", quiet=True)
+    phases = [set(row["seconds_by_phase"]) for row in rows_of(tmp_path / "run") if row.get("name") == "hours"]
+    assert ["restoring" in names for names in (phases[0], phases[-1])] == [False, True]
+    assert ["initializing" in names for names in (phases[0], phases[-1])] == [True, False]
     losses = {row["step"]: row["loss"] for row in rows_of(tmp_path / "run") if row["kind"] == "train"}
     assert losses == {row["step"]: row["loss"] for row in rows_of(whole) if row["kind"] == "train"}
     assert continued.state is not None
@@ -75,6 +78,7 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(toy, tmp_path):
     [
         ({"patience": 0}, "patience: got 0, expected 1 or more"),
         ({"mode": "low"}, "mode: got 'low', expected min or max"),
+        ({"metric": "news/accuracy"}, "mode: got min for news/accuracy, which is better if it is higher"),
     ],
 )
 def test_early_stopping_checks_its_fields(fields, message):
@@ -88,9 +92,37 @@ def test_early_stopping_checks_its_fields(fields, message):
 
 
 def test_what_cannot_be_called_is_refused_before_anything_is_written(toy, tmp_path):
-    with pytest.raises(jx.UserError, match="callbacks: got 'stop', expected functions of an Event"):
-        inspect.unwrap(jx.train)(toy(), out=tmp_path / "run", callbacks=["stop"])  # as without run-time type checks
+    class Listener:
+        def on_step(self, event):
+            return None
+
+    train = inspect.unwrap(jx.train)  # as without run-time type checks
+    wrong = {
+        "callbacks: got 'stop', expected functions of an Event": ["stop"],
+        "callbacks: got the class EarlyStopping, expected an object of it": [jx.EarlyStopping],
+        r"test_callbacks.py:\d+: callbacks: got a Listener, .* instead of on_step, define __call__": [Listener()],
+        "callbacks: got <function .*, expected a list of functions of an Event": lambda event: None,
+    }
+    for message, callbacks in wrong.items():
+        with pytest.raises(jx.UserError, match=message):
+            train(toy(), out=tmp_path / "run", callbacks=callbacks)
     assert not (tmp_path / "run").exists()
+
+
+def test_early_stopping_of_what_is_not_reported_is_refused_before_the_first_step(toy, tmp_path):
+    for name, message in {
+        "los": "metric: got 'los', but an evaluation reports loss, targets; did you mean 'loss'",
+        "news/loss": "metric: got 'news/loss', but an evaluation reports loss, targets",
+    }.items():
+        with pytest.raises(jx.UserError, match=message):
+            jx.train(frequent(toy), out=tmp_path / "run", quiet=True, callbacks=[jx.EarlyStopping(name)])
+    experiment = toy()
+    nothing = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, held_out=0.0))
+    with pytest.raises(jx.UserError, match="callbacks: got EarlyStopping, but nothing is held out"):
+        jx.train(nothing, out=tmp_path / "run", quiet=True, callbacks=[jx.EarlyStopping()])
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(UserWarning, match="stops no run of 12 steps with evaluation.every 0"):
+        jx.EarlyStopping().check(["loss"], 0, 12)
 
 
 def test_the_log_can_be_read_from_outside_while_a_step_is_slow(tmp_path):

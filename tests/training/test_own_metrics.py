@@ -1,5 +1,7 @@
 """Metrics of a user's own: means over held-out rows by plain code, in the log, callbacks, summary and report."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,3 +105,41 @@ def test_a_finished_run_is_evaluated_with_metrics_from_an_experiment_file(tmp_pa
 def test_what_is_no_metric_is_refused(metrics, message, tmp_path):
     with pytest.raises(UserError, match=message):
         jx.train(experiment(), out=tmp_path / "run", metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (
+            lambda module, batch: error(module, batch).mean(),
+            r"returned float32\[\] for a batch of 8 rows; .* of shape \(8",
+        ),
+        (lambda module, batch: None, "returned NoneType for a batch of 8 rows; .*: return them"),
+        (lambda module, batch: {"a": error(module, batch)}, "several metrics are several entries of metrics"),
+        (
+            lambda module, batch: (error(module, batch).sum(), 8),
+            r"returned float32\[\] for .* a pair \(numbers, weights\)",
+        ),
+        (lambda module, batch: (error(module, batch), batch["x"]), r"numbers \(8,\) and weights \(8, 3\)"),
+    ],
+    ids=["mean", "none", "dict", "sum and count", "weights"],
+)
+def test_a_metric_is_traced_before_the_first_step(metric, message, tmp_path):
+    line = metric.__code__.co_firstlineno
+    with pytest.raises(UserError, match=rf"test_own_metrics.py:{line}: metrics: mae .*{message}"):
+        jx.train(experiment(), jx.Plan(mesh="1"), out=tmp_path / "run", quiet=True, metrics={"mae": metric})
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_a_metric_has_its_name_and_line_and_one_that_is_never_computed_is_refused(tmp_path):
+    def misnamed(module, batch):
+        return batch["z"]
+
+    with pytest.raises(KeyError) as caught:
+        jx.train(experiment(), jx.Plan(mesh="1"), out=tmp_path / "run", quiet=True, metrics={"mae": misnamed})
+    assert caught.value.__notes__[-2] == "in the metric 'mae', which is traced before the first step"
+    assert caught.value.__notes__[-1].startswith("in your code: ")
+    nothing = dataclasses.replace(experiment(), data={"x": X, "y": X.sum(1)})
+    nothing = dataclasses.replace(nothing, data=dataclasses.replace(nothing.data, held_out=0.0))
+    with pytest.raises(UserError, match="metrics: got mae, but nothing is held out, so that no evaluation takes place"):
+        jx.train(nothing, jx.Plan(mesh="1"), out=tmp_path / "run", quiet=True, metrics={"mae": error})

@@ -26,6 +26,11 @@ from jaxscale.values.read_files import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of messages that templates know."""
+_ROLE_BY_OTHER_NAME: dict[str, str] = {
+    **dict.fromkeys(["human", "prompter"], "user"),
+    **dict.fromkeys(["gpt", "chatgpt", "bot", "ai", "model"], "assistant"),
+}
+"""The role that is meant by a name of other sets of chats."""
 ANSWERS = ("completion", "answer", "response")
 """Names of the answer in a row with a `prompt`."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -86,7 +91,11 @@ def _chat_of(line: str, place: str) -> Chat:
     else:
         answer_name = next((name for name in ANSWERS if name in row), None)
         if answer_name is None or not isinstance(row.get("prompt"), str) or not isinstance(row[answer_name], str):
-            raise UserError(f"{place}: the line has the names {', '.join(map(repr, row))}; {expected}, both texts")
+            wrong = [(name, row[name]) for name in ("prompt", *ANSWERS) if not isinstance(row.get(name, ""), str)]
+            wrong_text = f", but {wrong[0][0]} is {wrong[0][1]!r:.40}" if wrong else ""
+            raise UserError(
+                f"{place}: the line has the names {', '.join(map(repr, row))}; {expected}, both texts{wrong_text}"
+            )
         messages = [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row[answer_name]},
@@ -110,9 +119,11 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         raise UserError(f"{place}: got a {type(message).__name__}, expected an object with role and content")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise UserError(
-            f"{place}: unknown role {role!r:.60}, expected one of {', '.join(ROLES)}{near_miss(str(role), ROLES)}"
-        )
+        meant_role = _ROLE_BY_OTHER_NAME.get(str(role).lower())
+        advice_text = f"; did you mean {meant_role!r}?" if meant_role else near_miss(str(role), ROLES)
+        if role is None and {"from", "value"} <= set(message):
+            advice_text = "; the message has the names from and value: rename them to role and content"
+        raise UserError(f"{place}: unknown role {role!r:.60}, expected one of {', '.join(ROLES)}{advice_text}")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise UserError(f"{place}: content: got a {type(content).__name__}, expected a text (images are not supported)")
     message = {name: value for name, value in message.items() if value is not None}

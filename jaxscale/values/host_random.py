@@ -1,0 +1,69 @@
+"""Random numbers of NumPy and Python in a model or a score: drawn in a trace, they are constants of the compiled step.
+
+Drawing changes the state of a generator. The states of NumPy's global generator, and of those that are globals of the
+model's and the score's files or variables around the functions, are compared before and after a trace; that of Python's
+global generator only if such a file imports `random`, and beartype, which draws from it, is not loaded. A generator
+that is made in the function itself, such as an unseeded `np.random.default_rng()`, is not found.
+"""
+
+import contextlib
+import functools
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxscale.values.user_frames import place_of
+
+
+@contextlib.contextmanager
+def warning_of_host_random(model: Any) -> Iterator[None]:
+    """Return a context that warns if a generator of the host draws while a model's loss is traced in it.
+
+    Args:
+        model: the model, whose `make` and `score` are the user's functions.
+    """
+    score, make = getattr(model, "score", None), getattr(model, "make", None)
+    earlier_states = _states(score, make)
+    yield
+    drawing = [name for name, state in _states(score, make).items() if state != earlier_states.get(name, state)]
+    if drawing:
+        warnings.warn(
+            f"{place_of(score)}the score or its model draws random numbers from {' and '.join(drawing)}. The step is "
+            "traced once, so they are constants, the same in every step: keep keys in the module (self.rngs = rngs), "
+            "and draw with jax.random from the key self.rngs.dropout(), which is another one in every step",
+            stacklevel=2,
+        )
+
+
+def _states(*functions: Any) -> dict[str, str]:
+    """Return the states of the generators that functions may read, as texts, by the generators' names."""
+    states = {"np.random": repr(np.random.get_state(legacy=False))}
+    for function in functions:
+        for name, generator in _variables_of(function).items():
+            if generator is random and "beartype" not in sys.modules:
+                states["Python's random"] = repr(random.getstate())
+            elif isinstance(generator, np.random.Generator):
+                states[f"the generator {name}"] = repr(generator.bit_generator.state)
+            elif isinstance(generator, np.random.RandomState):
+                states[f"the generator {name}"] = repr(generator.get_state(legacy=False))
+            elif isinstance(generator, random.Random):
+                states[f"the generator {name}"] = repr(generator.getstate())
+    return states
+
+
+def _variables_of(function: Any) -> Mapping[str, Any]:
+    """Return the globals of a function's file, and the variables around the function, by name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    variables = dict(getattr(function, "__globals__", None) or getattr(module, "__dict__", {}))
+    cells = getattr(function, "__closure__", None) or ()
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, cells, strict=False):
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            variables[name] = cell.cell_contents
+    return variables
