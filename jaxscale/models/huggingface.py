@@ -147,13 +147,14 @@ def load_module(folder: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
 
     Example:
         >>> import tempfile
+        >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from jaxscale.models import Decoder
         >>> model = Decoder(vocab=32, context=8, layers=1, heads=1, embed=8)
         >>> folder = tempfile.mkdtemp()
         >>> save_module(folder, model, model.build(nnx.Rngs(0)))
         >>> loaded_model, module = load_module(folder)
-        >>> module(np.zeros((1, 4), np.int32)).shape
+        >>> module(jnp.zeros((1, 4), jnp.int32)).shape
         (1, 4, 32)
     """
     import jax.numpy as jnp
