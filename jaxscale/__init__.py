@@ -1,8 +1,8 @@
 """jaxscale: large-scale training on JAX. Your model, your platform, every technique.
 
-The public names are those in `__all__`, of this package and of the packages `data`, `launch`, `layers`, `lowbit`,
-`memory`, `models`, `offload`, `optim`, `pipeline`, `replicas` and `sharding`; everything else may change. Importing
-this package imports neither JAX nor Flax: each public name loads on first use.
+The public names are those in `__all__`, of this package and of the packages `data`, `generation`, `launch`,
+`layers`, `lowbit`, `memory`, `models`, `offload`, `optim`, `pipeline`, `replicas` and `sharding`; everything else may
+change. Importing this package imports neither JAX nor Flax: each public name loads on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ from jaxscale.lazy import lazy_names
 __version__ = "0.2.0"
 
 _WINGS = (
-    "data", "launch", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas", "sharding"
+    "data", "generation", "launch", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas",
+    "sharding",
 )  # fmt: skip
 _MODULE_BY_NAME = {
     "Checkpointing": "jaxscale.recipe.experiment",
@@ -39,6 +40,7 @@ _MODULE_BY_NAME = {
     "TrainStep": "jaxscale.step.train_step",
     "UserError": "jaxscale.errors",
     "build": "jaxscale.step.build",
+    "compare": "jaxscale.report.comparison",
     "explain": "jaxscale.planning.explain",
     "fine_tuning": "jaxscale.recipe.fine_tuning",
     "fit": "jaxscale.planning.fit",
@@ -50,7 +52,20 @@ _MODULE_BY_NAME = {
 """Module of each public name."""
 
 if TYPE_CHECKING:
-    from jaxscale import data, launch, layers, lowbit, memory, models, offload, optim, pipeline, replicas, sharding
+    from jaxscale import (
+        data,
+        generation,
+        launch,
+        layers,
+        lowbit,
+        memory,
+        models,
+        offload,
+        optim,
+        pipeline,
+        replicas,
+        sharding,
+    )
     from jaxscale.blocks import Context, Loss
     from jaxscale.checkpoint.store import Checkpoints
     from jaxscale.errors import UserError
@@ -66,6 +81,7 @@ if TYPE_CHECKING:
     from jaxscale.recipe.kernels import Kernels
     from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
     from jaxscale.records.source import load_file
+    from jaxscale.report.comparison import compare
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.state.train_state import TrainState
     from jaxscale.step.build import build
@@ -78,9 +94,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard", "Kernels",
     "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples",
-    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fine_tuning",
-    "fit", "launch", "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override",
-    "pipeline", "replicas", "sharding", "train",
+    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "compare", "data", "explain",
+    "fine_tuning", "fit", "generation", "launch", "layers", "load_file", "lowbit", "memory", "menu", "models",
+    "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree, Shaped, UInt32
 
 Key: TypeAlias = jax.Array
 """A typed PRNG key, from `jax.random.key`."""
@@ -26,4 +26,4 @@ Batch: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = Mapping[str, Any]
 """Nested dict of arrays: the trained leaves of a model, by attribute name."""
 
-__all__ = ["Array", "Batch", "Bool", "Float", "Int", "Key", "Params", "PyTree", "Shaped", "UInt32"]
+__all__ = ["Array", "Batch", "Bool", "Float", "Int", "Integer", "Key", "Params", "PyTree", "Shaped", "UInt32"]

@@ -81,6 +81,7 @@ def _pyarrow(file: str) -> Any:
     """Return pyarrow, which is imported at its first use."""
     try:
         import pyarrow as pa
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{file}: tables need pyarrow ({error}): pip install 'jaxscale[parquet]'") from error

@@ -73,6 +73,10 @@ class Opened:
     note: str | None = None
     chat_template: Any = None
 
+    def __repr__(self) -> str:
+        train_rows, held_out_rows = (sum(map(len, parts)) for parts in (self.parts, self.held_out))
+        return f"<Opened: {train_rows:,} rows to train on, {held_out_rows:,} held out, {self.batch} a batch>"
+
     def train(self, start: dict[str, Any] | None = None) -> "Batches":
         """Return the endless training batches, starting at the first one or at a state from `Batches.get_state`.
 

@@ -151,7 +151,7 @@ class Session:
             indices: for each row, the number of its prompt and of its sample, which determine its random draws.
             offsets: int32 [B], number of tokens of each text before the window.
         """
-        keys = None if self.kind.is_greedy else _row_keys(self.seed, np.asarray(indices, np.int32))
+        keys = None if self.kind.is_greedy else row_keys(self.seed, np.asarray(indices, np.int32))
         self.row_keys = RowKeys(keys, offsets)
         named = {"slots": self.slots, "copies": self.copies}
         arguments = (self.generator.prefill_params, self.prompts, self.lengths, self.row_keys, self.settings)
@@ -166,7 +166,7 @@ class Session:
 
 
 @jax.jit
-def _row_keys(seed: Any, indices: Any) -> Any:
+def row_keys(seed: Any, indices: Any) -> Any:
     """Return the random key of each row, from the seed and the row's indices [B, 2]."""
     prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), indices[:, 0])
     return jax.vmap(jax.random.fold_in)(prompt_keys, indices[:, 1])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jaxscale.typing import Array, Bool, Float, Int
+from jaxscale.typing import Array, Bool, Float, Int, Integer
 
 IGNORED = -100
 """Class of a target that the loss ignores, as in PyTorch and transformers."""
@@ -18,13 +18,13 @@ IGNORED = -100
 _counts: contextvars.ContextVar[dict[str, int] | None] = contextvars.ContextVar("class_counts", default=None)
 
 
-def is_class(targets: Int[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
+def is_class(targets: Integer[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
     """Return whether each target is a class, a number from 0 to `classes` - 1."""
     return (targets >= 0) & (targets < classes)
 
 
 def counted(
-    targets: Int[Array, "*S"], classes: int, weights: Float[Array, "*S"] | None = None
+    targets: Integer[Array, "*S"], classes: int, weights: Float[Array, "*S"] | None = None
 ) -> tuple[Int[Array, "*S"], Float[Array, "*S"]]:
     """Return the pair (targets, weights), in which each ignored target is replaced by class 0 with weight 0.
 

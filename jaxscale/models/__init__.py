@@ -7,7 +7,7 @@
 | resnet, resnet_module | `ResNet` |
 | field_checks | checks of the fields of these values |
 | classify | cross-entropy and accuracy of image classifiers |
-| huggingface | `load`, `save`, `Pretrained`: model folders of Hugging Face's transformers |
+| huggingface | `Pretrained`, `load_module`, `save_module`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
 | lora | `LoRA`: a model with adapters of low rank, which alone are trained |
 | foreign, foreign_* | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
@@ -32,21 +32,23 @@ _MODULE_BY_NAME = {
     "describe": "jaxscale.models.huggingface",
     "language_model": "jaxscale.models.foreign",
     "linen_model": "jaxscale.models.foreign",
+    "load_module": "jaxscale.models.huggingface",
     "read_config": "jaxscale.models.huggingface",
+    "save_module": "jaxscale.models.huggingface",
 }
 """For each public name, the module from which the name loads on first use."""
 
 if TYPE_CHECKING:
     from jaxscale.models.decoder import Decoder, Llama3Scaling
     from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
-    from jaxscale.models.huggingface import Pretrained, describe, read_config
+    from jaxscale.models.huggingface import Pretrained, describe, load_module, read_config, save_module
     from jaxscale.models.lora import LoRA
     from jaxscale.models.resnet import ResNet
     from jaxscale.models.vit import ViT
 
 __all__ = [
     "CrossEntropy", "Decoder", "ForeignModel", "Llama3Scaling", "LoRA", "Pretrained", "ResNet", "ViT", "classification",
-    "describe", "language_model", "linen_model", "read_config",
+    "describe", "language_model", "linen_model", "load_module", "read_config", "save_module",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME)

@@ -15,11 +15,11 @@ from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import is_class
 from jaxscale.models.field_checks import check_batch
-from jaxscale.typing import Array, Batch, Float, Int, Shaped
+from jaxscale.typing import Array, Batch, Float, Integer, Shaped
 
 
 def cross_entropy(
-    logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"], smoothing: float = 0.0
+    logits: Float[Array, "*rows V"], labels: Integer[Array, "*rows"], smoothing: float = 0.0
 ) -> Float[Array, "*rows"]:
     """Return the loss of each target in nats: (1 - a) * -log p[label] + a * mean over classes of -log p.
 
@@ -73,7 +73,7 @@ def weighted_sum(
     return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
 
 
-def correct_targets(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+def correct_targets(logits: Float[Array, "*rows V"], labels: Integer[Array, "*rows"]) -> Float[Array, "*rows"]:
     """Return 1.0 for each target whose label has the largest logit, 0.0 for the others."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 

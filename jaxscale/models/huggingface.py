@@ -131,6 +131,90 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
     return model, nested_dict({path: np.array(leaf) for path, leaf in leaf_by_path.items()})
 
 
+def load_module(folder: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
+    """Load a folder that transformers saved as a Flax NNX module, for code that uses no experiment.
+
+    Args:
+        folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
+        dtype: type of the module's parameters, "float32", "bfloat16" or "float16".
+
+    Returns:
+        The model value (a `Decoder` or `ViT`), and its module with the folder's weights on the default device. The
+        module of a `Decoder` maps int32 tokens [B, T] to logits [B, T, V], that of a `ViT` images to logits.
+
+    Raises:
+        UserError: the folder is invalid; the message names the file, field or tensor.
+
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jaxscale.models import Decoder
+        >>> model = Decoder(vocab=32, context=8, layers=1, heads=1, embed=8)
+        >>> folder = tempfile.mkdtemp()
+        >>> save_module(folder, model, model.build(nnx.Rngs(0)))
+        >>> loaded_model, module = load_module(folder)
+        >>> module(jnp.zeros((1, 4), jnp.int32)).shape
+        (1, 4, 32)
+    """
+    import jax.numpy as jnp
+    from flax import nnx
+
+    if dtype not in WRITABLE_DTYPES:
+        raise unknown("dtype", dtype, WRITABLE_DTYPES)
+    family, model = read_config(folder)
+    graphdef, abstract_state = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    leaf_by_path = flat_leaves(open_params(folder, family, model))
+    arrays = {path: jnp.asarray(np.asarray(leaf), WRITABLE_DTYPES[dtype]) for path, leaf in leaf_by_path}
+    nnx.replace_by_pure_dict(abstract_state, nested_dict(arrays))
+    return model, nnx.merge(graphdef, abstract_state)
+
+
+def save_module(
+    folder: str | Path,
+    model: Any,
+    module: Any,
+    dtype: str = "float32",
+    *,
+    tokenizer: str | Path | None = None,
+    token_ids: Mapping[str, Any] = {},
+) -> None:
+    """Write a module as a folder that transformers loads: config.json, safetensors, and a tokenizer if one is given.
+
+    Args:
+        folder: folder to write, created if needed; it must not contain a model.
+        model: model value of the module, a `Decoder` or `ViT`.
+        module: the module that `model.build` or `load_module` returned.
+        dtype: type of the weights to write, "float32", "bfloat16" or "float16".
+        tokenizer: path of a tokenizer.json to copy into the folder.
+        token_ids: ids of special tokens for config.json, such as `{"eos_token_id": 2}`.
+
+    Raises:
+        UserError: no known architecture can express the model, `module` is no module of it, or the folder already
+            contains a model.
+    """
+    from flax import nnx
+
+    if not isinstance(module, nnx.Module):
+        raise UserError(
+            f"save_module: got {type(module).__name__}, expected the module that model.build or load_module returned"
+        )
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    own_shapes = _shapes(nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)))
+    if (shapes := _shapes(params)) != own_shapes:
+        names = sorted(name for name in {*shapes, *own_shapes} if shapes.get(name) != own_shapes.get(name))
+        raise UserError(
+            f"save_module: the module is not one of this {type(model).__name__}: {', '.join(names[:5])} differ; give "
+            "the model value that built it"
+        )
+    save(folder, model, params, dtype, tokenizer=tokenizer, token_ids=token_ids)
+
+
+def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by its path."""
+    return {path: tuple(leaf.shape) for path, leaf in flat_leaves(params)}
+
+
 def _comparable_fields(model: Any) -> dict[str, Any]:
     """Return the fields of a model that determine its outputs, with implied values instead of `None`."""
     fields = {

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from jaxscale.errors import UserError
 from jaxscale.optim.rules import RULES, RuleSettings, freeze_step
 from jaxscale.values import check_types
+from jaxscale.values.drawn import drawn
 from jaxscale.values.functions import check_parameters
 from jaxscale.values.short_repr import short_repr
 from jaxscale.values.user_frames import place_of
@@ -137,6 +138,7 @@ class Optimizer:
     groups: "Mapping[str, Optimizer]" = dataclasses.field(default_factory=dict, hash=False)
 
     __repr__ = short_repr
+    _repr_html_ = drawn
 
     def __post_init__(self) -> None:
         if hasattr(self.custom, "init") and hasattr(self.custom, "update"):

@@ -13,6 +13,7 @@ from typing import Literal
 from jaxscale.errors import UserError
 from jaxscale.pipeline import check
 from jaxscale.pipeline.action import GRADIENT, Action, Kind
+from jaxscale.values.drawn import drawn
 
 __all__ = ["Action", "Kind", "Schedule", "Versions"]
 
@@ -82,6 +83,11 @@ class Schedule:
     versions: Versions | None = None
     cycle: tuple[Kind, ...] | None = None
     bound: tuple[int, ...] | None = None
+
+    _repr_html_ = drawn
+
+    def __repr__(self) -> str:
+        return f"<Schedule {self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches>"
 
     def __post_init__(self) -> None:
         check.check_shape(self)

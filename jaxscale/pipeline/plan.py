@@ -12,6 +12,7 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.values import check_types, parse
 from jaxscale.values.annotations import field_types
+from jaxscale.values.drawn import drawn
 from jaxscale.values.limits import MAX_AXIS_DEVICES, MAX_LAYERS, check_at_most
 
 
@@ -94,6 +95,8 @@ class PipelinePlan:
     anneal: int | None = None
     correction: float | None = None
     synchronous_steps: int = 0
+
+    _repr_html_ = drawn
 
     def __post_init__(self) -> None:
         check_types(self)

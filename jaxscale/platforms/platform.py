@@ -202,6 +202,9 @@ class Platform:
         platform_name = self.chip.kind if self.chip.name == self.chip.kind else f"{self.chip.kind} {self.chip.name}"
         return f"{platform_name} x {self.chips}" if self.chips > 1 else platform_name
 
+    def __repr__(self) -> str:
+        return f"<Platform {self}>"
+
 
 @functools.cache
 def chips() -> Mapping[str, Chip]:

@@ -28,6 +28,7 @@ from jaxscale.programs.inline import InlinedProgram, Step, inline
 from jaxscale.programs.spread import propagate
 from jaxscale.sharding import place
 from jaxscale.sharding.partition import dim_axes
+from jaxscale.values.units import count, size
 
 MARK = "jaxscale:"
 """Prefix of the generated names of a block's values; it prevents collisions with the model's names."""
@@ -112,6 +113,12 @@ class BlockGraph:
     carried: tuple[int, ...]
     outputs: tuple[int, ...]
     needed: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"<BlockGraph {self.fingerprint}: {len(self.equations)} operations, {count(self.flop)} FLOP, "
+            f"{size(self.needed_bytes)} kept without a plan>"
+        )
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, int]:

@@ -10,6 +10,7 @@ from jaxscale.errors import UserError, near_miss
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
+from jaxscale.values.drawn import drawn
 from jaxscale.values.limits import MAX_INT32, MAX_INT64, MAX_NAME_BYTES, check_at_most
 from jaxscale.values.short_repr import short_repr
 
@@ -145,9 +146,9 @@ class Experiment:
         data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
             iterable of batches for `data.Stream`.
         held_out: further held-out sets by name, which are evaluated beside the held-out part of `data`. Each is data
-        whose held-out part is evaluated, or stands for a set of which all is held out: a path of files that are
-        read as `data`, a dict of arrays, or an iterable of batches.
-    optimizer: the optimizer and its schedule; a name such as "muon" stands for `Optimizer("muon")`.
+            whose held-out part is evaluated, or stands for a set of which all is held out: a path of files that are
+            read as `data`, a dict of arrays, or an iterable of batches.
+        optimizer: the optimizer and its schedule; a name such as "muon" stands for `Optimizer("muon")`.
         steps: number of updates.
         batch: number of rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
@@ -173,6 +174,7 @@ class Experiment:
     held_out: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     __repr__ = short_repr
+    _repr_html_ = drawn
 
     def __post_init__(self) -> None:
         _refuse_parts_of_others(self)

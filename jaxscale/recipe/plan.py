@@ -21,6 +21,7 @@ from jaxscale.scoped import scoped
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.values import check_types, from_json, read_json, to_json
+from jaxscale.values.drawn import drawn
 from jaxscale.values.limits import MAX_LAYERS, MAX_MICROBATCHES, check_at_most
 from jaxscale.values.short_repr import short_repr
 
@@ -188,6 +189,7 @@ class Plan:
     compiler: CompilerOptions = DEFAULT
 
     __repr__ = short_repr
+    _repr_html_ = drawn
 
     if TYPE_CHECKING:  # with the types that the constructor accepts, which include the text forms
 

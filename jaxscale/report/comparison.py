@@ -4,6 +4,7 @@ The charts have a curve for each run, over steps, target tokens or seconds: the 
 one, by CSS alone. Below are what differs between the runs, where their time went, and what they ran on.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import UserError
-from jaxscale.figures.markup import Markup, element, table, write_text
+from jaxscale.figures.markup import Markup, element, framed, table, write_text
 from jaxscale.records.hours import hours
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
+from jaxscale.records.storage import run_path
 from jaxscale.report.charts import Axis, Series, line_chart, smooth
 from jaxscale.report.page import flatten, page_of, sheet
 from jaxscale.report.pictures import hours_bar
@@ -34,6 +36,58 @@ _AXES = {
 """The axes of the charts by the text of their buttons; seconds leave out the pauses before a run was continued."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Several runs side by side, for a notebook or a file; `compare` makes one.
+
+    Args:
+        run_dirs: the runs' folders.
+    """
+
+    run_dirs: tuple[str, ...]
+
+    def html(self) -> str:
+        """Return the page of the runs, from their files as they are now."""
+        return comparison_html([RunRecord.read(run_dir) for run_dir in self.run_dirs])
+
+    def _repr_html_(self) -> str:
+        return framed(self.html(), 800)
+
+    def write(self, path: str | Path) -> None:
+        """Write the page to a file.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        write_text(path, self.html())
+
+
+def compare(*runs: Any) -> Comparison:
+    """Compare several runs: their losses on the same axes, what differs between them, and where their time went.
+
+    Args:
+        runs: from 2 to 7 runs, each a `Run` or its folder; they may still be running, and any of their files may be
+            missing.
+
+    Returns:
+        A value that a notebook shows as a page, and `write("page.html")` writes to a file.
+
+    Raises:
+        UserError: the number of runs is too small or too large, a run is given twice, or a folder does not exist.
+
+    Example:
+        >>> compare("runs/a")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: got 1 run, expected from 2 to 7 to draw on one page
+    """
+    run_dirs = tuple(str(getattr(run, "dir", run)) for run in runs)
+    _check_runs(run_dirs)
+    for run_dir in run_dirs:
+        if not run_path(run_dir).is_dir():
+            raise UserError(f"{run_dir}: there is no such run, expected the folder of a run, or what train returned")
+    return Comparison(run_dirs)
+
+
 def write_comparison(run_dirs: Sequence[Any], path: str | Path) -> None:
     """Write the page of several runs to a file.
 
@@ -49,13 +103,18 @@ def write_comparison(run_dirs: Sequence[Any], path: str | Path) -> None:
         Traceback (most recent call last):
         jaxscale.errors.UserError: got 1 run, expected from 2 to 7 to draw on one page
     """
+    _check_runs(run_dirs)
+    Comparison(tuple(map(str, run_dirs))).write(path)
+
+
+def _check_runs(run_dirs: Sequence[Any]) -> None:
+    """Raise UserError for too few runs, too many, or one that is given twice."""
     if not 2 <= len(run_dirs) <= MAX_RUNS:
         plural = "s" * (len(run_dirs) != 1)
         raise UserError(f"got {len(run_dirs)} run{plural}, expected from 2 to {MAX_RUNS} to draw on one page")
     repeated = [name for name, times in Counter(map(str, run_dirs)).items() if times > 1]
     if repeated:
         raise UserError(f"the run {repeated[0]} is given twice: give it once")
-    write_text(path, comparison_html([RunRecord.read(run_dir) for run_dir in run_dirs]))
 
 
 def comparison_html(runs: Sequence[RunRecord]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from jaxscale.errors import UserError, near_miss, unknown
 from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values import check_types
+from jaxscale.values.drawn import drawn
 from jaxscale.values.limits import MAX_AXIS_DEVICES, check_at_most
 from jaxscale.values.read_files import whole_number
 
@@ -46,6 +47,8 @@ class MeshSpec:
     expert: int = 1
     sequence: int = 1
     tensor: int = 1
+
+    _repr_html_ = drawn
 
     def __post_init__(self) -> None:
         check_types(self)

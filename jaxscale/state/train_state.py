@@ -1,6 +1,7 @@
 """TrainState: the state that one step passes on to the next, and the watch that recognizes bad steps."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -89,6 +90,12 @@ class TrainState:
     rest: Params
     watch: Watch
     extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        params = jax.tree.leaves(self.params)
+        numbers = sum(math.prod(getattr(leaf, "shape", ())) for leaf in params)
+        extra_text = f", extra {', '.join(self.extra)}" if self.extra else ""
+        return f"<TrainState: {numbers:,} parameters in {len(params)} arrays{extra_text}>"
 
 
 RateVerdict: TypeAlias = Callable[[TrainState, Array], Bool[Array, ""]]

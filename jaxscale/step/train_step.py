@@ -46,6 +46,7 @@ from jaxscale.step.traced_checks import KernelTrace, check_kernel_choices, check
 from jaxscale.step.update import Update
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Batch, Float, Params
+from jaxscale.values.drawn import drawn
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 """A function from a train state and a global batch to the next state and the metrics of the step."""
@@ -145,6 +146,11 @@ class TrainStep:
             leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(layout.abstract.optimizer)
         )
 
+    _repr_html_ = drawn
+
+    def __repr__(self) -> str:
+        return f"<TrainStep of {self.experiment.name!r}, {self.parameters:,} parameters, {self.plan!r}>"
+
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -182,12 +188,10 @@ class TrainStep:
         lines = list(self.parts.lines)
         whole_names = self.layout.unsplit()
         if whole_names:
-            more_text = f" and {len(whole_names) - 5} more" if len(whole_names) > 5 else ""
-            names_text = ", ".join(whole_names[:5]) + more_text
+            more_count = len(whole_names) - 5
+            names_text = ", ".join(whole_names[:5]) + f" and {more_count} more" * (more_count > 0)
             lines.append(f"zero {self.plan.zero}: kept whole, because no dim can be split evenly: {names_text}")
-        for extra in self.extras:
-            lines += extra.describe()
-        return lines + describe(self.layout)
+        return [*lines, *(line for extra in self.extras for line in extra.describe()), *describe(self.layout)]
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Return the bytes that each device holds in its own memory between steps, by kind of tensor."""
@@ -222,12 +226,8 @@ class TrainStep:
         def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
             return self.experiment.model.loss(self.pure_model.module(params, model_state), batch, context).total
 
-        return model_flop(
-            jax.grad(total_loss),
-            self.pure_model.abstract_module_params,
-            self.pure_model.abstract_model_state,
-            batches.shapes(batch),
-        )
+        model_shapes = (self.pure_model.abstract_module_params, self.pure_model.abstract_model_state)
+        return model_flop(jax.grad(total_loss), *model_shapes, batches.shapes(batch))
 
     # -- batches -------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Tables: texts and numbers in .parquet and .arrow files and in saved datasets, against what was written."""
 
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -224,3 +225,13 @@ def test_tables_need_pyarrow_and_fit_together(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"0\.parquet: tables need pyarrow .*pip install 'jaxscale\[parquet\]'"):
         Table(paths[0], ("x",)).open(1, 0)
+
+
+def test_a_column_of_lists_is_read_in_a_fresh_process(tmp_path):
+    """Where nothing else has imported the module of pyarrow that measures lists."""
+    write_parquet(tmp_path / "rows.parquet", x=[[1.0, 2.0], [3.0, 4.0]])
+    program = (
+        "import sys; from jaxscale.data.arrow import read_arrays; content = open(sys.argv[1], 'rb').read();"
+        "assert read_arrays(content, 'rows.parquet', ('x',))['x'].tolist() == [[1, 2], [3, 4]]"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "rows.parquet")], check=True)

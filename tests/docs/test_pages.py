@@ -65,7 +65,8 @@ def test_the_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("page", named([page for page in PAGES if "{ .slow }" in page.read_text()]))
 def test_the_long_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    for folder in ("experiments", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     run_blocks(page, slow=True)
 
 

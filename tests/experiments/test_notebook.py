@@ -61,6 +61,16 @@ def executed(notebook: dict, folder: Path) -> dict[str, list]:
     }
 
 
+DRAWN = {
+    "drawn": "Learning rate of 20 updates",
+    "compare": "2 runs",
+    "mesh": "8 devices",
+    "plan": "ZeRO 3",
+    "schedule": "zb-h1",
+}
+"""For each cell of the notebook for Colab whose value draws itself, words of its picture."""
+
+
 @pytest.mark.slow
 def test_the_notebook_for_colab_trains_on_the_machine_that_it_finds(tmp_path):
     notebook = json.loads((FOLDER / "colab.ipynb").read_text("utf-8"))
@@ -71,6 +81,9 @@ def test_the_notebook_for_colab_trains_on_the_machine_that_it_finds(tmp_path):
     assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
     assert text["sample"].startswith("def ")
     assert (tmp_path / "run" / "report.html").exists()
+    pages = {name: "".join(outputs[name][-1]["data"].get("text/html", "")) for name in DRAWN}
+    assert {name for name, page in pages.items() if not page.startswith("<iframe")} == set()
+    assert {name for name, word in DRAWN.items() if word not in pages[name]} == set()
 
 
 @pytest.mark.slow

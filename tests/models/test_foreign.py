@@ -11,6 +11,7 @@ from flax import linen, nnx
 from jaxscale import Experiment, Optimizer, build
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
+from jaxscale.models.classify import correct_targets, cross_entropy
 from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
 from jaxscale.state.pure_model import PureModel
 from tests.models.foreign_nets import LinenNet, Net, assert_close, data, numbers, pure, rngs, sgd_step
@@ -261,6 +262,15 @@ def test_label_smoothing_is_cross_entropy_with_the_smoothed_target():
     target = 0.8 * np.eye(5)[batch["labels"]] + 0.2 / 5
     expected = -(target * np.asarray(jax.nn.log_softmax(module(batch["images"])))).sum(-1)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_labels_of_an_unsigned_type_are_those_of_a_signed_one():
+    logits = jax.random.normal(jax.random.key(0), (4, 10))
+    labels = np.array([0, 9, 3, 200], np.uint8)
+    losses = cross_entropy(logits, jnp.asarray(labels))
+    np.testing.assert_array_equal(losses, cross_entropy(logits, jnp.asarray(labels.astype(np.int32))))
+    assert losses[3] == 0
+    assert correct_targets(logits, jnp.asarray(labels)).shape == (4,)
 
 
 def test_a_language_model_is_scored_per_token():

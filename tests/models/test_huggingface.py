@@ -18,7 +18,7 @@ from flax import nnx
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.huggingface import Pretrained, load, save
+from jaxscale.models.huggingface import Pretrained, load, load_module, save, save_module
 from jaxscale.models.huggingface_tensors import Stacked, flat_leaves
 from jaxscale.models.vit import ViT
 from tests.models.goldens import DECODERS, GOLDEN, golden
@@ -115,6 +115,42 @@ def test_vit_from_its_folder_is_the_reference():
     with jax.default_matmul_precision("highest"):
         logits = jax.jit(lambda params: nnx.merge(graphdef, params)(images))(jax.tree.map(jnp.asarray, params))
     np.testing.assert_allclose(logits, arrays["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_a_folder_is_a_module_that_computes_the_reference_and_is_written_again(tmp_path, name):
+    model, module = load_module(GOLDEN / name)
+    arrays = golden(name)[0]
+    is_vit = name == "vit"
+    inputs = arrays["pixel_values"].transpose(0, 2, 3, 1) if is_vit else arrays["input_ids"].astype(np.int32)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(module(jnp.asarray(inputs)), arrays["logits"], atol=1e-4)
+    save_module(tmp_path / "out", model, module)
+    equal(tensors(tmp_path / "out"), tensors(GOLDEN / name))
+
+
+def test_a_module_is_loaded_in_another_type_and_saved_with_a_tokenizer(tmp_path):
+    model, module = load_module(GOLDEN / "llama", "bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))} == {jnp.dtype("bfloat16")}
+    (tmp_path / "tokenizer.json").write_text("{}")
+    folder = tmp_path / "out"
+    save_module(folder, model, module, "bfloat16", tokenizer=tmp_path / "tokenizer.json", token_ids={"eos_token_id": 2})
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 2
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert {array.dtype for array in tensors(folder).values()} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_what_is_no_module_of_the_model_is_refused(tmp_path):
+    model = Decoder(vocab=32, context=8, layers=1, heads=1, embed=8)
+    module = model.build(nnx.Rngs(0))
+    other = dataclasses.replace(model, embed=16)
+    with pytest.raises(UserError, match=r"not one of this Decoder: .* differ; give the model value that built it"):
+        save_module(tmp_path / "out", other, module)
+    with pytest.raises(UserError, match="save_module: got dict, expected the module"):
+        save_module(tmp_path / "out", model, {})
+    with pytest.raises(UserError, match="unknown dtype 'float8'"):
+        load_module(GOLDEN / "llama", "float8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_and_order_of_dims_by_hand():

@@ -23,6 +23,7 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.table import TickTable, links_between
 from jaxscale.pipeline.orders import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
+from jaxscale.values.drawn import drawn
 
 MachineModel = Literal["neighbour", "dataflow"]
 """How ranks wait for one another: the machines that the docstring of the module describes."""
@@ -52,6 +53,8 @@ class Simulation:
     costs: Costs
     machine: MachineModel | Literal["measured"]
     spans: tuple[tuple[Span, ...], ...]
+
+    _repr_html_ = drawn
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -149,6 +152,9 @@ class Simulation:
 
     def __str__(self) -> str:
         return f"{self.schedule.name}: {self.seconds:.6g}, bubble {self.bubble:.1%} ({self.machine})"
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self}>"
 
 
 def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbour") -> Simulation:

@@ -1,0 +1,192 @@
+"""Sampling alone: tokens from logits of one's own, and continuations from a function or a module, without a run.
+
+A function has no cache, so each token costs a forward pass over the whole text. A module of `models.Decoder` decodes
+with its cache, by the programs that `jaxscale generate` runs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxscale.errors import UserError
+from jaxscale.generation.decode import Decoding
+from jaxscale.generation.draw import DrawKind, DrawSettings, draw, kind_of, settings_of
+from jaxscale.generation.generator import Generator, row_keys
+from jaxscale.generation.sampling import Sampling
+from jaxscale.model_traits import ModelTraits
+from jaxscale.typing import Array, Float, Int, Key
+
+LogitsFunction = Callable[[Any, Int[Array, "B T"]], Float[Array, "B T V"]]
+"""`logits(weights, tokens)`: the logits of the token after each position; a position reads none behind itself."""
+
+
+def sample(
+    logits: Float[Array, "..."],
+    key: Key,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Int[Array, "..."]:
+    """Draw one token for each row of logits.
+
+    The logits are divided by `temperature`; then `top_k`, `top_p` and `min_p` remove unlikely tokens, in this order.
+
+    Args:
+        logits: logits of the next token [..., V], of any float dtype.
+        key: random key of the draws; each row gets a key of its own.
+        temperature: divisor of the logits, a Python number; 0 draws the most likely token.
+        top_k: number of most likely tokens to draw from; `None` for all.
+        top_p: draw from the fewest most likely tokens whose probabilities sum to `top_p` or more; `None` for all.
+        min_p: draw from tokens with at least `min_p` times the probability of the most likely one; `None` for all.
+
+    Returns:
+        The ids of the drawn tokens, int32. The function may be called inside `jax.jit`.
+
+    Raises:
+        UserError: a setting is out of range, or the logits have no dim of tokens.
+
+    Example:
+        >>> logits = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]))
+        >>> sample(logits, jax.random.key(0), temperature=0).tolist()
+        [0, 2]
+        >>> sample(logits, jax.random.key(0), top_k=1).tolist()
+        [0, 2]
+
+    References:
+        Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019 (https://arxiv.org/abs/1904.09751);
+        Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024 (https://arxiv.org/abs/2407.01082).
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    if not logits.ndim or not logits.shape[-1]:
+        raise UserError(f"sample: got logits of shape {logits.shape}, expected the tokens as their last dim")
+    rows = jnp.reshape(logits, (-1, logits.shape[-1]))
+    ids = draw(rows, jax.random.split(key, len(rows)), kind_of(sampling, rows.shape[-1]), settings_of(sampling))
+    return jnp.reshape(ids, logits.shape[:-1])
+
+
+def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Sampling = Sampling()) -> list[np.ndarray]:
+    """Continue prompts of tokens with a function of one's own, or with a module of a model of jaxscale.
+
+    Args:
+        model: a function `logits(weights, tokens)` from int32 tokens [B, T] to the logits [B, T, V] of the tokens that
+            follow, in which no position reads one behind it; or a model value that decodes with a cache, such as a
+            `models.Decoder`.
+        weights: the first argument of the function, any tree of arrays; or the module of the model value.
+        prompts: ids of each prompt, at least one.
+        sampling: how many tokens to draw, from which distribution, and the ids that end a text.
+
+    Returns:
+        int32 ids of each continuation, without its prompt and the id that ended it: the `sampling.samples` of the first
+        prompt, then those of the next. A draw depends on the seed, the prompt's and the sample's index, and the
+        position alone.
+
+    Raises:
+        UserError: there is no prompt, one is empty or no sequence of ids, or is longer than the model's context; or
+            `sampling` has texts as stops, which need a tokenizer.
+
+    Example:
+        >>> def logits(table, tokens):
+        ...     return table[tokens]
+        >>> successor = jnp.eye(5)[jnp.array([1, 2, 3, 4, 0])]
+        >>> [ids.tolist() for ids in generate(logits, successor, [[0], [1, 2]], Sampling(tokens=3, temperature=0))]
+        [[1, 2, 3], [3, 4, 0]]
+    """
+    if sampling.stop:
+        raise UserError("generate: stop is a text, which needs a tokenizer: give the ids that end a text as stop_ids")
+    prompt_ids = _checked_prompts(prompts)
+    if isinstance(weights, nnx.Module):
+        if not ModelTraits.of(model).generates:
+            raise UserError(
+                f"generate: got the model {type(model).__name__} with a module, expected one that decodes with a "
+                "cache, such as Decoder; for another, give a function logits(weights, tokens) and the module's state"
+            )
+        decoding = Decoding(Generator(weights, model), prompt_ids, sampling)
+        for _ in decoding:
+            pass
+        return [row.drawn_ids for row in decoding.rows]
+    if not callable(model):
+        raise UserError(
+            f"generate: got {type(model).__name__}, expected a function logits(weights, tokens), or a model such as a "
+            "Decoder with its module"
+        )
+    function: Any = model
+    return _continue(function, weights, prompt_ids, sampling)
+
+
+def _checked_prompts(prompts: Sequence[Any]) -> list[np.ndarray]:
+    """Return the ids of each prompt as int32 [T]."""
+    if not len(prompts):
+        raise UserError("prompts: got none, expected at least one list of ids")
+    arrays = []
+    for index, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise UserError(
+                f"prompts[{index}]: got {prompt!r:.80}, expected a list of at least one id; a text is encoded by a "
+                "tokenizer first"
+            )
+        arrays.append(ids.astype(np.int32))
+    return arrays
+
+
+def _continue(
+    function: LogitsFunction, weights: Any, prompts: list[np.ndarray], sampling: Sampling
+) -> list[np.ndarray]:
+    """Return the continuations that a function of one's own gives; see `generate`."""
+    rows = [prompt for prompt in prompts for _ in range(sampling.samples)]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    texts = np.zeros((len(rows), lengths.max() + sampling.tokens), np.int32)
+    for text, row in zip(texts, rows, strict=True):
+        text[: len(row)] = row
+    samples = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.samples)]
+    keys = row_keys(sampling.seed, np.array(samples, np.int32))
+    shape = jax.eval_shape(function, weights, texts).shape
+    if len(shape) != 3 or shape[:2] != texts.shape:
+        raise UserError(
+            f"generate: the function returns {shape} for tokens {texts.shape}, expected logits of "
+            f"{(*texts.shape, 'V')}, those of the token after each position"
+        )
+    kind = kind_of(sampling, shape[-1])
+    texts, ends = _fill(function, kind, weights, texts, lengths, keys, settings_of(sampling), sampling.tokens)
+    return [text[length:end] for text, length, end in zip(np.asarray(texts), lengths, np.asarray(ends), strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 7))
+def _fill(
+    function: LogitsFunction,
+    kind: DrawKind,
+    weights: Any,
+    texts: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    keys: Any,
+    settings: DrawSettings,
+    count: int,
+) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """Return texts with drawn ids behind the prompts, and the length of each text before the id that ended it."""
+    rows = jnp.arange(len(texts))
+
+    def is_open(carry: Any) -> Any:
+        """Return whether any text goes on."""
+        number, _, _, is_done = carry
+        return (number < count) & ~is_done.all()
+
+    def add(carry: Any) -> Any:
+        """Draw a token for each text that goes on."""
+        number, texts, ends, is_done = carry
+        positions = lengths + number - 1  # of the last token of each text
+        logits = function(weights, texts)[rows, positions]
+        ids = draw(logits, jax.vmap(jax.random.fold_in)(keys, positions), kind, settings)
+        is_done = is_done | (ids[:, None] == settings.stop_ids[None, :]).any(-1)
+        texts = texts.at[rows, positions + 1].set(jnp.where(is_done, 0, ids))
+        return number + 1, texts, ends + ~is_done, is_done
+
+    start = (jnp.int32(0), jnp.asarray(texts), jnp.asarray(lengths), jnp.zeros(len(texts), bool))
+    _, texts, ends, _ = jax.lax.while_loop(is_open, add, start)
+    return texts, ends
