@@ -173,8 +173,8 @@ class Fit:
             lines.append(f"the estimate is off by {relative_error:+.1%}")
         elif self.estimate.is_partly_trained:
             lines.append(
-                "estimates of steps whose parameters are trained in part were not judged by a compiler, and may be far "
-                "too high; --verify asks it"
+                "no errors are recorded of estimates of steps whose parameters are trained in part; --verify asks the "
+                "compiler"
             )
         elif (known_accuracy := self._known_accuracy()) is not None:
             lines.append(str(known_accuracy))

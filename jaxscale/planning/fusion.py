@@ -58,7 +58,7 @@ class Compiler:
             ring of devices (TPUs with flat slices).
         has_scattered_gradients: whether gradients are scattered while they are summed (ZeRO 2 and 3).
         gathered_share: share of a gathered weight that is in memory at any one time.
-        adds_in_place: whether a product that is only added to another product is computed into the other's array (the
+        adds_in_place: whether a matrix product that is only added to another one is computed into the other's array (the
             adapters of LoRA on TPU).
     """
 
@@ -200,7 +200,11 @@ class Arrays:
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """The bytes of a result as an array; a product that all readers convert to one type is stored in that type."""
         result_bytes = self._bytes_of(value)
-        if self.compiler.adds_in_place and operation.kind in PRODUCTS and self._is_added_in_place(value, result_bytes):
+        if (
+            self.compiler.adds_in_place
+            and operation.kind == "dot_general"
+            and self._is_added_in_place(value, result_bytes)
+        ):
             return 0
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if operation.kind not in PRODUCTS or value in self.output_values or not readers:
@@ -221,7 +225,9 @@ class Arrays:
             return False
         (source,) = sources
         producer = next((op for op in self.program.operations if source in op.outputs), None)
-        is_product = producer is not None and producer.kind in PRODUCTS and self.array_bytes[source] >= result_bytes
+        is_product = (
+            producer is not None and producer.kind == "dot_general" and self.array_bytes[source] >= result_bytes
+        )
         return is_product and self._addition_of(source)[0] is addition
 
     def _is_known(self, value: int | None) -> bool:
