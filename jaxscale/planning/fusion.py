@@ -58,8 +58,8 @@ class Compiler:
             ring of devices (TPUs with flat slices).
         has_scattered_gradients: whether gradients are scattered while they are summed (ZeRO 2 and 3).
         gathered_share: share of a gathered weight that is in memory at any one time.
-        adds_in_place: whether a matrix product that is only added to another one is computed into the other's array (the
-            adapters of LoRA on TPU).
+        adds_in_place: whether a matrix product that is only added to another one is computed into the other's array, as
+            those of LoRA's adapters are on TPU and GPU.
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
