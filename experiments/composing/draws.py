@@ -46,6 +46,8 @@ FROZEN_SHARE = 0.1
 """Share of the combinations without a pipeline and weights on the host in which a part of the parameters is trained."""
 GROUPED_SHARE = 0.1
 """Share of the combinations in which the weights of the MLP have a rule of their own."""
+SCHEDULE_SHARE = 0.1
+"""Share of the combinations in which a function returns the learning rate."""
 GROUPS = '{"mlp": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.01}}'
 SGD = {
     "optimizer.name": "sgd",
@@ -68,6 +70,7 @@ class Draw:
         dropout: rate of the model's.
         seed: of weights and batches.
         batch: rows of the global batch; `None`: what `rows` comes to.
+        has_own_schedule: the learning rate is what a function returns, which falls from that of the draw.
     """
 
     techniques: tuple[tuple[str, str], ...]
@@ -77,6 +80,7 @@ class Draw:
     dropout: float = 0.0
     seed: int = 0
     batch: int | None = None
+    has_own_schedule: bool = False
 
     @property
     def plan(self) -> dict[str, str]:
@@ -91,6 +95,7 @@ class Draw:
     def __str__(self) -> str:
         flags = " ".join(f"--{path.replace('_', '-')} {text}" for path, text in self.techniques)
         extras = f"length {self.length}, rows {self.rows}"
+        extras += ", own schedule" * self.has_own_schedule
         extras += ", packed" * self.packed + f", dropout {self.dropout}" * (self.dropout > 0)
         return f"{flags} ({extras})"
 
@@ -133,6 +138,7 @@ def draw(seed: int, index: int) -> Draw:
         packed=rng.random() < 0.25,
         dropout=0.1 if rng.random() < 0.2 else 0.0,
         seed=index,
+        has_own_schedule=_has_own_schedule(seed, index, techniques),
     )
     if long and _streams(techniques):  # a pipe takes a dozen steps to fill, and each of its twins as many
         one = dataclasses.replace(one, length=64)
@@ -325,6 +331,12 @@ def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict
         if ranks * math.prod(axes_needed(with_needs(techniques, rng)).values()) > DEVICES:
             techniques.pop(field, None)
     return techniques
+
+
+def _has_own_schedule(seed: int, index: int, techniques: Mapping[str, str]) -> bool:
+    """Whether a function returns the learning rate of a draw; one rule keeps its rate constant."""
+    is_drawn = random.Random(f"{seed}/{index}/schedule").random() < SCHEDULE_SHARE
+    return is_drawn and techniques["optimizer.name"] != "schedule_free"
 
 
 def _parts(rng: random.Random, total: int, count: int) -> list[int]:

@@ -125,8 +125,16 @@ def experiment_of(draw: Draw) -> Experiment:
         init_std=0.2,
     )
     optimizer = override(Optimizer(), draw.optimizer)
+    if draw.has_own_schedule:
+        falling = functools.partial(_falling, optimizer.learning_rate)
+        optimizer = dataclasses.replace(optimizer, learning_rate=Optimizer().learning_rate, schedule=falling)
     data = Batches(draw.length, draw.packed)
     return Experiment("composition", model, data, optimizer, steps=32, batch=rows_of(draw))
+
+
+def _falling(first_rate: float, update: Any) -> Any:
+    """A learning rate of the user's own, which falls with the updates made."""
+    return first_rate / (1 + update / 10)
 
 
 def plan_of(changes: Mapping[str, str]) -> Plan:

@@ -110,6 +110,7 @@ ORDINARY_FIELDS: dict[str, tuple[str, ...]] = {
     "weights": ("(1.0, 3.0)",),
     "arrays": ("{'images': np.zeros((40, 8, 8, 1)), 'labels': np.zeros(40, int)}",),
     "custom": ("adam", "None"),
+    "schedule": ("'cosine'", "'constant'", "falling", "missing", "sinking"),
     "train": ("'attention'", "'lora|head'"),
     "groups": (
         "{'embed|head': Optimizer('lion', 0.001)}",

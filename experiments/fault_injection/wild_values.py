@@ -112,7 +112,8 @@ def namespace(folder: Path) -> dict[str, Any]:
     """
     tools = {"np": np, "Path": Path, "Platform": Platform, "NamedCodec": NamedCodec, "nested": nested, "cycle": cycle}
     tools |= {"Net": Net, "Odd": Odd, "FOLDER": folder, "jax": jax, "nan": float("nan"), "inf": float("inf")}
-    tools |= {"adam": lambda rate: optax.adam(rate)}
+    tools |= {"adam": lambda rate: optax.adam(rate), "falling": lambda update: 1e-2 / (1 + update)}
+    tools |= {"missing": lambda update: None, "sinking": lambda update: 1e-3 - update}
     return tools | CLASS_BY_NAME
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.checkpoint.checksum import copies_on_one_cpu
+from jaxscale.checkpoint.checksum import copies_on_one_cpu, is_on_one_device
 from jaxscale.checkpoint.verified import Description
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.state.canonical import PARAMS
@@ -24,16 +24,20 @@ _JUDGED = (PARAMS, "optimizer", "rest", "ema")
 """First names of the judged arrays; the state of exchanges between replicas is not judged."""
 
 
+def _judged(array: Array) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    """Return whether an array is finite, and the sum of its squares."""
+    values = to_device(array).astype(jnp.float32)
+    return jnp.all(jnp.isfinite(values)), jnp.sum(jnp.square(values))
+
+
+_judged_alone = jax.jit(_judged)
+"""Judges one array; arrays of one shape share a program."""
+
+
 @jax.jit
-def _judged(arrays: dict[str, Any]) -> tuple[Bool[Array, ""], Float[Array, ""]]:
-    """Return whether all arrays, by the names of the canonical form, are finite, and the parameters' sum of squares."""
-    verdicts, square_sum = [jnp.array(True)], jnp.float32(0)
-    for name, array in arrays.items():
-        values = to_device(array).astype(jnp.float32)
-        verdicts.append(jnp.all(jnp.isfinite(values)))
-        if name.startswith(f"{PARAMS}/"):
-            square_sum += jnp.sum(jnp.square(values))
-    return jnp.stack(verdicts).all(), square_sum
+def _judged_together(arrays: dict[str, Any]) -> dict[str, tuple[Bool[Array, ""], Float[Array, ""]]]:
+    """Return whether each array is finite, and the sum of its squares, by name, computed in one program."""
+    return {name: _judged(array) for name, array in arrays.items()}
 
 
 def parameter_rms(arrays: Mapping[str, Any]) -> float:
@@ -57,13 +61,19 @@ def parameter_rms(arrays: Mapping[str, Any]) -> float:
     }
     on_devices = {name: array for name, array in judged_arrays.items() if not on_host(array)}
     on_one_cpu = copies_on_one_cpu(on_devices)
-    figures = [_judged(on_one_cpu), _judged({name: on_devices[name] for name in on_devices if name not in on_one_cpu})]
-    figures += [_judged({name: array}) for name, array in judged_arrays.items() if on_host(array)]
-    verdicts, square_sums = zip(*jax.device_get(figures), strict=True)
-    number_count = sum(array.size for name, array in judged_arrays.items() if name.startswith(f"{PARAMS}/"))
-    if not all(verdicts) or not number_count:
-        return 0.0 if all(verdicts) else math.nan
-    return math.sqrt(sum(map(float, square_sums)) / number_count)
+    others = {name: array for name, array in on_devices.items() if name not in on_one_cpu}
+    alone = {name: array for name, array in others.items() if is_on_one_device(array)}
+    figures = {name: _judged_alone(array) for name, array in (on_one_cpu | alone).items()}
+    figures |= _judged_together({name: array for name, array in others.items() if name not in alone})
+    for name, array in judged_arrays.items():
+        if on_host(array):
+            figures[name] = jax.device_get(_judged_alone(array))
+    figures = jax.device_get(figures)
+    param_names = [name for name in judged_arrays if name.startswith(f"{PARAMS}/")]
+    number_count = sum(judged_arrays[name].size for name in param_names)
+    if not all(is_finite for is_finite, _ in figures.values()):
+        return math.nan
+    return math.sqrt(math.fsum(float(figures[name][1]) for name in param_names) / number_count) if number_count else 0.0
 
 
 def judged(description: Description, arrays: Mapping[str, Any]) -> Description:

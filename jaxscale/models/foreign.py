@@ -368,7 +368,7 @@ class ForeignModel:
             target_scores = run_scanned(forward, module_copy, batch, self.scanned)
         elif self.scanned or self._has_containers(module):
             target_scores = forward(module_copy, batch)
-        elif block_paths and needs_chain():
+        elif needs_chain():
             target_scores = run_chain(forward, module_copy, batch, block_paths)
         else:
             with blocks_wrapped(module_copy, block_paths):

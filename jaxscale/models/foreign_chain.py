@@ -47,8 +47,14 @@ def run_chain(forward: Callable[..., Any], module: nnx.Module, batch: Any, paths
         paths: paths of the blocks in the order of their calls, such as "layers/0".
 
     Raises:
-        UserError: the blocks form no chain.
+        UserError: there are fewer than two blocks, or the blocks form no chain.
     """
+    if len(paths) < 2:
+        block_text = f"one block, {paths[0]}" if paths else "no submodules that repeat"
+        raise UserError(
+            f"{_purpose()}: got {block_text}, expected at least two blocks in sequence; name them with "
+            f"ForeignModel(blocks=...), or {_ADVICE}"
+        )
     signatures: list[_Signature] = []
 
     def mark(path: str) -> BlockWrapper:
@@ -322,8 +328,6 @@ class _Chain:
 
 def _check_calls(jaxpr: Any, signatures: Sequence[_Signature], paths: Sequence[str]) -> None:
     """Raise an error unless each block is called once, in the order of `paths`, and in no inner program."""
-    if len(paths) < 2:
-        raise UserError(f"{_purpose()}: got one block, {paths[0]}, expected at least two in sequence; {_ADVICE}")
     called_paths = [signature.path for signature in signatures]
     if called_paths != list(paths):
         raise UserError(

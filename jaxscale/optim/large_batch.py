@@ -42,6 +42,9 @@ def scaled(
         rule: factor of the learning rate: the ratio ("linear", for SGD) or its square root ("sqrt", for Adam).
         warmup: number of updates of linear warm-up; `None` keeps the optimizer's warm-up.
 
+    Raises:
+        UserError: there is no such rule, the ratio is no number above 0, or the schedule is a function.
+
     Example:
         >>> from jaxscale.optim.optimizer import Optimizer
         >>> large = scaled(Optimizer(name="sgd", learning_rate=0.05), 32, warmup=17)
@@ -52,6 +55,11 @@ def scaled(
         raise unknown("scaling rule", rule, _EXPONENTS)
     if not (ratio > 0 and math.isfinite(ratio)):
         raise UserError(f"ratio: got {ratio!r}, expected a number above 0: the new batch size divided by the old one")
+    if callable(optimizer.schedule):
+        raise UserError(
+            "schedule: got a function, expected a learning rate to scale; multiply what the function returns by the "
+            f"ratio{'' if rule == 'linear' else ' to the power of 0.5'} itself"
+        )
     rate_factor = ratio ** _EXPONENTS[rule]
     final_rate = optimizer.final_learning_rate
     return dataclasses.replace(

@@ -69,7 +69,8 @@ class Optimizer:
         final_learning_rate: learning rate at the end; `None` means a tenth of the peak.
         warmup: number of updates of linear warm-up.
         schedule: schedule of the rate after the warm-up; `None` means cosine, or constant for schedule_free. A function
-            of the number of updates made returns the learning rate itself, and has its own warm-up.
+            of the number of updates made returns the learning rate itself, and has its own warm-up. It is traced, so
+            that it chooses by `jnp.where`, and is called again with the file that defines it when a run is continued.
         b1: decay of the first moment.
         b2: decay of the second moment.
         b3: decay of the third moment (adan) or of the slow first moment (ademamix).
@@ -247,10 +248,12 @@ class Optimizer:
             >>> Optimizer("lion", 3e-4).describe_rule()
             'lion, learning rate 0.0003, weight decay 0.1'
         """
+        rate_text = f"{self.learning_rate:g}"
+        if callable(self.schedule):
+            rate_text = f"of the function {getattr(self.schedule, '__name__', type(self.schedule).__name__)}"
         if self.custom is not None:
-            return f"the custom rule, learning rate {self.learning_rate:g}"
-        decay = self.options()["weight_decay"]
-        return f"{self.name}, learning rate {self.learning_rate:g}, weight decay {decay:g}"
+            return f"the custom rule, learning rate {rate_text}"
+        return f"{self.name}, learning rate {rate_text}, weight decay {self.options()['weight_decay']:g}"
 
     def options(self) -> dict[str, Any]:
         """Return the value of every option of the rule, by name; options that are not set have their defaults.

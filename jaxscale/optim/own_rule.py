@@ -17,6 +17,9 @@ from jaxscale.errors import UserError
 from jaxscale.optim.step_loss import step_loss
 from jaxscale.values.user_frames import frames_of, place_of
 
+TRIED_STEPS = 100_000
+"""Number of steps at which a schedule is tried before a run."""
+
 
 def checked(rule: optax.GradientTransformation, custom: Any) -> optax.GradientTransformationExtraArgs:
     """Return a rule that refuses updates and states that are not like the gradients and the state before.
@@ -138,7 +141,7 @@ numbers: is its learning rate finite at step 0?
 
 
 def try_schedule(schedule: Callable[[Any], Any], steps: int) -> None:
-    """Call a schedule of the user's own at some steps of a run.
+    """Call a schedule of the user's own at some steps of a run, and, if it can be traced, at the first `TRIED_STEPS`.
 
     Args:
         schedule: function of the number of updates made that returns the learning rate.
@@ -155,17 +158,35 @@ def try_schedule(schedule: Callable[[Any], Any], steps: int) -> None:
     tried_steps, rates = sorted({0, min(1, steps - 1), steps // 2, steps - 1}), []
     for step in tried_steps:
         rate: Any = schedule(jnp.int32(step))
-        is_array = hasattr(rate, "dtype") and not jnp.ndim(rate)
-        number = float(rate) if is_array or isinstance(rate, int | float) else math.nan
+        dtype = getattr(rate, "dtype", None)
+        is_array = dtype is not None and not jnp.ndim(rate) and _is_real(dtype)
+        is_number = is_array or (isinstance(rate, int | float) and not isinstance(rate, bool))
+        number = float(rate) if is_number else math.nan
         if not 0 <= number < math.inf:
             rate_text = f"{number:.4g}" if is_array else f"{rate!r:.100}"
-            raise UserError(
-                f"{place_of(schedule)}optimizer.schedule: returned {rate_text} at step {step}, expected a number of 0 "
-                "or more"
-            )
+            raise _bad_rate(schedule, rate_text, step)
         rates.append(number)
     if not any(rates):
         raise UserError(
             f"{place_of(schedule)}optimizer.schedule: returned 0 at the steps {', '.join(map(str, tried_steps))}, so "
             "nothing would be trained: expected learning rates above 0"
         )
+    try:
+        all_rates = jax.vmap(lambda step: jnp.asarray(schedule(step), jnp.float32))(jnp.arange(min(steps, TRIED_STEPS)))
+    except Exception:  # a mistake under a trace is reported where the step is traced
+        return
+    if all_rates.ndim == 1 and not (is_right := (all_rates >= 0) & (all_rates < jnp.inf)).all():
+        step = int(jnp.argmin(is_right))
+        raise _bad_rate(schedule, f"{float(all_rates[step]):.4g}", step)
+
+
+def _is_real(dtype: Any) -> bool:
+    """Return whether a dtype is one of integers or of real numbers, rather than of booleans, texts or keys."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
+
+
+def _bad_rate(schedule: Callable[[Any], Any], rate_text: str, step: int) -> UserError:
+    """Return the error for what a schedule returned at a step."""
+    return UserError(
+        f"{place_of(schedule)}optimizer.schedule: returned {rate_text} at step {step}, expected a number of 0 or more"
+    )

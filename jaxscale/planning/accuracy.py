@@ -22,7 +22,8 @@ NEARER_MARGIN = 0.12
 """Margin, instead of `MARGIN`, if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
-"""Margin of a pipelined step if errors of fewer than `LEAST_PROGRAMS` such steps are recorded for the platform."""
+"""Margin of a step of which the errors are not recorded: one whose parameters are trained in part, or a pipelined one
+on a platform with fewer than `LEAST_PROGRAMS` records."""
 
 LEAST_PROGRAMS = 5
 """Number of compiled pipelined steps that a kind of platform needs for the usual margin."""
@@ -102,14 +103,17 @@ def held_out_accuracy(kind: str) -> Accuracy | None:
     return None if fields is None else Accuracy(**fields, held_out=True)
 
 
-def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
+def margin(kind: str, *, compiled: bool = False, pipelined: bool = False, partly_trained: bool = False) -> float:
     """Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
         compiled: whether the piece that needs the most memory was compiled.
         pipelined: whether the step is pipelined.
+        partly_trained: whether some parameters are not trained.
     """
+    if partly_trained and not compiled:
+        return UNKNOWN_MARGIN
     accuracy = recorded_accuracy(kind, pipelined=True) if pipelined else None
     if pipelined and (accuracy is None or accuracy.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN

@@ -58,6 +58,7 @@ class Estimate:
         slow_axis_traffic: traffic of a device over the mesh's slow axis (between replicas); `None` if the mesh has
             one replica.
         kernels: the implementation of each kernel in the traced program.
+        is_partly_trained: whether some parameters are not trained; no such step was compiled to judge the estimates.
     """
 
     plan: Plan
@@ -71,6 +72,7 @@ class Estimate:
     state_bytes_per_parameter: float = 0.0
     slow_axis_traffic: Traffic | None = None
     kernels: tuple[KernelChoice, ...] = ()
+    is_partly_trained: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -194,6 +196,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         state_bytes_per_parameter=tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         slow_axis_traffic=slow_axis_traffic(step, platform),
         kernels=step.kernels,
+        is_partly_trained=step.experiment.train is not None,
     )
 
 

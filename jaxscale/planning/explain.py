@@ -17,7 +17,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.memory_costs import MemoryCosts
-from jaxscale.planning.memory_search import searched_rules, valid_menu
+from jaxscale.planning.memory_search import menu_of, searched_rules
 from jaxscale.planning.menu import HEURISTICS
 from jaxscale.planning.pictures import Point, curve, page, stacked, table
 from jaxscale.planning.program import step_recipe
@@ -206,13 +206,14 @@ def compare(
 
 def _plan_texts(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
     """The text forms of the memory plans to compare: plans without a budget, optimal plans, and other rules."""
-    kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
+    without_plan = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
+    kept_bytes = costs.kept_bytes(without_plan.kept_bytes)
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
-    optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]
+    optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(plan, costs) for budget in budgets]
     # without known rates, copies to a host would seem to cost nothing
     other_rules = [rule for rule in HEURISTICS if optimal_plans and (costs.is_timed or not rule.startswith("offload"))]
     other_plans = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in other_rules]
-    return (*valid_menu(experiment, plan), *optimal_plans, *other_plans)
+    return (*menu_of(plan), *optimal_plans, *other_plans)
 
 
 def _decision(costs: MemoryCosts, text: str) -> Decision | None:

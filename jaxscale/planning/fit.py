@@ -112,7 +112,10 @@ class Fit:
     def margin(self) -> float:
         """Least difference from the limit at which an estimate decides whether a step fits, as a share of the limit."""
         compiled, pipelined = bool(self.estimate.compiled_pieces), self.estimate.plan.pipeline is not None
-        return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
+        partly_trained = self.estimate.is_partly_trained
+        return accuracy.margin(
+            self.platform.chip.kind, compiled=compiled, pipelined=pipelined, partly_trained=partly_trained
+        )
 
     @property
     def verdict(self) -> str:
@@ -168,6 +171,11 @@ class Fit:
                 f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
             )
             lines.append(f"the estimate is off by {relative_error:+.1%}")
+        elif self.estimate.is_partly_trained:
+            lines.append(
+                "no errors are recorded of estimates of steps whose parameters are trained in part; --verify asks the "
+                "compiler"
+            )
         elif (known_accuracy := self._known_accuracy()) is not None:
             lines.append(str(known_accuracy))
         lines.append(f"optimizer state: {self.estimate.state_bytes_per_parameter:.3g} bytes a parameter")

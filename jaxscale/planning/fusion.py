@@ -58,11 +58,14 @@ class Compiler:
             ring of devices (TPUs with flat slices).
         has_scattered_gradients: whether gradients are scattered while they are summed (ZeRO 2 and 3).
         gathered_share: share of a gathered weight that is in memory at any one time.
+        adds_in_place: whether a matrix product that is only added to another one is computed into the other's array, as
+            those of LoRA's adapters are on TPU and GPU.
     """
 
     product_fusion: Literal["no", "all", "local"] = "no"
     has_scattered_gradients: bool = False
     gathered_share: float = 1.0
+    adds_in_place: bool = False
 
 
 class Arrays:
@@ -197,12 +200,57 @@ class Arrays:
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """The bytes of a result as an array; a product that all readers convert to one type is stored in that type."""
         result_bytes = self._bytes_of(value)
+        if (
+            self.compiler.adds_in_place
+            and operation.kind == "dot_general"
+            and self._is_added_in_place(value, result_bytes)
+        ):
+            return 0
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if operation.kind not in PRODUCTS or value in self.output_values or not readers:
             return result_bytes
         if any(reader.kind != "convert_element_type" for reader in readers):
             return result_bytes
         return min(result_bytes, max(self._bytes_of(reader.outputs[0]) for reader in readers))
+
+    def _is_added_in_place(self, value: int, result_bytes: int) -> bool:
+        """Whether a product is only added to an earlier one of at least as many bytes, which nothing else reads."""
+        addition, operand = self._addition_of(value)
+        if addition is None:
+            return False
+        sources = self.sources_of(
+            other for other in addition.inputs if other not in (operand, None) and self._is_known(other)
+        )
+        if len(sources) != 1:
+            return False
+        (source,) = sources
+        producer = next((op for op in self.program.operations if source in op.outputs), None)
+        is_product = (
+            producer is not None and producer.kind == "dot_general" and self.array_bytes[source] >= result_bytes
+        )
+        return is_product and self._addition_of(source)[0] is addition
+
+    def _is_known(self, value: int | None) -> bool:
+        """Whether the sources of a value were recorded, because the operation that computes it was."""
+        return value in self.sources_by_value
+
+    def _addition_of(self, value: int) -> tuple[Operation | None, int]:
+        """The addition that alone reads a value, also through views, conversions and factors, and its operand."""
+        while value not in self.output_values:
+            reader_indices = self.program.readers.get(value, ())
+            if len(reader_indices) != 1:
+                break
+            operation = self.program.operations[next(iter(reader_indices))]
+            if operation.kind in ("add", "add_any"):
+                return operation, value
+            others = {other for other in operation.inputs if other not in (value, None)}
+            is_factor = operation.kind == "mul" and not any(
+                self.sources_by_value.get(other, {other}) for other in others
+            )
+            if operation.kind not in NAME_KEEPING and not is_factor:
+                break
+            value = operation.outputs[0]
+        return None, value
 
     def _needs_array(self, value: int) -> bool:
         """Whether an expression must be stored as an array."""

@@ -17,7 +17,8 @@ from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.step.memory_resolve import traced_blocks
+from jaxscale.step.gradients import Objective
+from jaxscale.step.memory_resolve import SEGMENT_RULES, is_foreign_list, traced_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,14 @@ class MemoryCosts:
         calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
         microbatches: number of microbatches of a step.
         stages: number of pipeline stages on one device, which all cost the same.
+        objective: objective of the step, from which blocks in sequence are traced; `None` if `calls` are in sequence.
     """
 
     platform: Platform
     calls: tuple[BlockCall, ...]
     microbatches: int
     stages: int = 1
+    objective: Objective | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "MemoryCosts":
@@ -47,7 +50,7 @@ class MemoryCosts:
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
-        return cls(platform, calls, plan.microbatches, step.objective.stages_per_device)
+        return cls(platform, calls, plan.microbatches, step.objective.stages_per_device, step.objective)
 
     @property
     def is_timed(self) -> bool:
@@ -59,6 +62,15 @@ class MemoryCosts:
         """Whether the model is one scanned stack of identical blocks."""
         return len(self.calls) == 1 and self.calls[0].rolled
 
+    def kept_bytes(self, estimated_bytes: int) -> int:
+        """The bytes that the blocks keep without a plan; at least those that the estimate of a step finds.
+
+        In blocks outside a scan, the estimate may count kept activations as transients.
+        """
+        if not self.calls:
+            return estimated_bytes
+        return max(estimated_bytes, self.stages * self.decision(MemoryPlan("none")).bytes)
+
     @functools.cached_property
     def block_seconds(self) -> float:
         """The seconds of the blocks' forward and backward passes in a step that keeps all activations.
@@ -67,6 +79,17 @@ class MemoryCosts:
         """
         return 3 * self.microbatches * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
 
+    @functools.cached_property
+    def sequence_calls(self) -> tuple[BlockCall, ...]:
+        """The calls of the blocks under a rule that recomputes segments of several blocks.
+
+        Raises:
+            UserError: the blocks form no chain.
+        """
+        if self.objective is None or not is_foreign_list(self.objective):
+            return self.calls
+        return traced_blocks(self.objective, self.platform.chip, is_sequence=True)
+
     def decision(self, memory: MemoryPlan) -> Decision:
         """The decision for one of the pipeline stages on a device; the stages share the memory plan's budget equally.
 
@@ -74,7 +97,8 @@ class MemoryCosts:
             UserError: the memory plan is not valid for the model, or its budget is too small.
         """
         budget = None if memory.budget is None else memory.budget // self.stages
-        return decide(dataclasses.replace(memory, budget=budget), self.calls, self.platform.chip)
+        calls = self.sequence_calls if memory.rule in SEGMENT_RULES else self.calls
+        return decide(dataclasses.replace(memory, budget=budget), calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
         """The seconds that a decision adds to a step that would keep all activations."""

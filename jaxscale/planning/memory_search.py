@@ -20,7 +20,6 @@ from typing import Any
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.model_traits import ModelTraits
 from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.estimate import of_step
 from jaxscale.planning.memory_costs import MemoryCosts
@@ -29,6 +28,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
+from jaxscale.step.memory_resolve import SEGMENT_RULES
 from jaxscale.values.byte_sizes import bytes_text
 from jaxscale.values.units import size
 
@@ -119,13 +119,14 @@ def cheapest_fit(
     limit = usable_bytes(platform) if limit is None else limit
     if limit is None:
         raise UserError(f"memory fit: the memory of {platform} is unknown; set it, such as --limit 14GiB")
-    candidates = _Candidates(experiment, platform, plan, measure)
-    first_text, *other_texts = valid_menu(experiment, plan) if menu is None else menu
+    candidates = _Candidates(experiment, platform, plan, measure, is_default_menu=menu is None)
+    first_text, *other_texts = menu_of(plan) if menu is None else menu
     menu_candidates = [candidates.candidate(first_text)]
     if menu_candidates[0].device_bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
         return menu_candidates[0].plan
-    rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
-    optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept_bytes) for rule in rules]
+    rules = searched_rules(plan, candidates.costs) if menu is None else ()
+    max_budget = candidates.costs.kept_bytes(menu_candidates[0].kept_bytes)
+    optimal_candidates = [_largest_candidate(candidates, rule, limit, max_budget) for rule in rules]
     best_candidate = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
     # POFO is not tried if weights stream from the host, because they keep the link to the host busy
     if best_candidate is not None and candidates.costs.is_scanned and plan.offload.weights == "device":
@@ -151,21 +152,16 @@ def cheapest_fit(
     )
 
 
-def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
-    """The entries of `MENU` that are valid for a model and plan."""
-    if plan.unroll > 1:
-        return ("none", "dots", "full")
-    # segments of blocks need a model that exposes its blocks, and weights on the device
-    has_segments = not ModelTraits.of(experiment.model).foreign and plan.offload.weights != "host"
-    return tuple(text for text in MENU if text != "sqrt" or has_segments)
+def menu_of(plan: Plan) -> tuple[str, ...]:
+    """The entries of `MENU` for a plan; a step may refuse those in segments of blocks."""
+    return MENU if plan.unroll == 1 else ("none", "dots", "full")
 
 
-def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """The names of the rules that are optimal for the model's blocks; `cheapest_fit` searches for the best budget."""
+def searched_rules(plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
+    """The rules that are optimal for the model's blocks, if the step accepts them; each has a budget to search for."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
-    is_chain = is_chain and not ModelTraits.of(experiment.model).foreign and plan.offload.weights == "device"
     return ("save", "chain") if is_chain else ("save",)
 
 
@@ -178,6 +174,7 @@ class _Candidates:
         platform: platform to train on.
         plan: plan in which each candidate replaces the memory plan.
         measure: function that compiles a step and returns its bytes of device memory; `None` to rely on estimates.
+        is_default_menu: whether nobody named the memory plans to choose from.
         candidate_by_text: candidates that were estimated, by the text form of their memory plan.
         measured_bytes: bytes of device memory per device of the candidates that were compiled.
     """
@@ -186,6 +183,7 @@ class _Candidates:
     platform: Platform
     plan: Plan
     measure: Measure | None
+    is_default_menu: bool = True
     candidate_by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
     measured_bytes: dict[Candidate, int] = dataclasses.field(default_factory=dict)
 
@@ -217,10 +215,15 @@ class _Candidates:
         return self.candidate_by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
-        """The candidate of a memory plan; `None`, with a warning, if the memory plan is not valid for the model."""
+        """The candidate of a memory plan; `None`, with a warning, if the memory plan is not valid for the model.
+
+        There is no warning about segments of blocks that nobody asked for, because many models have no such segments.
+        """
         try:
             return self.candidate(text)
         except UserError as error:
+            if self.is_default_menu and MemoryPlan.parse(text).rule in SEGMENT_RULES:
+                return None
             warnings.warn(f"memory fit: {text} is left out: {error}", stacklevel=3)
             return None
 

@@ -103,6 +103,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
         product_fusion,
         has_scattered_gradients=plan.zero > 1,
         gathered_share=accuracy.factors(platform.chip.kind).gather,
+        adds_in_place=platform.chip.kind != "cpu",
     )
 
 

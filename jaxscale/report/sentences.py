@@ -1,4 +1,4 @@
-"""Describe a plan in words: the effect of each choice in plan.json on the run.
+"""Describe a plan in words: the effect of each choice in plan.json, and of a user's own schedule, on the run.
 
 The descriptions are derived from the JSON instead of `Plan`, so that plans of older and newer versions can be
 described. A field that no sentence describes is shown as its name and value.
@@ -94,7 +94,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     Args:
         plan: content of plan.json; fields may be missing.
         layout: content of layout.json; if it has a mesh, the plan's mesh is ignored.
-        experiment: content of experiment.json, with the number of rows in a batch.
+        experiment: content of experiment.json, with the number of rows in a batch and the optimizer.
 
     Example:
         >>> for topic, words in plan_in_words({"mesh": "data:4", "memory": "full"}, {}, {"batch": 64}):
@@ -122,6 +122,9 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         topics.append((f"Pipeline: {plan['pipeline']}", _pipeline_sentences(str(plan["pipeline"]))))
     if "precision" in plan:
         topics.append(("Precision", _precision_sentences(plan)))
+    rate_sentences = _rate_sentences(_object(experiment.get("optimizer")))
+    if rate_sentences:
+        topics.append(("Learning rate", " ".join(rate_sentences)))
     memory_text = plan.get("memory")
     if isinstance(memory_text, str):
         topics.append((f"Memory: {memory_text}", _MEMORY.get(memory_text.partition(":")[0], _UNKNOWN)))
@@ -181,6 +184,18 @@ _DESCRIBED_FIELDS = (
 def _object(value: Any) -> dict[str, Any]:
     """Return a JSON object, or an empty one for any other JSON value."""
     return value if isinstance(value, dict) else {}
+
+
+def _rate_sentences(optimizer: dict[str, Any]) -> list[str]:
+    """Return a sentence for each learning rate that a function of the user's own returns, from an optimizer's JSON."""
+    groups = _object(optimizer.get("groups"))
+    owners = [("", optimizer), *((f" of the group {name}", _object(group)) for name, group in groups.items())]
+    functions = ((owner, _object(fields.get("schedule")).get("callable")) for owner, fields in owners)
+    return [
+        f"The learning rate{owner} is what the function {function} returns for the number of updates made."
+        for owner, function in functions
+        if isinstance(function, str)
+    ]
 
 
 def _option_values(text: str) -> dict[str, str]:

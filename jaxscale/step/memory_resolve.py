@@ -28,7 +28,7 @@ from jaxscale.values.units import rate, size
 REHEARSAL_CHIP = "v5e"
 """The chip for which offload is planned on a CPU, where all memory is the host's and offload moves nothing."""
 
-_SEGMENT_RULES = ("sqrt", "periodic", "revolve", "chain")
+SEGMENT_RULES = ("sqrt", "periodic", "revolve", "chain")
 """Rules that recompute segments of several blocks."""
 
 
@@ -62,11 +62,9 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
 def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decision:
     """Return the decision of the plan's memory rule, without a check against the other settings of the plan."""
     memory_plan = objective.planned.plan.memory
-    model = objective.planned.experiment.model
-    is_foreign_list = ModelTraits.of(model).foreign and not getattr(model, "scanned", ())
     if memory_plan.rule == "file":
         decision = read_decision(memory_plan.name)
-        calls = traced_blocks(objective, is_sequence=is_foreign_list and decision.chain is not None)
+        calls = traced_blocks(objective, is_sequence=is_foreign_list(objective) and decision.chain is not None)
         block_count, block_kinds = sum(call.count for call in calls), tuple(graphs_by_kind(calls))
         if block_count != decision.layers:
             raise UserError(
@@ -83,7 +81,8 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if memory_plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSAL_CHIP]
-    calls = traced_blocks(objective, chip, is_sequence=is_foreign_list and memory_plan.rule in _SEGMENT_RULES)
+    is_sequence = is_foreign_list(objective) and memory_plan.rule in SEGMENT_RULES
+    calls = traced_blocks(objective, chip, is_sequence=is_sequence)
     stage_count = objective.stages_per_device
     if stage_count == 1 or memory_plan.budget is None:
         return decide(memory_plan, calls, chip)
@@ -99,6 +98,12 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
         host_bytes=keeping_stages * stage_decision.host_bytes,
         flop=stage_count * stage_decision.flop,
     )
+
+
+def is_foreign_list(objective: Objective) -> bool:
+    """Return whether the blocks are those of a foreign model without a scan, which segments of blocks divide."""
+    model = objective.planned.experiment.model
+    return ModelTraits.of(model).foreign and not getattr(model, "scanned", ())
 
 
 def traced_blocks(

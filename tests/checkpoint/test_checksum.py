@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.checksum import checksum, checksums
+from jaxscale.checkpoint.checksum import _device_checksum, checksum, checksums
+from jaxscale.checkpoint.soundness import _judged_alone, parameter_rms
 from jaxscale.sharding.mesh import MeshSpec
 
 
@@ -63,3 +64,25 @@ def test_arrays_in_host_memory_are_summed_as_on_the_device(mesh):
     place = NamedSharding(MeshSpec.parse(mesh).build(), PartitionSpec("fsdp", "tensor"))
     mixed = {"there": jax.device_put(x, place.with_memory_kind("pinned_host")), "here": jax.device_put(x, place)}
     assert checksums(mixed) == dict.fromkeys(("there", "here"), checksums({"x": x})["x"])
+
+
+def test_layers_of_one_shape_share_a_program():
+    """Programs for all arrays of a model of many layers would compile for longer than a save takes."""
+    rng = np.random.default_rng(4)
+    arrays = {f"params/{index}": jnp.asarray(rng.normal(size=(3, 37)), jnp.float32) for index in range(20)}
+    before = _device_checksum._cache_size(), _judged_alone._cache_size()
+    sums, rms = checksums(arrays), parameter_rms(arrays)
+    assert (_device_checksum._cache_size(), _judged_alone._cache_size()) == (before[0] + 1, before[1] + 1)
+    assert all(sums[name] == by_hand(np.asarray(array)) for name, array in arrays.items())
+    whole = np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays.values()])
+    assert rms == pytest.approx(np.sqrt(np.mean(whole**2)), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["1", "fsdp:4,tensor:2"])
+def test_one_number_that_is_not_finite_is_found_in_any_array(mesh):
+    place = NamedSharding(MeshSpec.parse(mesh).build(), PartitionSpec("fsdp", "tensor"))
+    arrays = {f"params/{index}": jax.device_put(jnp.ones((8, 4)), place) for index in range(3)}
+    assert parameter_rms(arrays) == 1.0
+    odd = {"optimizer/0/mu/w": jax.device_put(jnp.ones((8, 4)).at[7, 3].set(jnp.inf), place)}
+    assert np.isnan(parameter_rms(arrays | odd))
+    assert parameter_rms({"rest/mean": arrays["params/0"]}) == 0.0  # no parameters

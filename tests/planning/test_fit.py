@@ -9,6 +9,7 @@ import pytest
 from jaxscale.compiler.report import CompileReport, OutOfMemory
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.models import LoRA
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
 from jaxscale.planning.memory_search import cheapest_fit
@@ -200,3 +201,12 @@ def test_memory_fit_that_nothing_fits_is_a_verdict_of_the_least(planned):
     found = fit(asked, "tpu v5e:2x2", limit=300)
     assert not found.fits
     assert found.estimate.plan.memory.rule != "fit"
+
+
+def test_steps_with_parameters_that_are_not_trained_have_a_margin_of_their_own(planned):
+    experiment = planned("data:4")
+    adapters = dataclasses.replace(experiment, model=LoRA(experiment.model, rank=2, base="int8"))
+    whole, part = fit(experiment, V5E), fit(adapters, V5E)
+    assert (whole.margin, part.margin) == (0.15, 0.3)
+    assert "no errors are recorded of estimates of steps whose parameters are trained in part" in str(part)
+    assert "trained in part" not in str(whole)

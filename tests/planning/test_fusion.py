@@ -86,3 +86,34 @@ def test_a_product_that_all_readers_narrow_is_narrow():
         return jax.lax.scan(lambda c, _: (c * 2, None), y.astype(jnp.bfloat16), None, length=2)[0]
 
     assert peak(fn, jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), fuses="all").peak_items[0].bytes == KB // 2
+
+
+def sum_bytes(fn, adds_in_place=True):
+    """Bytes of the arrays of a program of three matrices of 4 KB and one of 32 x 2."""
+    args = (X, X, jax.ShapeDtypeStruct((32, 2), jnp.float32))
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    compiler = Compiler("all", adds_in_place=adds_in_place)
+    return sorted(Arrays(program, place(program, [((), ())] * 3, {}), compiler).array_bytes.values())
+
+
+def test_an_adapter_is_added_to_the_product_of_its_layer_in_place():
+    def layer(x, w, a):
+        return jnp.tanh(x @ w + 0.5 * ((x @ a) @ a.T).astype(x.dtype))
+
+    narrow = 32 * 2 * 4
+    assert sum_bytes(layer, adds_in_place=False) == [narrow, KB, KB]
+    assert sum_bytes(layer) == [0, narrow, KB]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w, a: ((y := (x @ a) @ a.T) + x @ w) * y,  # read again
+        lambda x, w, a: (x @ w) * ((x @ a) @ a.T),  # no sum
+        lambda x, w, a: x + (x @ a) @ a.T,  # a sum with what is no product
+        lambda x, w, a: ((y := x @ w) + (x @ a) @ a.T) * y,  # the other is read again
+        lambda x, w, a: x @ w + (y := (x @ a) @ a.T) * (y.T @ y),  # a factor that is an array
+    ],
+)
+def test_other_products_keep_arrays_of_their_own(fn):
+    assert sum_bytes(fn) == sum_bytes(fn, adds_in_place=False)

@@ -1,14 +1,22 @@
 """The plan of least FLOP that fits: save sets of any budget, and what a compiler says of them."""
 
 import dataclasses
+import warnings
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen, nnx
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
+from jaxscale.models import ForeignModel, classification, linen_model
+from jaxscale.optim import Optimizer
 from jaxscale.planning import memory_search
 from jaxscale.planning.estimate import estimate
+from jaxscale.planning.explain import explain
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.planning.program import compiled_bytes
@@ -16,6 +24,7 @@ from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
+from jaxscale.recipe.experiment import Experiment
 from tests.plans import plan_of
 
 V5E = Platform.parse("tpu v5e:2x2")
@@ -196,3 +205,131 @@ def test_on_this_machine_what_is_chosen_fits_and_recomputes_little(planned):
 
 
 PLANS = tuple(map(memory_search.MemoryPlan, ("none", "full")))
+
+
+class Widening(nnx.Module):
+    """A block whose inner values are four times as wide as its input."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class InList(nnx.Module):
+    def __init__(self, rngs, depth=9):
+        self.layers = nnx.List([Widening(rngs) for _ in range(depth)])
+        self.head = nnx.Linear(16, 5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class WithSkips(InList):
+    """Blocks that also read the first block's result."""
+
+    def __call__(self, x):
+        first = self.layers[0](x)
+        x = first
+        for layer in self.layers[1:]:
+            x = layer(x) + layer(first)
+        return self.head(x)
+
+
+class InScan(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.split_rngs(splits=9)(nnx.vmap(Widening))(rngs)
+        self.head = nnx.Linear(16, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0])
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(16)(jnp.tanh(linen.Dense(64)(x)))
+
+
+class LinenStack(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(9):
+            x = LinenBlock()(x)
+        return linen.Dense(5)(x)
+
+
+def foreign(model) -> Experiment:
+    """An experiment of a model that is not built of jaxscale's layers."""
+    if not dataclasses.is_dataclass(model):
+        model = ForeignModel(model, classification())
+    batch = {"images": np.ones((512, 16), "float32"), "labels": np.zeros(512, "int32")}
+    return Experiment("foreign", model, batch, Optimizer("sgd"), steps=1, batch=512, plan=plan_of(mesh="1"))
+
+
+def linen_stack():
+    return linen_model(LinenStack(), jax.ShapeDtypeStruct((1, 16), "float32"), score=classification())
+
+
+@pytest.mark.parametrize(
+    ("make", "menu"),
+    [
+        (lambda: InList, ("none", "sqrt")),
+        pytest.param(linen_stack, ("none", "sqrt"), marks=pytest.mark.slow),
+        pytest.param(lambda: InScan, ("none", "sqrt"), marks=pytest.mark.slow),
+        pytest.param(lambda: InList, None, marks=pytest.mark.slow),
+    ],
+    ids=["list", "linen", "scan", "list, any"],
+)
+def test_the_plan_of_foreign_blocks_compiles_within_the_limit(make, menu):
+    experiment = foreign(make())
+    whole_bytes = compiled_bytes(experiment, experiment.plan)
+    plan = cheapest_fit(experiment, detect(), whole_bytes * 3 // 5, menu=menu, measure=compiled_bytes)
+    assert plan.memory.rule == "sqrt" if menu else plan.memory.rule in ("save", "chain")
+    assert compiled_bytes(experiment, plan) <= whole_bytes * 3 // 5
+
+
+def shallow(make, depth=3):
+    return lambda rngs: make(rngs, depth)
+
+
+ACCEPTED = {
+    "list": (shallow(InList), ""),
+    "scan": (InScan, ""),
+    "linen": (linen_stack(), ""),
+    "skips": (shallow(WithSkips), "needs each block called once, in the order layers/0, layers/1"),
+    "one block": (ForeignModel(shallow(InList), classification(), blocks=()), "got no submodules that repeat"),
+    "one in a list": (shallow(InList, 1), "got no submodules that repeat"),
+    "one named": (ForeignModel(shallow(InList), classification(), blocks=("layers/1",)), "got one block, layers/1"),
+    "no blocks": (lambda rngs: nnx.Linear(16, 5, rngs=rngs), "expected at least two blocks in sequence"),
+}
+"""Foreign models, and why a step refuses segments of their blocks."""
+
+
+@pytest.mark.parametrize(("model", "reason"), ACCEPTED.values(), ids=ACCEPTED)
+def test_segments_are_offered_to_the_foreign_models_whose_step_accepts_them(model, reason):
+    experiment = foreign(model)
+    candidates = memory_search._Candidates(experiment, V5E, experiment.plan, None)
+    if reason:
+        with pytest.raises(UserError, match=reason):
+            candidates.candidate("sqrt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody asked for segments
+        assert (candidates.candidate_or_none("sqrt") is not None) == (not reason)
+        assert (candidates.candidate_or_none("chain:1MiB") is not None) == (not reason)
+    named = memory_search._Candidates(experiment, V5E, experiment.plan, None, is_default_menu=False)
+    if reason:
+        with pytest.warns(UserWarning, match=f"sqrt is left out.*{reason}"):
+            assert named.candidate_or_none("sqrt") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["list", "no blocks"])
+def test_explanations_compare_the_plans_that_the_step_accepts(name):
+    points = explain(foreign(ACCEPTED[name][0]), V5E, limit=2**20).points
+    rules = {point.name.partition(":")[0] for point in points}
+    assert ({"sqrt", "chain"} <= rules) == (name == "list")
+    assert {"none", "full"} <= rules

@@ -424,6 +424,18 @@ def test_the_words_of_a_pipeline():
     assert "with equal numbers of blocks" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
 
 
+def test_the_words_name_the_functions_that_return_learning_rates():
+    rate = {"callable": "own:<lambda>"}
+    optimizer = {"schedule": rate, "groups": {"mlp": {"schedule": "cosine"}, "head": {"schedule": rate}}}
+    words = dict(plan_in_words({}, {}, {"optimizer": optimizer}))
+    assert words == {
+        "Learning rate": "The learning rate is what the function own:<lambda> returns for the number of updates made. "
+        "The learning rate of the group head is what the function own:<lambda> returns for the number of updates made."
+    }
+    for odd in ({"schedule": {"callable": 3}}, {"schedule": "cosine", "groups": [1]}, [], None):
+        assert plan_in_words({}, {}, {"optimizer": odd}) == []
+
+
 def test_the_words_say_what_lies_on_the_host():
     words = dict(plan_in_words(to_json(Plan(offload=OffloadPlan(optimizer_state="streamed"))), {}, {}))
     assert words["In host memory"].endswith("slice by slice.")
