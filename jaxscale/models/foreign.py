@@ -43,7 +43,7 @@ from jaxscale.values.functions import check_parameters
 from jaxscale.values.short_repr import short_repr
 from jaxscale.values.user_frames import place_of
 
-Score = Callable[[Callable[..., Any], Batch], Any]
+Score = Callable[..., Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), neither summed nor averaged.
 
 It may return a pair of such losses and weights of the same shape, by which the weights of the batch are multiplied: a

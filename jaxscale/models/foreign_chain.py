@@ -184,7 +184,8 @@ class _Chain:
         live_eqns = _live_equations(jaxpr, outputs)
         level_of: dict[Any, int] = {}
         eqns_of_level: list[list[Any]] = [[] for _ in range(len(paths) + 1)]
-        block_eqns, mixed_reads = [], []
+        block_eqns: list[Any] = []
+        mixed_reads: list[tuple[Any, list[int]]] = []  # equations that read values of several levels
         for eqn in live_eqns:
             levels = {level_of[var] for var in _variables(eqn.invars) if level_of.get(var, 0)}
             level, index = max(levels, default=0), _block_index(eqn)

@@ -22,7 +22,7 @@ from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values.functions import check_parameters, takes
 from jaxscale.values.user_frames import place_of
 
-Metric = Callable[[Callable[..., Any], Batch], Any]
+Metric = Callable[..., Any]
 """`metric(module, batch)` returns one number per row ([B]) or per target ([B, S]), or a pair (numbers, weights).
 
 The weighted mean over all held-out batches is reported. The function calls the module as the score of a model does, and

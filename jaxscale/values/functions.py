@@ -35,7 +35,7 @@ such as lambda rngs: nnx.Linear(2, 3, rngs=rngs)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*[None] * argument_count, **({keyword: None} if keyword in signature.parameters else {}))
+        signature.bind(*[None] * argument_count, **{name: None for name in signature.parameters if name == keyword})
     except TypeError:
         plural = "" if argument_count == 1 else "s"
         keyword_text = f" and, if it is random, a {keyword}," if keyword else ""
