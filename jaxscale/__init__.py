@@ -41,9 +41,12 @@ _MODULE_BY_NAME = {
     "UserError": "jaxscale.errors",
     "build": "jaxscale.step.build",
     "compare": "jaxscale.report.comparison",
+    "evaluate": "jaxscale.training.evaluate",
     "explain": "jaxscale.planning.explain",
+    "export": "jaxscale.checkpoint.export",
     "fine_tuning": "jaxscale.recipe.fine_tuning",
     "fit": "jaxscale.planning.fit",
+    "generate": "jaxscale.training.generate",
     "load_file": "jaxscale.records.source",
     "menu": "jaxscale.planning.menu",
     "override": "jaxscale.values",
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
         sharding,
     )
     from jaxscale.blocks import Context, Loss
+    from jaxscale.checkpoint.export import export
     from jaxscale.checkpoint.store import Checkpoints
     from jaxscale.errors import UserError
     from jaxscale.memory.plan import MemoryPlan
@@ -87,6 +91,8 @@ if TYPE_CHECKING:
     from jaxscale.step.build import build
     from jaxscale.step.train_step import TrainStep
     from jaxscale.training.callbacks import EarlyStopping, Event
+    from jaxscale.training.evaluate import evaluate
+    from jaxscale.training.generate import generate
     from jaxscale.training.loop import train
     from jaxscale.training.run import Run
     from jaxscale.values import override
@@ -94,9 +100,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard", "Kernels",
     "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples",
-    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "compare", "data", "explain",
-    "fine_tuning", "fit", "generation", "launch", "layers", "load_file", "lowbit", "memory", "menu", "models",
-    "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
+    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "compare", "data", "evaluate",
+    "explain", "export", "fine_tuning", "fit", "generate", "generation", "launch", "layers", "load_file", "lowbit",
+    "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

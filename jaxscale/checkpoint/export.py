@@ -36,6 +36,11 @@ def export(
 
     Raises:
         UserError: `run` has no run or checkpoint, or transformers has no equivalent of the model.
+
+    Example:
+        >>> export("no/such/run", "folder")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: no/such/run holds no run: expected experiment.json there; give the directory of a run
     """
     check_location(folder)
     if is_remote(folder):

@@ -169,6 +169,11 @@ def evaluate(
 
     Raises:
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
+
+    Example:
+        >>> evaluate("no/such/run")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: no/such/run holds no run: expected experiment.json there; give the directory of a run
     """
     from jaxscale.checkpoint.restore import open_folder, read_tokenizer, restore_parameters
     from jaxscale.models.scores import named_metrics

@@ -52,6 +52,11 @@ def generate(
     Raises:
         UserError: the directory has no run or checkpoint, the model cannot generate text, a setting is not valid, a
             prompt is empty or too long, or the continuations need more memory than there is.
+
+    Example:
+        >>> generate("no/such/run", "To be")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: no/such/run holds no run: expected experiment.json there; give the directory of a run
     """
     return model_continuations(TextModel.open(run, best), prompt, make_sampling(tokens, settings), chat)
 

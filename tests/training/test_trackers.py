@@ -16,8 +16,10 @@ SETTINGS = {"wandb": {"id": "toy", "config": {"batch": 4}}, "trackio": {"config"
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_has_the_numbers_of_the_log_and_may_continue(name, toy, tmp_path, monkeypatch):
-    (source,) = re.findall(r"^```python\n(class Tracker:.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    namespace = {"jax": jax}
+    (source,) = re.findall(
+        r"^```python\n(import jax\n\n\nclass Tracker:.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    namespace = {}
     exec(compile(source, str(PAGE), "exec"), namespace)
     runs = install(name, monkeypatch)
     own = toy(evaluation=jx.Evaluation(every=3, batches=1))
