@@ -350,3 +350,48 @@ class Bert(nnx.Module):
         for layer in self.encoder:
             x = layer(x)
         return self.embed.attend(x) + self.bias[...]
+
+
+class Selective(nnx.Module):
+    """A selective state space: a causal convolution per channel, and a scan whose decay depends on the token."""
+
+    def __init__(self, rngs, states=3):
+        inner, self.states = 2 * WIDTH, states
+        self.inputs = nnx.Linear(WIDTH, 2 * inner, use_bias=False, rngs=rngs)
+        self.conv = nnx.Conv(inner, inner, (3,), padding="CAUSAL", feature_group_count=inner, rngs=rngs)
+        self.selection = nnx.Linear(inner, 1 + 2 * states, use_bias=False, rngs=rngs)
+        self.rate = nnx.Linear(1, inner, rngs=rngs)
+        self.log_decay = nnx.Param(jnp.log(jnp.tile(jnp.arange(1.0, 1 + states), (inner, 1))))
+        self.skip = nnx.Param(jnp.ones(inner))
+        self.outputs = nnx.Linear(inner, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        x, gate = jnp.split(self.inputs(x), 2, axis=-1)
+        x = nnx.silu(self.conv(x))
+        rate, write, read = jnp.split(self.selection(x), [1, 1 + self.states], axis=-1)
+        rate = nnx.softplus(self.rate(rate))[..., None]
+        decays = jnp.exp(-rate * jnp.exp(self.log_decay[...])[None, None])
+        writes = rate * write[:, :, None, :] * x[..., None]
+
+        def combine(earlier, later):
+            return earlier[0] * later[0], later[0] * earlier[1] + later[1]
+
+        _, states = jax.lax.associative_scan(combine, (decays, writes), axis=1)
+        y = jnp.einsum("btdn,btn->btd", states, read) + self.skip[...][None, None] * x
+        return self.outputs(y * nnx.silu(gate))
+
+
+class Mamba(nnx.Module):
+    """The module adds up the residual stream itself, from a list of norms and one of layers."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(4)])
+        self.layers = nnx.List([Selective(rngs) for _ in range(4)])
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return self.embed.attend(self.norm(x))

@@ -25,6 +25,7 @@ from tests.models.public_language_models import (
     LinenLoop,
     LinenScan,
     Lm1b,
+    Mamba,
     Mixtral,
     Mlp,
     NanoDo,
@@ -319,6 +320,62 @@ class GatedConv(nnx.Module):
         return x + h, total + self.skip(h)
 
 
+class Coupling(nnx.Module):
+    def __init__(self, flipped, rngs):
+        self.flipped, self.first = flipped, nnx.Linear(2, WIDTH, rngs=rngs)
+        self.second = nnx.Linear(WIDTH, 4, kernel_init=nnx.initializers.normal(0.1), rngs=rngs)
+
+    def __call__(self, x, log_volume):
+        kept, changed = jnp.split(x[:, ::-1] if self.flipped else x, 2, axis=-1)
+        log_scale, shift = jnp.split(self.second(jnp.tanh(self.first(kept))), 2, axis=-1)
+        x = jnp.concatenate([kept, changed * jnp.exp(jnp.tanh(log_scale)) + shift], -1)
+        return (x[:, ::-1] if self.flipped else x), log_volume + jnp.tanh(log_scale).sum(-1)
+
+
+class RealNvp(nnx.Module):
+    """A flow: each block passes on (x, log of the volume), and every second one is mirrored."""
+
+    def __init__(self, rngs):
+        self.couplings = nnx.List([Coupling(bool(n % 2), rngs) for n in range(4)])
+
+    def __call__(self, x):
+        log_volume = jnp.zeros(len(x))
+        for coupling in self.couplings:
+            x, log_volume = coupling(x, log_volume)
+        return log_volume - (x**2).sum(-1) / 2
+
+
+class Dlrm(nnx.Module):
+    """Tables of several sizes, whose rows and the dense features meet in products of pairs."""
+
+    def __init__(self, rngs):
+        self.tables = nnx.List([nnx.Embed(size, WIDTH, rngs=rngs) for size in (11, 5, 7)])
+        self.bottom = nnx.Sequential(nnx.Linear(4, WIDTH, rngs=rngs), nnx.relu)
+        self.top = nnx.Sequential(nnx.Linear(WIDTH + 6, WIDTH, rngs=rngs), nnx.relu, nnx.Linear(WIDTH, 1, rngs=rngs))
+
+    def __call__(self, dense, sparse):
+        dense = self.bottom(dense)
+        vectors = jnp.stack([dense, *(table(sparse[:, n]) for n, table in enumerate(self.tables))], axis=1)
+        rows, columns = np.tril_indices(4, -1)
+        pairs = jnp.einsum("bid,bjd->bij", vectors, vectors)[:, rows, columns]
+        return self.top(jnp.concatenate([dense, pairs], -1))[:, 0]
+
+
+class ScoreNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(5, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x, time):
+        return self.last(nnx.silu(self.first(jnp.concatenate([x, time[:, None]], -1))))
+
+
+def score_matching(module, batch, key):
+    time_key, noise_key = jax.random.split(key)
+    time = jax.random.uniform(time_key, (len(batch["x"]),))
+    noise = jax.random.normal(noise_key, batch["x"].shape)
+    return ((module(batch["x"] + time[:, None] * noise, time) + noise) ** 2).sum(-1)
+
+
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
@@ -403,4 +460,12 @@ PUBLIC_MODELS = {
         lambda: {"x": numbers(3), "y": numbers(4, seed=5)},
     ),
     "WaveNet": foreign(WaveNet, LM, text, ""),
+    "Mamba (two lists, residuals added outside)": foreign(Mamba, LM, text, "", blocks="layers"),
+    "RealNVP (flow)": foreign(RealNvp, lambda module, batch: -module(batch["x"]), lambda: {"x": numbers(4)}, ""),
+    "DLRM (tables of several sizes)": foreign(
+        Dlrm,
+        lambda module, batch: jax.nn.softplus(-module(batch["dense"], batch["sparse"]) * batch["click"]),
+        lambda: {"dense": numbers(4), "sparse": integers(5, 3), "click": np.sign(numbers(seed=6))},
+    ),
+    "score matching (a random score)": foreign(ScoreNet, score_matching, lambda: {"x": numbers(4)}),
 }
