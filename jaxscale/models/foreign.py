@@ -35,7 +35,7 @@ from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
-from jaxscale.models.scores import bind_key, check_losses, check_not_paired, no_new_parameters
+from jaxscale.models.scores import bind_key, by_parts, check_losses, check_not_paired, no_new_parameters, whole_batch
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
@@ -141,8 +141,9 @@ class ForeignModel:
             that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names stay whole, and the run
             reports those names.
         over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed of whole
-            batches only. "rows" if the loss of a row may be computed without the others. With `None`, that is measured
-            before it matters: with microbatches, codecs and DiLoCo, and in a held-out batch that is filled up.
+            batches only, for which the replicas of a codec gather what the module returns. "rows" if the loss of a row
+            may be computed without the others. With `None`, that is measured before it matters: with microbatches,
+            codecs and DiLoCo, and in a held-out batch that is filled up.
         unit: unit of the loss in summaries, reports and plots, such as "mse"; by default that of the score, which is
             nats per target for cross-entropy, and none for a function of your own.
         scanned: names of the parameters that a scan over blocks reads row by row. A train step finds them by itself
@@ -274,6 +275,7 @@ class ForeignModel:
 
         In training, the call also updates the module's variables other than parameters, such as batch statistics.
         """
+        batch = whole_batch(batch)
         losses, target_weights = self._scores(self.score, module, batch, context)
         check_losses(self.score, losses, target_weights, batch)
         if self.over is None:
@@ -362,7 +364,7 @@ class ForeignModel:
             casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
             key = _pass_key(context)
             with casting, no_new_parameters(module):
-                return bind_key(score, key)(_bind_mode(module, is_training, key), batch)
+                return bind_key(score, key)(by_parts(_bind_mode(module, is_training, key), batch), batch)
 
         if self.scanned and needs_scan():
             target_scores = run_scanned(forward, module_copy, batch, self.scanned)

@@ -9,6 +9,7 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from flax import nnx
 from jaxscale.blocks import Context, Model
 from jaxscale.errors import UserError
 from jaxscale.models.classify import weighted_sum
+from jaxscale.scoped import scoped
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values.functions import check_parameters, takes
 from jaxscale.values.user_frames import place_of
@@ -33,6 +35,89 @@ RESERVED = ("step", "kind", "time", "loss", "targets", "accuracy", "nonfinite")
 """Names in a row of metrics.jsonl that a metric cannot have."""
 
 _patch_lock = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True)
+class RowParts:
+    """How the rows of a whole batch are divided while its loss is computed from what the module returns for each part.
+
+    Args:
+        axis: manual mesh axis over which the rows lie; `None` if the parts are computed here, one after another.
+        count: number of parts.
+    """
+
+    axis: str | None
+    count: int
+
+
+_row_parts: ContextVar[RowParts | None] = ContextVar("row_parts", default=None)
+
+
+def rows_in_parts(parts: RowParts) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a score sees the whole batch, and the module is called with each part of its rows."""
+    return scoped(_row_parts, parts)
+
+
+def whole_batch(batch: Batch) -> Batch:
+    """Return the batch with the rows of all devices along the axis of `rows_in_parts`, and else the batch itself."""
+    parts = _row_parts.get()
+    if parts is None or parts.axis is None:
+        return batch
+    axis = parts.axis
+    return {name: jax.lax.all_gather(array, axis, tiled=True) for name, array in batch.items()}
+
+
+def by_parts(call: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
+    """Return a module's call that computes with parts of the rows under `rows_in_parts`; else the call itself."""
+    parts = _row_parts.get()
+    return call if parts is None else _CallByParts(call, parts, len(jax.tree.leaves(dict(batch))[0]))
+
+
+class _CallByParts:
+    """A module whose call computes with parts of the rows and returns the results for all.
+
+    In a manual region each device computes with its own rows, and gathers the results of the others. Other attributes
+    are those of the module.
+
+    Args:
+        call: the module, or its call with some arguments bound.
+        parts: how the rows are divided.
+        row_count: number of rows of the whole batch; arrays with as many rows are divided.
+    """
+
+    def __init__(self, call: Callable[..., Any], parts: RowParts, row_count: int) -> None:
+        self._call, self._parts, self._row_count = call, parts, row_count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's results, whose arrays have the rows of the whole batch."""
+        parts, part_rows = self._parts, self._row_count // self._parts.count
+
+        def call_part(index: Any) -> Any:
+            """Return the module's results for one part."""
+            own_args, own_kwargs = jax.tree.map(
+                lambda x: (
+                    jax.lax.dynamic_slice_in_dim(x, index * part_rows, part_rows)
+                    if getattr(x, "shape", ())[:1] == (self._row_count,)
+                    else x
+                ),
+                (args, kwargs),
+            )
+            return self._call(*own_args, **own_kwargs)
+
+        if parts.axis is None:
+            results = [call_part(index) for index in range(parts.count)]
+            return jax.tree.map(
+                lambda *arrays: jnp.concatenate(arrays) if jnp.shape(arrays[0])[:1] == (part_rows,) else arrays[0],
+                *results,
+            )
+        axis = parts.axis
+        return jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axis, tiled=True) if jnp.shape(x)[:1] == (part_rows,) else x,
+            call_part(jax.lax.axis_index(axis)),
+        )
 
 
 def bind_key(function: Callable[..., Any], key: Key) -> Callable[..., Any]:

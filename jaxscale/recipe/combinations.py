@@ -265,7 +265,7 @@ RULES: tuple[Rule, ...] = (
             "the loss of parts of a batch is another loss; leave one of the two out, and take memory full or zero 3 "
             "if memory is short",
         )
-        for cut in CUTS_THE_BATCH
+        for cut in (requests.microbatches, requests.diloco)  # a codec's replicas gather what the module returns
     ),
     # pipelines
     Rule(

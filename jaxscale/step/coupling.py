@@ -11,6 +11,7 @@ rows of weight 0. A coupling that the batch does not excite, such as a capacity 
 found. Batch statistics in training, which are documented, are not looked at: the model is evaluated.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -20,8 +21,10 @@ from flax import nnx
 from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
+from jaxscale.models.scores import RowParts, rows_in_parts
 from jaxscale.recipe.combinations import cut_of_batch
 from jaxscale.recipe.requests import Facts
+from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.typing import Array, Batch, Params
 
@@ -93,14 +96,57 @@ class Coupling:
             batch: device arrays of the first batch.
         """
         cut_text = cut_of_batch(Facts(self._planned.plan, self._planned.experiment))
-        if cut_text is None or self._over == "rows" or not self.is_found(make_module(), batch):
+        if cut_text is None or self._over == "rows":
+            return
+        if self._over == "batch":
+            self._check_parts(make_module(), batch, cut_text)
+            return
+        if not self.is_found(make_module(), batch):
             return
         raise UserError(
             f"{cut_text}: the loss of this model couples the rows of a batch (its second difference over sets of rows "
             f"is {self._difference:.2g} of the loss), so parts of a batch have another loss than the whole; remove "
-            'this setting, or declare ForeignModel(over="rows") to accept that',
+            'this setting, or declare ForeignModel(over="rows") to accept that'
+            f"{self._gathering_text()}",
             page="start/own_model",
         )
+
+    def _gathering_text(self) -> str:
+        """Return the advice for a codec, whose replicas can gather what the module returns."""
+        plan = self._planned.plan
+        if plan.microbatches > 1 or plan.diloco is not None:
+            return ""
+        return (
+            ', or ForeignModel(over="batch") if the score alone couples rows: replicas then gather what the module '
+            "returns"
+        )
+
+    def _check_parts(self, module: nnx.Module, batch: Batch, cut_text: str) -> None:
+        """Refuse a codec if the module itself couples rows, so that replicas cannot compute it on rows of their own.
+
+        Args:
+            module: the module with its weights.
+            batch: device arrays of the first batch.
+            cut_text: the text of the codec.
+        """
+        graphdef, variables = nnx.split(module)
+        planned, replica_count = self._planned, self._planned.layout.mesh.shape[REPLICA_AXIS]
+
+        @functools.partial(jax.jit, static_argnames="count")
+        def loss_of_parts(variables: Params, batch: Batch, count: int) -> Loss:
+            with rows_in_parts(RowParts(None, count)):
+                return planned.loss(nnx.merge(graphdef, variables), batch, planned.context(None))
+
+        whole, parts = (float(loss_of_parts(variables, batch, count).total) for count in (1, replica_count))
+        difference = abs(parts - whole) / max(abs(whole), 1e-30)
+        if difference > TOLERANCE:
+            raise UserError(
+                f"{cut_text}: the module itself couples the rows of a batch (called with the rows of each replica, it "
+                f"gives a loss that differs by {difference:.2g}), so replicas cannot compute it on rows of their own; "
+                "let the module return numbers for each row, such as embeddings, and couple them in the score, or "
+                "remove this setting",
+                page="start/own_model",
+            )
 
     def is_found(self, module: nnx.Module, batch: Batch) -> bool:
         """Return whether the loss couples rows; four to twelve forward passes of a batch measure it, the first time.

@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Context, Loss
-from jaxscale.models.scores import Metric, metric_sums
+from jaxscale.model_traits import ModelTraits
+from jaxscale.models.scores import Metric, RowParts, metric_sums, rows_in_parts
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.state.batches import microbatches
@@ -244,7 +245,13 @@ class Whole:
             A tuple (the number to differentiate, (sums of the loss, the model's other state)).
         """
         module = self.planned.pure_model.module(params, model_state)
-        loss = self.planned.loss(module, batch, context)
+        if replica_count > 1 and ModelTraits.of(self.planned.experiment.model).over == "batch":
+            with rows_in_parts(RowParts(REPLICA_AXIS, replica_count)):
+                loss = self.planned.loss(module, batch, context)
+            # each replica has the loss of the whole batch, whose gradient is the mean of theirs
+            loss = jax.tree.map(lambda whole_sum: whole_sum / replica_count, loss)
+        else:
+            loss = self.planned.loss(module, batch, context)
         objective = loss.total + loss.penalty
         if self.planned.plan.microbatches == 1:
             objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replica_count)

@@ -161,7 +161,9 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
 
 @pytest.mark.slow
 def test_a_named_kernel_that_cannot_run_is_refused_before_anything_is_compiled():
-    with pytest.raises(UserError, match=r"top_k=gpu.*cannot run: it needs blocks that are a multiple.*Leave it out"):
+    with pytest.raises(
+        UserError, match=r"top_k=gpu.*cannot run: it needs blocks that are a multiple.*Leave the name out"
+    ):
         took("gpu h200 x 4", kernels="top_k=gpu", mesh="replica:2,fsdp:2", reduce="topk:0.05,block=1000")
 
 
