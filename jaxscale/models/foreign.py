@@ -35,7 +35,7 @@ from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
 from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
-from jaxscale.models.scores import bind_key, by_parts, check_losses, check_not_paired, no_new_parameters, whole_batch
+from jaxscale.models.scores import bind_key, by_parts, check_losses, check_not_paired, no_new_parameters, whole_rows
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
 from jaxscale.values import check_types
@@ -51,7 +51,7 @@ target of weight 0 is ignored, and the loss of the step is the weighted mean, in
 a gradient. The function calls the module like any function (`module(batch["images"])`), with the mode already set.
 
 A score with a parameter `key` gets a random key: `score(module, batch, key)`. In training it follows from seed, step
-and microbatch, as dropout does; in evaluation it is always the same.
+and microbatch, as dropout does, and with DiLoCo or a codec also from the replica; in evaluation it is always the same.
 """
 
 
@@ -275,7 +275,7 @@ class ForeignModel:
 
         In training, the call also updates the module's variables other than parameters, such as batch statistics.
         """
-        batch = whole_batch(batch)
+        batch = {name: whole_rows(array) for name, array in batch.items()}
         losses, target_weights = self._scores(self.score, module, batch, context)
         check_losses(self.score, losses, target_weights, batch)
         if self.over is None:
@@ -362,9 +362,9 @@ class ForeignModel:
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
             casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
-            key = _pass_key(context)
+            call = by_parts(_bind_mode(module, is_training, _pass_key(context)), batch)
             with casting, no_new_parameters(module):
-                return bind_key(score, key)(by_parts(_bind_mode(module, is_training, key), batch), batch)
+                return bind_key(score, _pass_key(context, whole_rows))(call, batch)
 
         if self.scanned and needs_scan():
             target_scores = run_scanned(forward, module_copy, batch, self.scanned)
@@ -451,11 +451,11 @@ def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[...,
     return functools.partial(module, **arguments) if arguments else module
 
 
-def _pass_key(context: Context) -> Key:
-    """Return the key of a forward pass, which follows from step and microbatch; a fixed key in evaluation."""
+def _pass_key(context: Context, rows_of: Callable[[Array], Array] = lambda rows: rows) -> Key:
+    """Return the key of a forward pass, which follows from step and first row; a fixed key in evaluation."""
     if context.key is None:
         return jax.random.key(0)
-    return context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
+    return context.key if context.examples is None else jax.random.fold_in(context.key, rows_of(context.examples)[0])
 
 
 def _reseed(module: nnx.Module, context: Context) -> None:

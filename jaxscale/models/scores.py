@@ -58,13 +58,11 @@ def rows_in_parts(parts: RowParts) -> contextlib.AbstractContextManager[None]:
     return scoped(_row_parts, parts)
 
 
-def whole_batch(batch: Batch) -> Batch:
-    """Return the batch with the rows of all devices along the axis of `rows_in_parts`, and else the batch itself."""
+def whole_rows(rows: jax.typing.ArrayLike) -> Array:
+    """Return an array with the rows of all devices along the axis of `rows_in_parts`, and else the rows themselves."""
     parts = _row_parts.get()
-    if parts is None or parts.axis is None:
-        return batch
-    axis = parts.axis
-    return {name: jax.lax.all_gather(array, axis, tiled=True) for name, array in batch.items()}
+    axis = None if parts is None else parts.axis
+    return jnp.asarray(rows) if axis is None else jax.lax.all_gather(rows, axis, tiled=True)
 
 
 def by_parts(call: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
@@ -121,7 +119,7 @@ class _CallByParts:
 
 
 def bind_key(function: Callable[..., Any], key: Key) -> Callable[..., Any]:
-    """Return a score or metric with its parameter `key` bound to a key of its own; one without is returned as it is."""
+    """Return a score or metric with its parameter `key` bound, or the function itself if it has no such parameter."""
     if not takes(function, "key"):
         return function
     return functools.partial(function, key=jax.random.fold_in(key, zlib.crc32(b"score") & 0x7FFFFFFF))

@@ -437,6 +437,14 @@ def test_a_random_score_gets_a_key_that_follows_from_the_step():
     [
         ({"mesh": "fsdp:2", "zero": "3", "memory": "full"}, {}),
         ({"mesh": "1", "pipeline": "1f1b:2x4", "stash": "input"}, {"mesh": "1", "microbatches": "4"}),
+        *(
+            pytest.param(
+                {"mesh": "1", "pipeline": pipeline, "stash": "input"},
+                {"mesh": "1", "microbatches": "4"},
+                marks=pytest.mark.slow,
+            )
+            for pipeline in ("zb-h1:2x4", "chimera:2x4", "interleaved:2x4,v=2")
+        ),
         ({"mesh": "data:2", "memory": "sqrt", "microbatches": "2"}, {"microbatches": "2"}),
     ],
 )

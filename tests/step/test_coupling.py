@@ -1,5 +1,7 @@
 """Losses that couple the rows of a batch: refused where a batch is cut, and evaluated on whole batches."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +117,14 @@ def tempered(module, batch):
     return -jnp.diag(jax.nn.log_softmax(left @ right.T / module.temperature[...]))
 
 
-@pytest.mark.parametrize("score", [*COUPLED, tempered])
+def noisy(module, batch, key):
+    """The noise that the module gets is also in the score, and couples the rows."""
+    noise = jax.random.normal(key, batch["x"].shape)
+    left, right = module(batch["x"] + noise, batch["y"])
+    return -jnp.diag(jax.nn.log_softmax(left @ right.T + noise @ noise.T))
+
+
+@pytest.mark.parametrize("score", [*COUPLED, tempered, noisy])
 def test_the_replicas_of_a_codec_have_the_loss_of_the_whole_batch(score, monkeypatch):
     monkeypatch.setitem(globals(), "TwoTowers", Tempered if score is tempered else TwoTowers)
     plain, plain_weights = figures(score)
@@ -124,23 +133,14 @@ def test_the_replicas_of_a_codec_have_the_loss_of_the_whole_batch(score, monkeyp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), exact_weights, plain_weights)
     rounded, _ = figures(score, over="batch", mesh="replica:2", reduce="int8")
     np.testing.assert_allclose(rounded[0, 0], plain[0, 0], rtol=1e-5)
-    np.testing.assert_allclose(rounded, plain, rtol=0.02)
+    np.testing.assert_allclose(rounded, plain, rtol=2e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"mesh": "replica:2,data:2", "reduce": "int8,start=100"},
-        {"mesh": "replica:2,fsdp:2", "zero": 3, "reduce": "powersgd:2,start=100", "memory": "full"},
-        {"mesh": "replica:2", "reduce": "dgc:0.05,start=100"},
-    ],
-    ids=str,
-)
-def test_replicas_of_several_devices_have_the_loss_of_the_whole_batch(fields):
-    def trained(**fields):
-        model = ForeignModel(lambda rngs: TwoTowers(rngs, width=1024), contrastive, over="batch")
-        rule = Optimizer("sgd", learning_rate=1e-3)
+def test_random_plans_with_exact_codecs_have_the_loss_of_the_whole_batch():
+    def trained(score, **fields):
+        model = ForeignModel(lambda rngs: TwoTowers(rngs, width=1024), score, over="batch")
+        rule = Optimizer("sgd", learning_rate=1e-3, momentum=0.9)
         step = build(Experiment("pairs", model, None, optimizer=rule, steps=4, batch=ROWS), plan_of(**fields))
         state, rows = step.init(), []
         for seed in range(2):
@@ -148,7 +148,24 @@ def test_replicas_of_several_devices_have_the_loss_of_the_whole_batch(fields):
             rows.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         return rows
 
-    np.testing.assert_allclose(trained(**fields), trained(mesh="1"), rtol=2e-5)
+    seed = random.SystemRandom().randrange(10**6)
+    rng = random.Random(seed)
+    for draw in range(12):
+        score = rng.choice([*COUPLED, noisy])
+        codec = rng.choice(["int8", "int4", "qsgd:8", "topk:0.1", "dgc:0.05", "powersgd:2", "gradzip:2"])
+        fields = {
+            "mesh": rng.choice(["replica:2", "replica:4", "replica:2,data:2", "replica:2,fsdp:2"]),
+            "reduce": f"{codec},start=100",
+            "memory": rng.choice(["none", "full", "dots"]),
+        }
+        if "fsdp" in fields["mesh"]:
+            fields["zero"] = rng.choice([1, 2, 3])
+        if rng.random() < 0.4:
+            fields["optimizer_state"] = rng.choice(["host", "streamed"])
+        figures = trained(score, **fields)
+        np.testing.assert_allclose(
+            figures, trained(score, mesh="1"), rtol=3e-5, err_msg=str((seed, draw, score.__name__, fields))
+        )
 
 
 def test_a_module_that_couples_rows_itself_is_refused_under_a_codec():
