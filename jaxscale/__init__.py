@@ -32,6 +32,7 @@ _MODULE_BY_NAME = {
     "OffloadPlan": "jaxscale.recipe.plan",
     "Optimizer": "jaxscale.optim.optimizer",
     "Plan": "jaxscale.recipe.plan",
+    "PlanChoice": "jaxscale.planning.search.choice",
     "Platform": "jaxscale.platforms.platform",
     "Run": "jaxscale.training.run",
     "Samples": "jaxscale.recipe.experiment",
@@ -40,6 +41,7 @@ _MODULE_BY_NAME = {
     "TrainStep": "jaxscale.step.train_step",
     "UserError": "jaxscale.errors",
     "build": "jaxscale.step.build",
+    "choose_plan": "jaxscale.planning.search.choice",
     "compare": "jaxscale.report.comparison",
     "evaluate": "jaxscale.training.evaluate",
     "explain": "jaxscale.planning.explain",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from jaxscale.planning.explain import explain
     from jaxscale.planning.fit import fit
     from jaxscale.planning.menu import menu
+    from jaxscale.planning.search.choice import PlanChoice, choose_plan
     from jaxscale.platforms.platform import Platform
     from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
     from jaxscale.recipe.fine_tuning import fine_tuning
@@ -98,11 +101,12 @@ if TYPE_CHECKING:
     from jaxscale.values import override
 
 __all__ = [
-    "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard", "Kernels",
-    "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples",
-    "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build", "compare", "data", "evaluate",
-    "explain", "export", "fine_tuning", "fit", "generate", "generation", "launch", "layers", "load_file", "lowbit",
-    "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
+    "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard",
+    "Kernels", "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "PlanChoice",
+    "Platform", "Run", "Samples", "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build",
+    "choose_plan", "compare", "data", "evaluate", "explain", "export", "fine_tuning", "fit", "generate", "generation",
+    "launch", "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline",
+    "replicas", "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

@@ -120,7 +120,13 @@ RIGHT: dict[str, Sequence[str]] = {
     "epochs": ("0.1", "1"),
     "context": ("16", "64"),
     "plan_file": ("plan.json",),
+    "plan": ("auto",),
     "platform": _PLATFORMS,
+    "platforms": ("gpu h100,tpu v5e:2x2", "cpu,cpu x 2"),
+    "forbid": ("pipeline", "offload,tensor", "loss_chunk, sequence"),
+    "prices": ("plan.json",),
+    "save": ("best.json",),
+    "verify": ("0",),
     "limit": ("1GiB", "14GiB", "20MB"),
     "host_limit": ("1GiB", "14GiB"),
     "profile": ("1:2",),
@@ -170,6 +176,12 @@ WRONG: dict[str, Sequence[str]] = {
     "epochs": ("0", "nan", "inf", "1e300"),
     "context": ("0", "-1", "99999999999"),
     "plan_file": _PATHS,
+    "plan": ("zero3", "", "Auto"),
+    "platforms": (",", "", "gpu h100,", "tpu v5e"),
+    "forbid": ("pipelines", ",", "memory,memory", "²", "mesh"),
+    "prices": _PATHS,
+    "save": _OUTS,
+    "verify": ("-1", "²", "x"),
     "limit": ("100B", "0", "-1", "1e400GiB", "GiB", "²GiB", "1GiBGiB", "nan", "inf"),
     "host_limit": ("100B", "0", "-1", "x"),
     "profile": ("2:1", "0:0", ":", "1", "a:b", "1:²", "1:99999999999999999999"),
@@ -256,7 +268,7 @@ _PICTURES = (
     ("picture", "experiment", "variant"),
 )
 """Fields of `draw` that go together."""
-_SLOW = ("train", "finetune", "fit", "explain", "generate", "evaluate", "export", "convert-state")
+_SLOW = ("train", "finetune", "plan", "fit", "explain", "generate", "evaluate", "export", "convert-state")
 """Subcommands that take seconds if nothing is wrong."""
 _REQUIRED = {"finetune": ("data",), "launch": ("dry_run", "cluster"), "retry": ("out",), "watch": ("out",)}
 """Flags that a line of a subcommand always has; a launch only prints its document."""

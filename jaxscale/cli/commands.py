@@ -10,6 +10,7 @@ from jaxscale.cli.draw import Draw
 from jaxscale.cli.experiment_commands import Explain, Fit, Train
 from jaxscale.cli.finetune_command import Finetune
 from jaxscale.cli.launch_commands import Launch, Retry, ShowStatus, StopRun, WatchHost
+from jaxscale.cli.plan_command import ChoosePlan
 from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, Report
 
 
@@ -35,13 +36,14 @@ class Doctor:
 
 
 Command = (
-    Train | Finetune | Launch | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | ShowStatus
-    | StopRun | WatchHost | Retry | Doctor | Docs
+    Train | Finetune | Launch | ChoosePlan | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report
+    | ShowStatus | StopRun | WatchHost | Retry | Doctor | Docs
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "finetune": Finetune,
     "launch": Launch,
+    "plan": ChoosePlan,
     "fit": Fit,
     "explain": Explain,
     "draw": Draw,
@@ -57,5 +59,5 @@ COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "docs": Docs,
 }
-TAKES_FIELDS = (Train, Finetune, Launch, Fit, Explain, Draw)
+TAKES_FIELDS = (Train, Finetune, Launch, ChoosePlan, Fit, Explain, Draw)
 """The subcommands that set fields of an experiment; their method `run` takes `Arguments.fields`."""

@@ -7,7 +7,7 @@ the command line gives to fields of the experiment, as texts, by the fields' dot
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxscale.cli.flags import flag, word
 from jaxscale.errors import UserError
@@ -29,6 +29,7 @@ class Train:
         file: Python file that defines experiment(), or the name of an example, such as shakespeare.
         variant: one of the file's VARIANTS.
         out: directory of the run, which may be in a bucket (gs://, s3://).
+        plan: auto chooses the fastest plan that fits this machine, as jaxscale plan does; its fields can still be set.
         plan_file: plan.json file to take the plan from.
         resume: with auto, the run in the directory is continued; steps, evaluation, held-out sets, samples,
             checkpoint and plan may differ from those of the run. With never, that directory is renamed, and a new run
@@ -50,6 +51,7 @@ class Train:
     file: str = word("FILE")
     variant: str | None = word("[VARIANT]", None)
     out: str | None = flag("DIR", "runs/NAME")
+    plan: str | None = flag("auto", "the experiment's")
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
     resume: Literal["auto", "never"] = "auto"
     from_step: str | None = flag("STEP", "the newest")
@@ -66,6 +68,8 @@ class Train:
         """Check the flags, train the experiment, and return the exit code 0."""
         self.check()
         experiment, source = load_experiment(self, fields)
+        if self.plan is not None:
+            experiment = dataclasses.replace(experiment, plan=self.chosen_plan(experiment, fields))
         from jaxscale.training.loop import train
 
         default_name = "-".join(filter(None, (experiment.name, self.variant)))
@@ -83,13 +87,33 @@ class Train:
         )
         return 0
 
+    def chosen_plan(self, experiment: Any, fields: Mapping[str, str]) -> Any:
+        """Choose the best plan for this machine, print the choice, and return the plan; every process has the same.
+
+        Raises:
+            UserError: no plan fits.
+        """
+        from jaxscale.cli.plan_command import fixed_settings
+        from jaxscale.planning.search.choice import choose_plan
+
+        platform = platform_of("local")
+        choice = choose_plan(experiment, platform, fixed=fixed_settings(fields), limit=bytes_of(self.limit, "--limit"))
+        print(choice, end="\n\n")
+        if not choice.fits:
+            raise UserError(f"plan auto: no plan of {experiment.name} fits {platform}: {choice.advice}")
+        return choice.plan
+
     def check(self) -> None:
         """Raise UserError for an invalid value of a flag, without importing JAX."""
         _check_command(self)
         self.check_progress()
 
     def check_progress(self) -> None:
-        """Raise UserError for an invalid value of a flag on how a run goes on and is shown."""
+        """Raise UserError for an invalid value of a flag on how a run is planned, goes on and is shown."""
+        if self.plan not in (None, "auto"):
+            raise UserError(
+                f"--plan: got {self.plan!r}, expected auto; fields of the plan are set by path, such as --plan.zero 3"
+            )
         if self.log_every < 1:
             raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
         if self.from_step is not None and self.resume == "never":
@@ -200,7 +224,7 @@ class Explain:
         """Print the table and, with --out, write the page."""
         _check_command(self)
         if self.out is not None:
-            _check_page(self.out)
+            check_page(self.out)
         from jaxscale.planning.explain import explain
 
         experiment, source = load_experiment(self, fields)
@@ -235,7 +259,7 @@ def _check_command(command: Train | Fit | Explain) -> None:
         target(platform, accelerators())
 
 
-def _check_page(path: str) -> None:
+def check_page(path: str) -> None:
     """Raise UserError if no page can be written to a path, before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
@@ -251,7 +275,27 @@ def _check_page(path: str) -> None:
         raise UserError(f"--out {path} cannot be the name of a file ({error}); give another path") from None
 
 
-def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:
+@runtime_checkable
+class ExperimentCommand(Protocol):
+    """A subcommand that reads an experiment file."""
+
+    @property
+    def file(self) -> str:
+        """The file, or the name of an example."""
+        ...
+
+    @property
+    def variant(self) -> str | None:
+        """One of the file's variants."""
+        ...
+
+    @property
+    def plan_file(self) -> str | None:
+        """The file of a plan that replaces the experiment's."""
+        ...
+
+
+def load_experiment(command: ExperimentCommand, fields: Mapping[str, str]) -> Any:
     """Return the experiment of a subcommand's file, with the fields of the command line, and the file's `Source`."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load_file
@@ -266,7 +310,11 @@ def experiment_flags(command: type) -> list[str]:
     """Return the names of a subcommand's flags that are also fields of the experiment."""
     from jaxscale.recipe.experiment import Experiment
 
-    return [field.name for field in dataclasses.fields(command) if field.name in field_types(Experiment)]
+    return [
+        field.name
+        for field in dataclasses.fields(command)
+        if field.name in field_types(Experiment) and field.name != "plan"
+    ]
 
 
 def named_platform(text: str) -> Any:

@@ -173,7 +173,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
             message_bytes=call.graph.carried_bytes,
         )
         prices += [price] * call.count
-    return ModelPrices(tuple(prices), last=_head_price(step, calls, platform))
+    return ModelPrices(tuple(prices), last=head_price(step, calls, platform))
 
 
 def link_seconds(platform: Platform, prices: ModelPrices) -> float:
@@ -212,7 +212,7 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
     return input_seconds, weight_seconds
 
 
-def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
+def head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
     """The price of head and loss, from the products outside the blocks; `None` if there are no such products."""
     import jax
 

@@ -22,8 +22,8 @@ from jaxscale.recipe.experiment import Experiment
         ("tarin a.py", "did you mean 'train'?"),
         ("--steps 3", "unknown subcommand '--steps'"),
         (
-            "train a.py --plan zero3",
-            "unknown flag '--plan' of train; fields of the plan are set by path, such as --plan.zero",
+            "fit a.py --plan zero3",
+            "unknown flag '--plan' of fit; fields of the plan are set by path, such as --plan.zero",
         ),
         ("launch finetune FOLDER --data a.jsonl", "launch takes an experiment file, and has no finetune; write a file"),
         (
@@ -31,7 +31,7 @@ from jaxscale.recipe.experiment import Experiment
             "launch runs train by itself: leave the word out, as in jaxscale launch",
         ),
         ("train a.py --lgo-every 3", "unknown flag '--lgo-every' of train; did you mean '--log-every'?"),
-        ("train a.py --zzz", "unknown flag '--zzz' of train; there are --out, --plan-file"),
+        ("train a.py --zzz", "unknown flag '--zzz' of train; there are --out, --plan, --plan-file"),
         ("train a.py -s 3", "unknown flag '-s'"),
         ("fit a.py -o b", "unknown flag '--out' of fit"),
         ("train a.py --resume nevr", "--resume: got 'nevr', expected auto or never; did you mean 'never'?"),

@@ -1,0 +1,162 @@
+"""The subcommand plan: choose the best plan for an experiment on a platform, or compare platforms."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxscale.cli.experiment_commands import bytes_of, check_page, load_experiment, named_platform, platform_of
+from jaxscale.cli.flags import flag, word
+from jaxscale.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoosePlan:
+    """Choose the best plan for a model and a platform.
+
+    It is the fastest step that fits, by modeled seconds and bytes.
+
+    Searched: mesh, ZeRO, pipeline, microbatches, memory rule, offload, loss chunks.
+
+    Number formats and codecs stay those of the experiment, as they change results.
+
+    The platform need not be present.
+
+    Fields of the experiment are set by path: --model.layers 16 --plan.zero 3
+
+    A field of the plan that is set in this way keeps its value.
+
+    Exit codes: 0 a plan fits, 3 none fits, 2 a mistake in the arguments.
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/llama_8b.py.
+        variant: one of the file's VARIANTS.
+        platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        platforms: several platforms to compare, separated by commas, as in "tpu v5e:4x4, gpu h100 x 8".
+        forbid: settings that are not used, separated by commas: tensor, sequence, replica, zero, microbatches,
+            pipeline, memory, offload, loss_chunk or sequence_parallel.
+        objective: with time, the fastest step; with memory, the step that takes the least memory; with cost, the
+            platform with the most tokens for a dollar, which requires --platforms and --prices.
+        prices: JSON file with the price of a chip and hour of each platform, as in {"tpu v5e": 1.2, "gpu h100": 3.0}.
+        limit: device memory to plan for, such as 14GiB.
+        host_limit: host memory per device to plan for, such as 32GiB.
+        verify: number of plans to compile, the best first; the best one that fits is chosen.
+        out: file to write a page to, .html or .svg.
+        save: file to write the plan to, for train --plan-file.
+        plan_file: plan.json file whose number formats and codecs are taken.
+        batch: number of rows in the global batch.
+    """
+
+    file: str = word("FILE")
+    variant: str | None = word("[VARIANT]", None)
+    platform: str = flag("PLATFORM", default="local")
+    platforms: str | None = flag("PLATFORMS", "one platform")
+    forbid: str | None = flag("SETTINGS", "nothing")
+    objective: Literal["time", "memory", "cost"] = "time"
+    prices: str | None = flag("PRICES.JSON", "none")
+    limit: str | None = flag("BYTES", "what the platform's programs may use")
+    host_limit: str | None = flag("BYTES", "an equal share of the host's")
+    verify: int = 0
+    out: str | None = flag("PAGE.HTML", "the text alone")
+    save: str | None = flag("PLAN.JSON", "none")
+    plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
+    batch: int | None = flag("INT", "the experiment's")
+
+    def run(self, fields: Mapping[str, str]) -> int:
+        """Print the choice, and return the exit code."""
+        fixed = fixed_settings(fields)
+        forbidden = frozenset(filter(None, (name.strip() for name in (self.forbid or "").split(","))))
+        self.check(fixed, forbidden)
+        from jaxscale.planning.search.choice import choose_plan
+        from jaxscale.planning.search.comparison import PlatformComparison
+        from jaxscale.planning.search.prices import read_prices
+
+        experiment, source = load_experiment(self, fields)
+        options: dict[str, Any] = {
+            "fixed": fixed,
+            "forbidden": forbidden,
+            "limit": bytes_of(self.limit, "--limit"),
+            "host_limit": bytes_of(self.host_limit, "--host-limit"),
+            "objective": "memory" if self.objective == "memory" else "time",
+            "verify": self.verify,
+            "make": source.remake,
+        }
+        if self.platforms is None:
+            choice = choose_plan(experiment, platform_of(self.platform), **options)
+        else:
+            prices = None if self.prices is None else read_prices(self.prices)
+            texts = [text for text in self.platforms.split(",") if text.strip()]
+            comparison = PlatformComparison.of(experiment, [platform_of(text) for text in texts], prices, options)
+            print(comparison, end="\n\n")
+            choice = comparison.best(self.objective)
+        print(choice)
+        if self.out is not None:
+            choice.write(self.out)
+            print(f"written to {self.out}")
+        if self.save is not None and choice.fits:
+            choice.save_plan(self.save)
+            print(f"plan written to {self.save}; train it with --plan-file {self.save}")
+        return 0 if choice.fits else 3
+
+    def check(self, fixed: frozenset[str], forbidden: frozenset[str]) -> None:
+        """Raise UserError for an invalid value of a flag, without importing JAX.
+
+        Args:
+            fixed: settings of the plan that the command line sets.
+            forbidden: settings that --forbid lists.
+        """
+        from jaxscale.planning.search.prices import read_prices
+        from jaxscale.planning.search.settings import check_settings
+        from jaxscale.recipe.plan import read_plan
+        from jaxscale.records.outline import outline
+
+        outline(self.file, self.variant)
+        bytes_of(self.limit, "--limit")
+        bytes_of(self.host_limit, "--host-limit")
+        check_settings(fixed, forbidden)
+        if self.verify < 0:
+            raise UserError(f"--verify: got {self.verify}, expected a number of plans to compile, from 0 on")
+        texts = [self.platform] if self.platforms is None else [t for t in self.platforms.split(",") if t.strip()]
+        if not texts:
+            raise UserError(f"--platforms: got {self.platforms!r}, expected platforms such as 'tpu v5e:4x4, gpu h100'")
+        if self.platforms is not None and self.platform != "local":
+            raise UserError("got --platform and --platforms, expected one of them")
+        platforms = [named_platform(text) for text in texts]
+        if self.verify:
+            from jaxscale.compiler.target import target
+            from jaxscale.platforms.detect import accelerators
+
+            for platform in filter(None, platforms):
+                target(platform, accelerators())
+        if self.objective == "cost" and (self.platforms is None or self.prices is None):
+            raise UserError(
+                "--objective cost: compares platforms by their prices; give --platforms 'A, B' and --prices FILE"
+            )
+        if self.prices is not None:
+            if self.platforms is None:
+                raise UserError("--prices: prices are compared between platforms; give --platforms 'A, B'")
+            prices = read_prices(self.prices)
+            for platform in filter(None, platforms):
+                prices.of(platform)
+        if self.plan_file is not None:
+            read_plan(Path(self.plan_file))
+        if self.out is not None:
+            check_page(self.out)
+
+
+def fixed_settings(fields: Mapping[str, str]) -> frozenset[str]:
+    """Return the settings that keep their values, because the command line sets these fields of the plan.
+
+    Args:
+        fields: texts by the dotted paths of the experiment's fields.
+
+    Example:
+        >>> sorted(fixed_settings({"plan.zero": "3", "plan.offload.weights": "host", "model.layers": "2"}))
+        ['offload', 'zero']
+    """
+    from jaxscale.planning.search.settings import SETTINGS
+
+    paths = [path.replace("-", "_").split(".") for path in fields]
+    names = {path[1] for path in paths if path[0] == "plan" and len(path) > 1}
+    has_chunk = any("loss_chunk" in text for path, text in fields.items() if path == "plan.kernels")
+    return frozenset(names & set(SETTINGS)) | ({"loss_chunk"} if has_chunk else set())

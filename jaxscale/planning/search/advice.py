@@ -1,0 +1,120 @@
+"""What is missing if no plan fits: bytes, the setting that frees the most, and the smallest machine that would do."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jaxscale.errors import UserError
+from jaxscale.planning.estimate import estimate
+from jaxscale.planning.search.search import JudgedPlan, Search
+from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.plan import Plan
+from jaxscale.values.units import size
+
+MAX_GROWTH = 64
+"""Largest machine that is tried, as a multiple of the user's."""
+
+
+def advice_for(search: Search, smallest: JudgedPlan) -> str:
+    """Return sentences on what is missing, which setting would free the most, and which machine would do.
+
+    Args:
+        search: a search in which nothing fits.
+        smallest: the plan of the search that needs the least memory.
+    """
+    if search.limit is None:
+        return ""
+    lines: list[str] = []
+    missing_bytes = smallest.device_bytes - search.limit
+    kinds = smallest.estimate.device_bytes_by_kind
+    largest_kind = max(kinds, key=lambda kind: kinds[kind])
+    if missing_bytes > 0:
+        lines.append(
+            f"the smallest plan needs {size(missing_bytes)} too much; {largest_kind} takes the most, "
+            f"{size(kinds[largest_kind])}"
+        )
+    else:
+        lines.append("the smallest plan needs more host memory than there is; use more hosts, or forbid offload")
+    savings = _savings(search, smallest)
+    if savings:
+        saved_bytes, flags = max(savings)
+        lines.append(f"{flags} would free the most, {size(saved_bytes)}, but changes results slightly")
+    for name in sorted(search.choices.forbidden | search.choices.fixed):
+        lines.append(f"{name} was not searched, as you asked")
+    machine = smallest_machine(search)
+    if machine is not None:
+        platform, judged = machine
+        lines.append(
+            f"the smallest {platform.chip.kind} {platform.chip.name} that would do is {platform}, by estimate "
+            f"({size(judged.device_bytes)} of {size(search.limit)})"
+        )
+    else:
+        lines.append(
+            f"no {search.platform.chip.name} up to {MAX_GROWTH} times as large would do with a batch of "
+            f"{search.experiment.batch}"
+        )
+    return "\n".join(lines)
+
+
+def smallest_machine(search: Search) -> tuple[Platform, JudgedPlan] | None:
+    """Return the smallest larger machine of this kind that an experiment fits, with a plan; `None` if there is none.
+
+    Args:
+        search: a search for the machine on which nothing fits.
+    """
+    assert search.limit is not None
+    for platform in larger(search.platform):
+        larger_search = dataclasses.replace(search, platform=platform)
+        for candidate in larger_search.candidates()[1]:
+            judged = larger_search.judge(candidate) if candidate.bytes <= search.limit else None
+            if judged is not None and judged.fits:
+                return platform, judged
+    return None
+
+
+def larger(platform: Platform) -> Iterator[Platform]:
+    """Yield larger machines of a kind, each at least twice as large as the one before.
+
+    Example:
+        >>> [str(machine) for machine in larger(Platform.parse("tpu v5e:4x4"))][:2]
+        ['tpu v5e:4x8', 'tpu v5e:8x8']
+        >>> [str(machine) for machine in larger(Platform.parse("gpu h100 x 8"))][:2]
+        ['gpu h100 x 16', 'gpu h100 x 32']
+    """
+    if platform.chip.kind == "gpu":
+        count = platform.chips * 2
+        while count <= MAX_GROWTH * platform.chips:
+            yield dataclasses.replace(platform, chips=count)
+            count *= 2
+    elif platform.chip.kind == "tpu":
+        from jaxscale.platforms.tpu import topologies
+
+        last_count = platform.chips
+        for topology in topologies(platform.chip.name):
+            count = math.prod(topology)
+            if 2 * last_count <= count <= MAX_GROWTH * platform.chips:
+                last_count = count
+                yield dataclasses.replace(platform, chips=count, topology=topology)
+
+
+def _savings(search: Search, smallest: JudgedPlan) -> list[tuple[int, str]]:
+    """Return the bytes that number formats would free, each with the flag that sets the format."""
+    changes: dict[str, Plan] = {}
+    plan = smallest.plan
+    try:
+        if plan.precision == "float32":
+            changes["--plan.precision bfloat16"] = dataclasses.replace(plan, precision="bfloat16")
+        if plan.state.moments == "float32" and plan.offload.optimizer_state == "device":
+            int8 = dataclasses.replace(plan.state, moments="int8")
+            changes["--plan.state.moments int8"] = dataclasses.replace(plan, state=int8)
+    except UserError:  # a rule refuses the combination
+        pass
+    savings: list[tuple[int, str]] = []
+    for flags, changed_plan in changes.items():
+        try:
+            changed_bytes = estimate(search.experiment, search.platform, changed_plan).device_bytes
+        except UserError:
+            continue
+        if changed_bytes < smallest.device_bytes:
+            savings.append((smallest.device_bytes - changed_bytes, flags))
+    return savings

@@ -1,0 +1,228 @@
+"""Costs of a model's passes on a platform, from a few traces: the numbers from which closed forms rank many plans.
+
+A model is traced once for each split over tensor and sequence axes (`split_costs`), without ZeRO, pipeline or memory
+rule, for the rows that a device would have. Everything that depends on the rows is proportional to them: seconds, FLOP
+and bytes of activations. So one trace serves all meshes with this split, and all numbers of microbatches.
+"""
+
+import dataclasses
+
+from jaxscale.errors import UserError
+from jaxscale.memory.decide import decide
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.estimate import of_step
+from jaxscale.planning.program import described_step
+from jaxscale.planning.search.traffic import Sizes, sizes_of
+from jaxscale.planning.stage_prices import gradient_seconds, head_price
+from jaxscale.platforms.platform import Chip, Platform, chips
+from jaxscale.programs import roofline
+from jaxscale.programs.collect import BlockCall
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import OffloadPlan, Plan
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.batches import batch_shapes
+from jaxscale.state.layout import local_bytes
+from jaxscale.step.memory_resolve import traced_blocks
+
+STAND_IN = "v5e"
+"""Chip whose rates and links are assumed if those of the platform are unknown; only their proportions matter."""
+_STATIC_KINDS = ("kept activations", "gradients", "compute copy", "gathered weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a memory rule keeps for the backward pass, and recomputes, on a device.
+
+    Args:
+        kept_bytes: bytes of activations kept by all blocks.
+        seconds: seconds of recomputation in all blocks.
+        share: share of the blocks' forward pass that runs again.
+    """
+
+    kept_bytes: float
+    seconds: float
+    share: float
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """The bytes, the seconds and the share."""
+        return self.kept_bytes, self.seconds, self.share
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitCosts:
+    """Costs of a step of a model that is split over tensor and sequence axes, on one device, for `rows` rows.
+
+    Args:
+        batch: rows of the global batch.
+        rows: rows for which the model was traced.
+        sizes: sizes of the model's weights and activations on the device.
+        forward_seconds: seconds of the blocks' forward pass, by roofline.
+        backward_seconds: seconds of the blocks' backward pass, by roofline, without recomputation.
+        head_seconds: seconds of the forward pass of everything else that has products; its backward pass takes twice
+            as long.
+        block_bytes: bytes that one block keeps for its backward pass if it keeps everything.
+        input_bytes: bytes of the activations that enter a block.
+        loss_bytes: bytes of the loss (logits and their gradient) at the moment that needs the most of them.
+        working_bytes: bytes of all other values that are neither kept nor gradients, at the moment with the most.
+        weight_bytes: bytes of the weights between steps.
+        state_bytes: bytes of the optimizer state.
+        positions: number of positions of a row on the device; 1 if the model has no context.
+        row_positions: number of positions of a whole row.
+        step_flop: FLOP of the model in a step, without recomputation, all devices together.
+        calls: the calls of the model's blocks.
+        chip: the chip, with known rates.
+        products: number of products in the forward pass of all blocks.
+    """
+
+    batch: int
+    rows: int
+    sizes: Sizes
+    forward_seconds: float
+    backward_seconds: float
+    head_seconds: float
+    block_bytes: float
+    input_bytes: float
+    loss_bytes: float
+    working_bytes: float
+    weight_bytes: float
+    state_bytes: float
+    positions: int
+    row_positions: int
+    step_flop: float
+    calls: tuple[BlockCall, ...] = dataclasses.field(repr=False)
+    chip: Chip = dataclasses.field(repr=False)
+    products: int = 0
+    kept_by_rule: dict[MemoryPlan, Kept] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def weights(self) -> int:
+        """The number of elements of the weights on the device."""
+        return self.sizes.block_weights + self.sizes.other_weights
+
+    def kept(self, memory: MemoryPlan, rows: float) -> Kept:
+        """Return what a memory rule keeps and recomputes in all blocks, for some rows of a microbatch on a device.
+
+        Raises:
+            UserError: the rule does not suit the model, or its budget is too small.
+        """
+        if not self.calls and memory.rule == "none":
+            return Kept(0, 0, 0)
+        scale = rows / self.rows
+        traced_memory = memory
+        if memory.budget is not None:
+            traced_memory = dataclasses.replace(memory, budget=int(memory.budget / scale))
+        if traced_memory not in self.kept_by_rule:
+            decision = decide(traced_memory, self.calls, self.chip)
+            flop = sum(call.count * call.graph.flop for call in self.calls)
+            share = decision.flop / flop if flop else 0
+            self.kept_by_rule[traced_memory] = Kept(decision.bytes, decision.seconds, share)
+        kept = self.kept_by_rule[traced_memory]
+        return Kept(scale * kept.kept_bytes, scale * kept.seconds, kept.share)
+
+    def suits(self, memory: MemoryPlan) -> bool:
+        """Return whether a memory rule suits the model."""
+        try:
+            self.kept(memory, self.rows)
+        except UserError:
+            return False
+        return True
+
+
+def rated(platform: Platform) -> Platform:
+    """Return the platform, with the rates and links of `STAND_IN` if those of its chip are unknown, as on a CPU.
+
+    Example:
+        >>> rated(Platform.parse("cpu x 8")).chip.peak("bfloat16") == chips()["v5e"].bfloat16
+        True
+    """
+    if platform.chip.memory_bandwidth is not None and platform.chip.peak("bfloat16") is not None:
+        return platform
+    rated_chip = chips()[STAND_IN]
+    names = ("bfloat16", "float16", "tf32", "float32", "float8", "int8", "memory_bandwidth", "links")
+    rates = {name: getattr(rated_chip, name) for name in names}
+    return dataclasses.replace(platform, chip=dataclasses.replace(platform.chip, **rates))
+
+
+def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: int, sequence: int) -> SplitCosts:
+    """Trace a model for a split over tensor and sequence axes, and return its costs on one device.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform with known rates (`rated`).
+        plan: plan whose number formats, kernels and rules are taken.
+        tensor: number of devices along the tensor axis.
+        sequence: number of devices along the sequence axis.
+
+    Raises:
+        UserError: the model cannot be split in this way.
+    """
+    rows = max(1, experiment.batch * tensor * sequence // platform.devices)
+    mesh = MeshSpec(tensor=tensor, sequence=sequence)
+    plain = without_layout(plan, mesh)
+    traced_experiment = dataclasses.replace(experiment, batch=rows)
+    frugal_plan = dataclasses.replace(plain, memory=MemoryPlan("full"))  # its working set has no kept activations
+    try:
+        step = described_step(traced_experiment, platform, frugal_plan, mesh.devices)
+    except UserError:  # a model without blocks, unless the split is refused as well
+        step = described_step(traced_experiment, platform, plain, mesh.devices)
+    calls = traced_blocks(step.objective, platform.chip)
+    head = head_price(step, calls, platform)
+    head_flop = 0.0 if head is None else head.forward * (roofline.rate(platform.chip, "bfloat16") or 0.0)
+    forward_flop = mesh.devices * (head_flop + sum(call.count * call.graph.flop for call in calls))
+    input_seconds, weight_seconds = map(sum, zip(*map(_gradient_seconds, calls), strict=True)) if calls else (0.0, 0.0)
+    shapes = batch_shapes(traced_experiment)
+    moments = of_step(step, shapes, platform).timeline.moments
+    loss_bytes = max((moment.bytes_by_kind.get("loss", 0) for moment in moments), default=0)
+    excess_bytes = (
+        sum(count for kind, count in moment.bytes_by_kind.items() if kind not in (*_STATIC_KINDS, "loss"))
+        for moment in moments
+    )
+    context = shapes["tokens"].shape[1] if "tokens" in shapes else 1
+    return SplitCosts(
+        batch=experiment.batch,
+        rows=rows,
+        sizes=sizes_of(step, calls),
+        forward_seconds=sum(call.count * call.graph.seconds for call in calls),
+        backward_seconds=input_seconds + weight_seconds,
+        head_seconds=0.0 if head is None else head.forward,
+        block_bytes=max((call.graph.needed_bytes for call in calls), default=0),
+        input_bytes=max((call.input_bytes for call in calls), default=0),
+        loss_bytes=loss_bytes,
+        working_bytes=max(excess_bytes, default=0),
+        weight_bytes=local_bytes(step.layout.abstract.params),
+        state_bytes=local_bytes(step.layout.abstract.optimizer),
+        positions=max(1, context // sequence),
+        row_positions=context,
+        step_flop=3 * forward_flop * experiment.batch / rows,
+        calls=calls,
+        chip=platform.chip,
+        products=sum(call.count * sum(equation.flop > 0 for equation in call.graph.equations) for call in calls),
+    )
+
+
+def without_layout(plan: Plan, mesh: MeshSpec | None = None) -> Plan:
+    """Return the plan with its number formats, kernels and rules alone, on a mesh, without a distribution of work.
+
+    Example:
+        >>> str(without_layout(Plan(mesh="fsdp:4", zero=3, precision="bfloat16"), MeshSpec()).zero)
+        '0'
+    """
+    return dataclasses.replace(
+        plan,
+        mesh=mesh,
+        zero=0,
+        sequence_parallel=False,
+        microbatches=1,
+        pipeline=None,
+        reduce=plan.reduce if isinstance(plan.reduce, str) else None,
+        diloco=None,
+        memory=MemoryPlan("none"),
+        offload=OffloadPlan(),
+    )
+
+
+def _gradient_seconds(call: BlockCall) -> tuple[float, float]:
+    """Return the seconds of the input gradients and of the weight gradients of all runs of a block."""
+    input_seconds, weight_seconds = gradient_seconds(call.graph)
+    return call.count * input_seconds, call.count * weight_seconds

@@ -1,0 +1,36 @@
+"""Names of the settings of a plan that the search chooses, and that a user may fix or forbid; needs no JAX."""
+
+from collections.abc import Collection
+
+from jaxscale.errors import UserError, unknown
+
+SETTINGS = (
+    "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "memory", "offload", "loss_chunk", "tensor",
+    "sequence", "replica",
+)  # fmt: skip
+"""Names of the settings; the last three are mesh axes."""
+
+
+def check_settings(fixed: Collection[str], forbidden: Collection[str]) -> None:
+    """Refuse names of settings that are unknown, or both fixed and forbidden.
+
+    Args:
+        fixed: names of the settings that keep their values.
+        forbidden: names of the settings that keep their defaults.
+
+    Raises:
+        UserError: a name is unknown, or both fixed and forbidden.
+
+    Example:
+        >>> check_settings(["zero"], ["pipelines"])
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: unknown setting 'pipelines': expected one of loss_chunk, memory, mesh, \
+microbatches, offload, pipeline, replica, sequence, sequence_parallel, tensor, zero; did you mean 'pipeline'?
+    """
+    for name in sorted({*fixed, *forbidden}):
+        if name not in SETTINGS:
+            raise unknown("setting", name, SETTINGS)
+    if both := sorted(set(fixed) & set(forbidden)):
+        raise UserError(f"{both[0]}: got it fixed and forbidden, expected one of the two")
+    if "mesh" in fixed and (axes := sorted({"tensor", "sequence", "replica"} & set(forbidden))):
+        raise UserError(f"{axes[0]}: got it forbidden, but the mesh is fixed; leave one of them out")

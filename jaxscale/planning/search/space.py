@@ -1,0 +1,268 @@
+"""The plans among which the search chooses: layouts over the devices, and variants of each layout.
+
+A layout is a mesh, a ZeRO stage, a pipeline and a number of microbatches. A variant is a memory rule, a chunk of the
+loss and a place for weights and optimizer state. Settings that change what is computed (number formats, codecs,
+DiLoCo) are those of the user's plan. A setting that the user fixes has one value; one that is forbidden has none but
+its default.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.model_traits import ModelTraits
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.planning.search.settings import check_settings
+from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import OffloadPlan, Plan
+from jaxscale.sharding.mesh import MeshSpec
+
+MEMORY_RULES = tuple(map(MemoryPlan.parse, ("none", "dots", "full")))
+"""Memory rules by which plans are ranked; the best plans then get the cheapest rule that fits (`memory fit`)."""
+SCHEDULES = ("1f1b:{}x{}", "1f1b:{}x{},stash=input", "interleaved:{}x{},v=2", "zb-h1:{}x{}", "zb-h1:{}x{},stash=input")
+"""Text forms of the schedules among which the search chooses."""
+MAX_TENSOR = 16
+"""Most devices along the tensor axis on a TPU; on GPUs, the tensor axis stays within a host."""
+MAX_SEQUENCE = 16
+MAX_RANKS = 16
+MAX_MICROBATCHES = 64
+"""Most devices along the sequence axis, most ranks of a pipeline, and most microbatches, that are tried."""
+LONG_CONTEXT = 16384
+"""Positions of a row from which a sequence axis is tried although there are enough rows for all devices."""
+LOSS_CHUNK = 256
+"""Positions of a row for which a chunked loss is computed at a time."""
+OFFLOADS = (
+    OffloadPlan(),
+    OffloadPlan(optimizer_state="streamed"),
+    OffloadPlan(optimizer_state="host"),
+    OffloadPlan(weights="host", optimizer_state="streamed"),
+    OffloadPlan(weights="host", gradients="host", optimizer_state="streamed"),
+)
+"""Places for weights and optimizer state, from the one that costs nothing to the one that takes the least memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Settings that the user has fixed or forbidden.
+
+    Args:
+        base: plan that holds the fixed settings, and the settings that the search leaves alone.
+        fixed: names of the settings that keep their values in `base`.
+        forbidden: names of the settings that keep their defaults.
+
+    Raises:
+        UserError: a name is unknown, or both fixed and forbidden.
+    """
+
+    base: Plan
+    fixed: frozenset[str] = frozenset()
+    forbidden: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_settings(self.fixed, self.forbidden)
+        if "mesh" in self.fixed and self.base.mesh is None:
+            raise UserError("mesh: got it fixed in a plan without a mesh; name one, such as --plan.mesh fsdp:8")
+
+    def is_open(self, name: str) -> bool:
+        """Return whether the search chooses a setting."""
+        return name not in self.fixed and name not in self.forbidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Settings of a plan that do not depend on its layout.
+
+    Args:
+        memory: memory rule.
+        loss_chunk: positions of a row for which the loss is computed at a time; `None` for all.
+        offload: tensors in host memory.
+    """
+
+    memory: MemoryPlan
+    loss_chunk: int | None = None
+    offload: OffloadPlan = dataclasses.field(default_factory=OffloadPlan)
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Variant":
+        """Return the variant of a plan."""
+        return cls(plan.memory, plan.kernels.loss_chunk, plan.offload)
+
+    def applied(self, layout: Plan) -> Plan:
+        """Return a layout with the settings of the variant."""
+        kernels = dataclasses.replace(layout.kernels, loss_chunk=self.loss_chunk)
+        return dataclasses.replace(layout, memory=self.memory, kernels=kernels, offload=self.offload)
+
+
+def divisors(number: int, largest: int | None = None) -> list[int]:
+    """Return the divisors of a number, in rising order, up to the largest one allowed.
+
+    Example:
+        >>> divisors(12), divisors(12, 4)
+        ([1, 2, 3, 4, 6, 12], [1, 2, 3, 4])
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    every = sorted({*small, *(number // d for d in small)})
+    return [d for d in every if largest is None or d <= largest]
+
+
+def layouts(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> Iterator[Plan]:
+    """Yield the layouts over a number of devices, in a fixed order.
+
+    Rules of combination that need the model or the experiment are checked later, when a step is built. Layouts that
+    the plan alone refuses are left out.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform to plan for.
+        device_count: number of devices of each mesh.
+        choices: settings that the user has fixed or forbidden.
+    """
+    for mesh in meshes(experiment, platform, device_count, choices):
+        yield from _layouts_of(mesh, experiment, choices)
+
+
+def meshes(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> Iterator[MeshSpec]:
+    """Yield the meshes of a number of devices over which the batch can be split evenly.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform to plan for.
+        device_count: number of devices of each mesh.
+        choices: settings that the user has fixed or forbidden.
+    """
+    base = choices.base
+    if "mesh" in choices.fixed:
+        assert base.mesh is not None, "a fixed mesh is in the plan"
+        if base.mesh.devices == device_count:
+            yield base.mesh
+        return
+    traits = ModelTraits.of(experiment.model)
+    if "pipeline" in choices.fixed and base.pipeline is not None:
+        rank_counts = [base.pipeline.shape()[0]]
+    elif choices.is_open("pipeline") and traits.layers:
+        rank_counts = divisors(math.gcd(traits.layers, device_count), MAX_RANKS)
+    else:
+        rank_counts = [1]
+    is_gpu = platform.chip.kind == "gpu"
+    largest_tensor = min(MAX_TENSOR, platform.chip.chips_per_host or MAX_TENSOR) if is_gpu else MAX_TENSOR
+    for replica in _replica_counts(platform, device_count, choices):
+        for ranks in rank_counts:
+            for tensor in _axis_counts("tensor", device_count, largest_tensor, choices):
+                for sequence in _axis_counts("sequence", device_count, MAX_SEQUENCE, choices):
+                    shard_count, remainder = divmod(device_count, replica * ranks * tensor * sequence)
+                    if remainder or experiment.batch % (shard_count * replica):
+                        continue
+                    if sequence > 1 and not _is_worth_splitting(traits.context, experiment, device_count // sequence):
+                        continue
+                    for fsdp in divisors(shard_count):
+                        yield MeshSpec(
+                            replica=replica,
+                            data=shard_count // fsdp,
+                            pipe=ranks,
+                            fsdp=fsdp,
+                            sequence=sequence,
+                            tensor=tensor,
+                        )
+
+
+def _is_worth_splitting(context: int | None, experiment: Experiment, row_devices: int) -> bool:
+    """Return whether to try a sequence axis: rows are long, or too few for the devices without it."""
+    return context is not None and (context >= LONG_CONTEXT or experiment.batch <= row_devices)
+
+
+def variants(experiment: Experiment, platform: Platform, choices: Choices) -> list[Variant]:
+    """Return the variants of every layout.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform to plan for.
+        choices: settings that the user has fixed or forbidden.
+    """
+    base = choices.base
+    traits = ModelTraits.of(experiment.model)
+    memory_rules: Collection[MemoryPlan] = MEMORY_RULES if choices.is_open("memory") else (base.memory,)
+    if "memory" in choices.forbidden:
+        memory_rules = (MemoryPlan("none"),)
+    offloads: Collection[OffloadPlan] = (base.offload,) if "offload" in choices.fixed else (OffloadPlan(),)
+    if choices.is_open("offload") and platform.chip.kind != "cpu":
+        offloads = OFFLOADS
+    chunk = base.kernels.loss_chunk
+    chunks = [chunk]
+    if chunk is None and choices.is_open("loss_chunk") and not traits.foreign and base.kernels.scores == "auto":
+        chunks += [LOSS_CHUNK] if (traits.context or 0) > LOSS_CHUNK and traits.vocab else []
+    return [Variant(rule, chunk, offload) for chunk in chunks for offload in offloads for rule in memory_rules]
+
+
+def _replica_counts(platform: Platform, device_count: int, choices: Choices) -> list[int]:
+    """Return the numbers of replicas: 1, and the number of parts of a platform between which links are slow."""
+    base = choices.base
+    needs_replicas = base.diloco is not None or (base.reduce is not None and not isinstance(base.reduce, str))
+    if base.mesh is not None and ("replica" in choices.fixed or (needs_replicas and base.mesh.replica > 1)):
+        return [base.mesh.replica]
+    part_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
+    counts = {1} | ({part_count} if choices.is_open("replica") and device_count % part_count == 0 else set())
+    if needs_replicas:
+        counts = {part_count} if part_count > 1 else {2}
+    return sorted(counts)
+
+
+def _axis_counts(axis: str, device_count: int, largest: int, choices: Choices) -> list[int]:
+    """Return the numbers of devices to try along the tensor or the sequence axis."""
+    if axis in choices.fixed and choices.base.mesh is not None:
+        return [choices.base.mesh.sizes[axis]]
+    return divisors(device_count, largest) if choices.is_open(axis) else [1]
+
+
+def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices) -> Iterator[Plan]:
+    """Yield the layouts on a mesh: every ZeRO stage, pipeline and number of microbatches."""
+    base, row_count = choices.base, experiment.batch // mesh.batch_shards
+    if experiment.batch % mesh.batch_shards:
+        return
+    if "zero" in choices.fixed:
+        stages = [base.zero] if (mesh.fsdp > 1) == (base.zero > 0) else []
+    elif mesh.fsdp == 1 or "zero" in choices.forbidden:
+        stages = [0] if mesh.fsdp == 1 else []
+    else:
+        stages = [1, 2, 3]
+    counts = divisors(row_count, MAX_MICROBATCHES)
+    if "microbatches" in choices.fixed:
+        counts = [base.microbatches] if row_count % base.microbatches == 0 else []
+    elif "microbatches" in choices.forbidden:
+        counts = [1]
+    is_sequence_parallel = mesh.tensor > 1 and "sequence_parallel" not in choices.forbidden
+    if "sequence_parallel" in choices.fixed:
+        is_sequence_parallel = base.sequence_parallel
+    for stage in stages:
+        for pipeline, count in _pipelines(mesh, counts, choices):
+            try:
+                yield dataclasses.replace(
+                    base,
+                    mesh=mesh,
+                    zero=stage,
+                    sequence_parallel=is_sequence_parallel,
+                    microbatches=count,
+                    pipeline=pipeline,
+                    memory=MemoryPlan("none"),
+                    offload=OffloadPlan(),
+                )
+            except UserError:
+                continue
+
+
+def _pipelines(mesh: MeshSpec, counts: list[int], choices: Choices) -> Iterator[tuple[PipelinePlan | None, int]]:
+    """Yield the pipelines of a mesh, each with its number of microbatches; `None` without a pipeline."""
+    if "pipeline" in choices.fixed and choices.base.pipeline is not None:
+        count = choices.base.pipeline.shape()[1]
+        if count in counts:
+            yield choices.base.pipeline, count
+    elif mesh.pipe == 1:
+        for count in counts:
+            yield None, count
+    else:
+        for count in counts:
+            for form in SCHEDULES:
+                if count >= mesh.pipe and count % mesh.pipe == 0:
+                    yield PipelinePlan.parse(form.format(mesh.pipe, count)), count

@@ -1,0 +1,184 @@
+"""Seconds of a train step, itemized, in closed form: the one scale on which plans are compared.
+
+    compute  = sum over microbatches of forward + backward + recomputation, by roofline, at the chip's efficiency
+    hidden   = min(compute of the pass, communication of weights and gradients in that pass)
+    step     = compute + communication - 0.9 hidden + bubble + launches + copies to and from hosts + update
+
+Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur. Messages of
+activations (tensor, sequence and pipe axes) do not: the next product waits for them. The bubble is that of the
+schedule's simulation with equal stages. An update moves state, weights and gradients once through the memory.
+
+Left out: operations that XLA cannot fuse outside of blocks, skew between devices, and the host's input.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jaxscale.pipeline.charts.draw import drawable
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import simulate
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.planning.search.links import collective_seconds
+from jaxscale.planning.search.model_costs import Kept, SplitCosts
+from jaxscale.planning.search.space import Variant
+from jaxscale.planning.search.traffic import Transfer, transfers
+from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.plan import OffloadPlan, Plan
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.values.units import duration
+
+LAUNCH_SECONDS = 3e-6
+"""Assumed seconds that a device spends between a product and the next, which many small microbatches add up."""
+INTERFERENCE = 0.1
+"""Assumed share of the seconds of hidden communication by which it slows the products beside it."""
+HOST_BANDWIDTH = 200e9
+"""Assumed bytes/s between a host's processors and its memory, which the devices of the host share in an update."""
+OVERLAPPING = ("weights", "gradients")
+"""Purposes of the collectives that run beside the products of their pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+    """Modeled seconds of one train step, by item.
+
+    Args:
+        items: seconds by item; the items of communication are those seconds that no computation hides.
+        hidden: seconds of communication that computation hides.
+
+    Example:
+        >>> StepSeconds({"forward": 1.0, "backward": 2.0}).total
+        3.0
+    """
+
+    items: Mapping[str, float]
+    hidden: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        return sum(self.items.values())
+
+    def __str__(self) -> str:
+        shares = ", ".join(
+            f"{name} {seconds / self.total:.0%}"
+            for name, seconds in self.items.items()
+            if seconds >= 0.005 * self.total
+        )
+        hidden_text = f"; {duration(self.hidden)} of communication beside the products" if self.hidden else ""
+        return f"{duration(self.total)} a step: {shares}{hidden_text}"
+
+
+def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform) -> StepSeconds:
+    """Return the modeled seconds of a step, by item.
+
+    Args:
+        layout: plan with a mesh over which the batch can be split evenly.
+        variant: memory rule, chunk of the loss and offload of the step.
+        kept: what the memory rule keeps and recomputes in the rows of a microbatch on a device, in all stages.
+        costs: costs of the model under the layout's split over tensor and sequence axes.
+        platform: platform with known rates (`rated`).
+    """
+    mesh = layout.mesh
+    assert mesh is not None
+    rows = costs.batch / mesh.batch_shards  # of all microbatches on a device
+    share = rows / costs.rows / mesh.pipe  # of the traced work of the blocks
+    has_rerun = layout.pipeline is not None and layout.stages_keep == "input"
+    forward, backward = share * costs.forward_seconds, share * costs.backward_seconds
+    recomputation = layout.microbatches * kept.seconds / mesh.pipe + (forward if has_rerun else 0.0)
+    # the head belongs to one stage, for which the others wait; a chunked loss computes its products again
+    head_passes = 3 if variant.loss_chunk is None else 4
+    head = costs.head_seconds * rows / costs.rows
+    compute_by_pass = {
+        "forward": forward + head,
+        "backward": backward + recomputation + (head_passes - 1) * head,
+        "update": 0.0,
+    }
+    sizes = dataclasses.replace(
+        costs.sizes, block_weights=costs.sizes.block_weights // mesh.pipe, layers=costs.sizes.layers // mesh.pipe
+    )
+    recomputed = kept.share + has_rerun
+    step_transfers = transfers(layout, sizes, round(rows / layout.microbatches), recomputed=recomputed)
+    exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
+    bubble = 0.0 if layout.pipeline is None else bubble_of(layout.pipeline)
+    update, copies = _update(layout, variant.offload, costs, platform)
+    # each product of the forward pass has two in the backward pass
+    launch_count = 3 * layout.microbatches * costs.products / mesh.pipe * (1 + (recomputed > 0) / 3)
+    seconds_by_item = {
+        "forward": forward,
+        "backward": backward,
+        "recomputation": recomputation,
+        "head": head_passes * head,
+        **exposed,
+        "bubble": bubble / (1 - bubble) * (forward + backward + recomputation),
+        "launches": launch_count * LAUNCH_SECONDS,
+        "update": update,
+        "host copies": copies,
+    }
+    return StepSeconds({name: seconds for name, seconds in seconds_by_item.items() if seconds}, hidden)
+
+
+def bubble_of(pipeline: PipelinePlan) -> float:
+    """Return the idle share of a pipeline's ranks in a step, by simulation with equal stages.
+
+    Example:
+        >>> round(bubble_of(PipelinePlan.parse("gpipe:4x4")), 3)
+        0.429
+    """
+    return _bubble(dataclasses.replace(pipeline, stages=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _bubble(pipeline: PipelinePlan) -> float:
+    """Return the idle share of the ranks of a pipeline with equal stages; a backward pass takes two forward passes."""
+    schedule = drawable(pipeline)
+    count = schedule.stages
+    is_rerun = float(pipeline.stash == "input")
+    stage_costs = Costs((1.0,) * count, (1.0 + is_rerun,) * count, (1.0,) * count)
+    return simulate(schedule, stage_costs).bubble
+
+
+def _communication(
+    step_transfers: tuple[Transfer, ...], compute_by_pass: Mapping[str, float], mesh: MeshSpec, platform: Platform
+) -> tuple[dict[str, float], float]:
+    """Return the seconds of communication that nothing hides, by purpose and axes, and the seconds that are hidden."""
+    exposed: dict[str, float] = {}
+    overlapping: dict[str, dict[str, float]] = {}  # seconds by pass and item
+    for transfer in step_transfers:
+        seconds = transfer.count * collective_seconds(transfer.kind, transfer.nbytes, transfer.axes, mesh, platform)
+        item = f"{transfer.purpose} over {'+'.join(transfer.axes)}"
+        is_overlapping = transfer.purpose in OVERLAPPING and compute_by_pass[transfer.passes] > 0
+        group = overlapping.setdefault(transfer.passes, {}) if is_overlapping else exposed
+        group[item] = group.get(item, 0.0) + seconds
+    hidden = 0.0
+    for passes, seconds_by_item in overlapping.items():
+        total = sum(seconds_by_item.values())
+        hidden_of_pass = min(total, compute_by_pass[passes])
+        hidden += hidden_of_pass
+        for item, seconds in seconds_by_item.items():
+            share = hidden_of_pass / total if total else 0.0
+            exposed[item] = exposed.get(item, 0.0) + seconds * (1 - (1 - INTERFERENCE) * share)
+    return exposed, hidden
+
+
+def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Platform) -> tuple[float, float]:
+    """Return the seconds of an update, and those of the copies of weights and state between device and host."""
+    assert layout.mesh is not None
+    shard_count = (layout.mesh.fsdp if layout.zero else 1) * layout.mesh.pipe
+    weights, state_bytes = costs.weights / shard_count, costs.state_bytes / shard_count
+    bandwidth = platform.chip.memory_bandwidth
+    assert bandwidth is not None, "the platform's rates are known"
+    # state and float32 weights are read and written, gradients are read, and the compute copy is written
+    update_bytes = 2 * state_bytes + (4 + 4 + 4 + 2) * weights
+    link = next((link for link in platform.links if link.name == "pcie"), None)
+    copied_bytes = host_seconds = 0.0
+    if offload.optimizer_state == "streamed":
+        copied_bytes = 2 * state_bytes
+    elif offload.optimizer_state == "host":  # gradients go to the host, which updates, and weights come back
+        copied_bytes = (4 + 4) * weights
+        host_seconds = update_bytes * (platform.chip.chips_per_host or 1) / HOST_BANDWIDTH
+        update_bytes = 0.0
+    if offload.weights == "host":  # weights come for both passes of each microbatch
+        copied_bytes += 2 * layout.microbatches * 2 * weights
+    copy_seconds = 0.0 if link is None else copied_bytes / link.bandwidth
+    return update_bytes / bandwidth + host_seconds, copy_seconds
