@@ -185,7 +185,7 @@ class Arrays:
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
         is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
-            if value in in_place_values:
+            if value in in_place_values or self._is_sunk_constant(operation, value):
                 self.sources_by_value[value] = frozenset()
             elif not is_whole_array and (are_arrays or (not is_view and self._needs_array(value))):
                 self.sources_by_value[value] = frozenset((value,))
@@ -265,6 +265,15 @@ class Arrays:
         if self.compiler.product_fusion == "no":
             return bool(product_indices)
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
+
+    def _is_sunk_constant(self, operation: Operation, value: int) -> bool:
+        """Whether a value is a broadcast literal that only loops read, unsliced; XLA moves it into their bodies."""
+        if operation.kind != "broadcast_in_dim" or operation.inputs[0] is not None or value in self.output_values:
+            return False
+        readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
+        if not readers or any(reader.loop_body is None for reader in readers):
+            return False
+        return all(value not in part for reader in readers for part in loop_parts(reader, reader.inputs)[1:])
 
     def _readers_through_views(self, value: int) -> list[int]:
         """The indices of the operations that read a value or a view of it."""

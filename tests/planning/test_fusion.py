@@ -51,6 +51,20 @@ def test_a_loop_s_stack_belongs_to_the_caller():
     assert sorted(arrays.loop_arrays(loop).array_bytes.values()) == [0, KB]
 
 
+def test_a_broadcast_literal_that_a_loop_reads_whole_is_no_array():
+    def fn(x, w, as_state):
+        ones = jnp.ones((32, 32))
+        state = (x, ones) if as_state else (x, x)
+        step = lambda state, w: ((state[0] @ w + (0.0 if as_state else ones), state[1] * 2.0), None)  # noqa: E731
+        return jax.lax.scan(step, state, w)[0]
+
+    stack = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32)
+    for as_state, has_array in ((False, False), (True, True)):
+        arrays = arrays_of(lambda x, w, as_state=as_state: fn(x, w, as_state), X, stack)
+        kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
+        assert ("broadcast_in_dim" in {kinds[value] for value in arrays.array_bytes}) == has_array
+
+
 def loop_bytes(step):
     """Bytes of the arrays of a loop's body with a state of 4 KB."""
     arrays = arrays_of(lambda x, w: jax.lax.scan(step, x, w)[0], X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32))
