@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxscale.programs import regions
+from jaxscale.programs import regions, tiles
 from jaxscale.programs.elementwise import ELEMENTWISE
 from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.placements import Placements
@@ -35,6 +35,7 @@ SCATTERS = ("scatter-add", "scatter_add", "scatter")
 ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
+    tiles.RETILE,
 )  # fmt: skip
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
@@ -44,7 +45,7 @@ VIEWS = (
 )  # fmt: skip
 """Operations that leave the bytes of their operand unchanged."""
 
-NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose")
+NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
 """Operations whose result is listed under the name of the operand."""
 
 
