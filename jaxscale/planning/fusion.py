@@ -25,7 +25,8 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Matrix products and convolutions, which read every element of an operand several times."""
 
 ARRAY_READERS = (
-    "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES,
+    "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond",
+    "select_and_scatter_add", *COLLECTIVES,
 )  # fmt: skip
 """Operations that require arrays, not expressions, as operands."""
 
@@ -186,13 +187,12 @@ class Arrays:
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
         is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
+            self.sources_by_value[value] = operand_sources
             if value in in_place_values or self._is_sunk_constant(operation, value):
                 self.sources_by_value[value] = frozenset()
             elif not is_whole_array and (are_arrays or (not is_view and self._needs_array(value))):
                 self.sources_by_value[value] = frozenset((value,))
                 self.array_bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
-            else:
-                self.sources_by_value[value] = operand_sources
 
     def _bytes_of(self, value: int) -> int:
         """The bytes per device of a value as an array."""
@@ -265,7 +265,16 @@ class Arrays:
         product_indices = [index for index in reader_indices if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.product_fusion == "no":
             return bool(product_indices)
+        if self._is_convolved_sum(value, product_indices):
+            return True
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
+
+    def _is_convolved_sum(self, value: int, product_indices: Iterable[int]) -> bool:
+        """Whether a convolution reads an expression of several arrays of its shape, such as a residual stream."""
+        if all(self.program.operations[index].kind != "conv_general_dilated" for index in product_indices):
+            return False
+        shape = self.program.avals[value].shape
+        return sum(self.program.avals[source].shape == shape for source in self.sources_by_value[value]) > 1
 
     def _is_sunk_constant(self, operation: Operation, value: int) -> bool:
         """Whether a value is a broadcast literal that only loops read, unsliced; XLA moves it into their bodies."""

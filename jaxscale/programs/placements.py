@@ -189,8 +189,11 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
 
 def _reshaped_dims(operation: Operation, output_dims: Dims, placements: Placements) -> Dims:
     """Return the dims of a reshape's operand that place it like the result, as far as its dims split evenly."""
+    operand, output = operation.inputs[0], operation.outputs[0]
+    assert operand is not None, "a literal is not reshaped"
     operand_shape, output_shape = (
-        shape_of(placements.program.avals[value]) for value in (operation.inputs[0], operation.outputs[0])
+        shape_of(placements.program.avals[operand]),
+        shape_of(placements.program.avals[output]),
     )
     operand_dims: list[Axes] = [()] * len(operand_shape)
     for _, dim, output_dim in links("reshape", operation.params, [operand_shape], output_shape) or ():
