@@ -25,7 +25,7 @@ SMALL_COUNT = 2**16
 """Number of elements below which padding to whole tiles is ignored."""
 
 RETILE = "retile"
-"""Kind of an operation that copies an argument to tiles of another shape."""
+"""Kind of an operation that copies an argument, such as to tiles of another shape."""
 
 RETILED_OPERANDS = (
     "dot_general", "conv_general_dilated", "ragged_dot_general", "transpose", "reshape", "squeeze",
