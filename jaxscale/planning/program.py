@@ -86,7 +86,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     if platform.chip.kind == "gpu":
         program = with_late_gradients(program)
     elif platform.chip.kind == "tpu":
-        program = with_looped_copies(program)
+        program = with_looped_copies(program) if step.plan.zero in (1, 2) else program
         program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
     keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
     paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
