@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxscale.programs import regions
+from jaxscale.programs import regions, tiles
 from jaxscale.programs.elementwise import ELEMENTWISE
 from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.placements import Placements
@@ -25,7 +25,8 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Matrix products and convolutions, which read every element of an operand several times."""
 
 ARRAY_READERS = (
-    "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES,
+    "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond",
+    "select_and_scatter_add", *COLLECTIVES,
 )  # fmt: skip
 """Operations that require arrays, not expressions, as operands."""
 
@@ -35,6 +36,7 @@ SCATTERS = ("scatter-add", "scatter_add", "scatter")
 ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
+    tiles.RETILE,
 )  # fmt: skip
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
@@ -44,7 +46,7 @@ VIEWS = (
 )  # fmt: skip
 """Operations that leave the bytes of their operand unchanged."""
 
-NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose")
+NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
 """Operations whose result is listed under the name of the operand."""
 
 
@@ -185,13 +187,12 @@ class Arrays:
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
         is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
-            if value in in_place_values:
+            self.sources_by_value[value] = operand_sources
+            if value in in_place_values or self._is_sunk_constant(operation, value):
                 self.sources_by_value[value] = frozenset()
             elif not is_whole_array and (are_arrays or (not is_view and self._needs_array(value))):
                 self.sources_by_value[value] = frozenset((value,))
                 self.array_bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
-            else:
-                self.sources_by_value[value] = operand_sources
 
     def _bytes_of(self, value: int) -> int:
         """The bytes per device of a value as an array."""
@@ -264,7 +265,25 @@ class Arrays:
         product_indices = [index for index in reader_indices if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.product_fusion == "no":
             return bool(product_indices)
+        if self._is_convolved_sum(value, product_indices):
+            return True
         return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
+
+    def _is_convolved_sum(self, value: int, product_indices: Iterable[int]) -> bool:
+        """Whether a convolution reads an expression of several arrays of its shape, such as a residual stream."""
+        if all(self.program.operations[index].kind != "conv_general_dilated" for index in product_indices):
+            return False
+        shape = self.program.avals[value].shape
+        return sum(self.program.avals[source].shape == shape for source in self.sources_by_value[value]) > 1
+
+    def _is_sunk_constant(self, operation: Operation, value: int) -> bool:
+        """Whether a value is a broadcast literal that only loops read, unsliced; XLA moves it into their bodies."""
+        if operation.kind != "broadcast_in_dim" or operation.inputs[0] is not None or value in self.output_values:
+            return False
+        readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
+        if not readers or any(reader.loop_body is None for reader in readers):
+            return False
+        return all(value not in part for reader in readers for part in loop_parts(reader, reader.inputs)[1:])
 
     def _readers_through_views(self, value: int) -> list[int]:
         """The indices of the operations that read a value or a view of it."""

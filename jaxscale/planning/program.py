@@ -13,8 +13,9 @@ from jaxscale.programs.dims import dims_of
 from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.late import with_late_gradients
+from jaxscale.programs.looped import with_looped_copies
 from jaxscale.programs.placements import Placements, place
-from jaxscale.programs.tiles import kernel_tiles
+from jaxscale.programs.tiles import kernel_tiles, with_retiled_inputs
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
@@ -84,6 +85,9 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     program = flatten(jaxpr)
     if platform.chip.kind == "gpu":
         program = with_late_gradients(program)
+    elif platform.chip.kind == "tpu":
+        program = with_looped_copies(program) if step.plan.zero in (1, 2) else program
+        program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
     keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
     paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
     for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 from jaxscale.programs.regions import tick_loops
+from jaxscale.programs.tiles import RETILE
 
 STAGE_WEIGHT_PRIMITIVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
 """Operations that turn a pipelined step's weights into weights of stages; Chimera concatenates two copies."""
 
 COMPUTE_COPY_PRIMITIVES = (
-    "convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose",
+    "convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose", RETILE,
 )  # fmt: skip
 """Operations that turn a step's parameters into their compute copy."""
 

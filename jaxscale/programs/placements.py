@@ -41,7 +41,7 @@ _LIKE_FIRST_OPERAND = (
 )  # fmt: skip
 """Operations that place the result like their first operand, in the dims that have the same size in both."""
 
-_PLACED_BY_READERS = ELEMENTWISE | {"transpose", "sharding_constraint"}
+_PLACED_BY_READERS = ELEMENTWISE | {"transpose", "reshape", "sharding_constraint"}
 """Operations that place their operands like the result, which is placed where its readers need it."""
 
 
@@ -179,10 +179,27 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
         if operation.kind == "transpose":
             permutation = operation.params["permutation"]
             operand_dims = tuple(output_dims[permutation.index(dim)] for dim in range(len(permutation)))
+        elif operation.kind == "reshape":
+            operand_dims = _reshaped_dims(operation, output_dims, placements)
         elif shape_of(program.avals[value]) != shape_of(program.avals[output]):
             continue
         if _shard_count(placements, operand_dims) > _shard_count(placements, placements.dims[value]):
             placements.dims[value] = operand_dims
+
+
+def _reshaped_dims(operation: Operation, output_dims: Dims, placements: Placements) -> Dims:
+    """Return the dims of a reshape's operand that place it like the result, as far as its dims split evenly."""
+    operand, output = operation.inputs[0], operation.outputs[0]
+    assert operand is not None, "a literal is not reshaped"
+    operand_shape, output_shape = (
+        shape_of(placements.program.avals[operand]),
+        shape_of(placements.program.avals[output]),
+    )
+    operand_dims: list[Axes] = [()] * len(operand_shape)
+    for _, dim, output_dim in links("reshape", operation.params, [operand_shape], output_shape) or ():
+        if operand_shape[dim] % placements.part_count(output_dims[output_dim]) == 0:
+            operand_dims[dim] = output_dims[output_dim]
+    return tuple(operand_dims)
 
 
 def _place_entered(operation: Operation, placements: Placements) -> None:
@@ -206,9 +223,9 @@ def _place_loop_state(operation: Operation, index: int, placements: Placements) 
     operand_dims = _operand_dims(operation, placements)
     const_count = len(loop_parts(operation, operand_dims)[0])
     body_state = body.inputs[const_count : const_count + len(initial_state)]
-    if final_dims == [body_dims[value] for value in body_state]:
-        return
-    state_dims = _place_loop(operation, index, operand_dims, placements, final_dims)[: len(initial_state)]
+    state_dims = [body_dims[value] for value in body_state]
+    if final_dims != state_dims:
+        state_dims = _place_loop(operation, index, operand_dims, placements, final_dims)[: len(initial_state)]
     for values in (final_state, initial_state):
         for value, dims in zip(values, state_dims, strict=True):
             if value is not None and value not in placements.program.inputs:

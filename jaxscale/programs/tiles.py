@@ -4,11 +4,17 @@ A TPU stores an array in tiles of 8 x 128 elements along two of its dims. XLA ta
 operands and results of a Pallas kernel are tiled along their last two dims, so that heads of width 64 take twice their
 bytes. Transposes and copies that lead to a kernel or come from one cost nothing, because XLA gives their other side the
 same layout; the same holds for the arrays that a loop keeps for a kernel in its body.
+
+TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
+8 x 128. XLA therefore copies each such argument that a product or a loop reads, as the weights of a plan whose
+parameters are in two-byte types (`with_retiled_inputs`).
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
 
@@ -17,6 +23,15 @@ TileDims = tuple[int, int]
 
 SMALL_COUNT = 2**16
 """Number of elements below which padding to whole tiles is ignored."""
+
+RETILE = "retile"
+"""Kind of an operation that copies an argument, such as to tiles of another shape."""
+
+RETILED_OPERANDS = (
+    "dot_general", "conv_general_dilated", "ragged_dot_general", "transpose", "reshape", "squeeze",
+    "sharding_constraint", "optimization_barrier",
+)  # fmt: skip
+"""Operations whose operands are in tiles of 16 x 128 elements on TPU 7x, or that lead to such operations."""
 
 SAME_LAYOUT = (
     "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast", "enter", "leave", "reduce_precision",
@@ -135,3 +150,42 @@ def _prescribe_neighbor(operation: Operation, tiles: Tiles, *, is_forward: bool)
         dim_of = positions.__getitem__ if is_forward else order.__getitem__
         sublane_dim, lane_dim = dim_of(sublane_dim), dim_of(lane_dim)
     tiles.dims_by_value[target] = (sublane_dim, lane_dim)
+
+
+def with_retiled_inputs(program: FlatProgram) -> FlatProgram:
+    """Return a program that copies each large input of a two-byte type before products and loops read it.
+
+    Args:
+        program: program of a step.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.programs.flat import flatten
+        >>> weight = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+        >>> program = flatten(jax.make_jaxpr(lambda x, w: (x.astype(w.dtype) @ w, w + 1))(jnp.ones((8, 512)), weight))
+        >>> [operation.kind for operation in with_retiled_inputs(program).operations]
+        ['convert_element_type', 'retile', 'dot_general', 'add']
+    """
+    inputs = [value for value in program.inputs if _is_retiled(program.avals[value])]
+    copy_by_input = dict(zip(inputs, itertools.count(max(program.avals, default=0) + 1)))
+    avals = program.avals | {copy: program.avals[value] for value, copy in copy_by_input.items()}
+    operations: list[Operation] = []
+    copied_inputs: set[int] = set()
+    for operation in program.operations:
+        if operation.loop_body is not None or operation.kind in RETILED_OPERANDS:
+            for value in operation.inputs:
+                if value in copy_by_input and value not in copied_inputs:
+                    copied_inputs.add(value)
+                    operations.append(Operation(RETILE, (value,), (copy_by_input[value],), {}))
+            new_inputs = tuple(
+                value if value is None else copy_by_input.get(value, value) for value in operation.inputs
+            )
+            operation = dataclasses.replace(operation, inputs=new_inputs)
+        operations.append(operation)
+    return dataclasses.replace(program, operations=operations, avals=avals)
+
+
+def _is_retiled(aval: Any) -> bool:
+    """Return whether an abstract value is a large array of a two-byte type."""
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    return len(shape) >= 2 and math.prod(shape) >= SMALL_COUNT and getattr(dtype, "itemsize", 0) == 2

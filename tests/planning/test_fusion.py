@@ -51,6 +51,38 @@ def test_a_loop_s_stack_belongs_to_the_caller():
     assert sorted(arrays.loop_arrays(loop).array_bytes.values()) == [0, KB]
 
 
+def test_a_broadcast_literal_that_a_loop_reads_whole_is_no_array():
+    def fn(x, w, as_state):
+        ones = jnp.ones((32, 32))
+        state = (x, ones) if as_state else (x, x)
+        step = lambda state, w: ((state[0] @ w + (0.0 if as_state else ones), state[1] * 2.0), None)  # noqa: E731
+        return jax.lax.scan(step, state, w)[0]
+
+    stack = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32)
+    for as_state, has_array in ((False, False), (True, True)):
+        arrays = arrays_of(lambda x, w, as_state=as_state: fn(x, w, as_state), X, stack)
+        kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
+        assert ("broadcast_in_dim" in {kinds[value] for value in arrays.array_bytes}) == has_array
+
+
+@pytest.mark.parametrize(("fuses", "stored"), [("all", "add"), ("no", "max")])
+def test_a_residual_stream_that_a_convolution_reads_is_an_array(fuses, stored):
+    def conv(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def fn(x, kernel):
+        y = conv(x, kernel)
+        y = y + conv(jnp.maximum(y, 1.0), kernel)  # `y + ...` is a sum of two arrays, and the maximum is not
+        return y, conv(y, kernel)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 8, 8, 32), (3, 3, 32, 32))]
+    arrays = arrays_of(fn, *shapes, fuses=fuses)
+    kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
+    array_kinds = [kinds[value] for value in arrays.array_bytes]
+    assert array_kinds.count("conv_general_dilated") == 3
+    assert ("add" in array_kinds, "max" in array_kinds) == (True, stored == "max")
+
+
 def loop_bytes(step):
     """Bytes of the arrays of a loop's body with a state of 4 KB."""
     arrays = arrays_of(lambda x, w: jax.lax.scan(step, x, w)[0], X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32))

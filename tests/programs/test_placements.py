@@ -130,6 +130,17 @@ def test_the_state_of_a_while_loop_is_placed_too():
     assert placements.dims[program.operations[index].outputs[1]] == (("fsdp",), ())
 
 
+def test_the_initial_state_of_a_loop_is_placed_like_the_state_in_its_body():
+    def fn(xs):
+        zeros = jnp.zeros((24, 32))
+        return jax.lax.scan(lambda total, x: (total + x, None), zeros, xs)[0]
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.zeros((5, 24, 32))))
+    placements = place(program, [((), ("fsdp",), ())], SIZES)
+    (zeros,) = [operation.outputs[0] for operation in program.operations if operation.kind == "broadcast_in_dim"]
+    assert placements.dims[zeros] == (("fsdp",), ())
+
+
 def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "tensor"))
 
@@ -151,3 +162,18 @@ def test_padding_takes_the_best_layout(shape, factor):
 
 def test_padding_of_odd_sides():
     assert padding((257, 257)) == pytest.approx(384 / 257 * 264 / 257)
+
+
+def test_a_gradient_is_placed_through_a_reshape_like_the_sharded_parameter():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    sharding = NamedSharding(mesh, P(None, "fsdp"))
+
+    def fn(x, dy):
+        stacked = jnp.einsum("abti,abtj->abij", x, dy)
+        return jax.lax.with_sharding_constraint(stacked.reshape(6, 24, 32), sharding)
+
+    args = [jax.ShapeDtypeStruct((3, 2, 8, width), jnp.float32) for width in (24, 32)]
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    placements = place(program, [((),) * 4] * 2, SIZES)
+    product = next(operation for operation in program.operations if operation.kind == "dot_general")
+    assert placements.dims[product.outputs[0]] == ((), (), ("fsdp",), ())

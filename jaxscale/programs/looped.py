@@ -1,0 +1,58 @@
+"""Copies of a train step's arguments for loops that run both passes, as XLA makes them on a TPU.
+
+A weight in float32 that such a loop reads unconverted is also overwritten at the end of the step, so XLA gives the loop
+a copy. Weights that are converted before the loop need none. The rule was read off three compiled steps with ZeRO 1 and
+2, whose new weights are gathered at the end, and the caller applies it to such steps alone. Left out: the copies in
+bfloat16 that XLA makes for the products.
+"""
+
+import dataclasses
+import itertools
+import math
+
+from jaxscale.programs.flat import FlatProgram, Operation
+from jaxscale.programs.kinds import has_both_passes
+from jaxscale.programs.tiles import RETILE, SMALL_COUNT
+
+
+def with_looped_copies(program: FlatProgram) -> FlatProgram:
+    """Return a program that copies each large input in float32 before a loop with both passes reads it.
+
+    Args:
+        program: program of a step.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.programs.flat import flatten
+        >>> def step(weight, xs):
+        ...     gradient = jax.grad(lambda weight, x: jnp.sum(jnp.sin(x @ weight)))
+        ...     add = lambda total, x: (total + gradient(weight, x), None)
+        ...     return weight - jax.lax.scan(add, jnp.zeros_like(weight), xs)[0]
+        >>> program = flatten(jax.make_jaxpr(step)(jnp.ones((256, 256)), jnp.ones((2, 8, 256))))
+        >>> [operation.kind for operation in with_looped_copies(program).operations]
+        ['broadcast_in_dim', 'retile', 'scan', 'sub']
+    """
+    new_numbers = itertools.count(max(program.avals, default=0) + 1)
+    avals = dict(program.avals)
+    operations: list[Operation] = []
+    for operation in program.operations:
+        if operation.loop_body is not None and has_both_passes(operation.loop_body):
+            operands = dict.fromkeys(value for value in operation.inputs if value is not None)
+            copy_by_input = {value: next(new_numbers) for value in operands if _is_copied(value, program)}
+            avals |= {copy: avals[value] for value, copy in copy_by_input.items()}
+            operations += [Operation(RETILE, (value,), (copy,), {}) for value, copy in copy_by_input.items()]
+            new_inputs = tuple(
+                value if value is None else copy_by_input.get(value, value) for value in operation.inputs
+            )
+            operation = dataclasses.replace(operation, inputs=new_inputs)
+        operations.append(operation)
+    return dataclasses.replace(program, operations=operations, avals=avals)
+
+
+def _is_copied(value: int, program: FlatProgram) -> bool:
+    """Return whether a value is a large input in float32 that another operation reads, too."""
+    if value not in program.inputs:
+        return False
+    aval = program.avals[value]
+    is_large = len(getattr(aval, "shape", ())) >= 2 and math.prod(aval.shape) >= SMALL_COUNT
+    return is_large and str(aval.dtype) == "float32" and len(program.readers[value]) > 1
