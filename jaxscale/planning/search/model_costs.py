@@ -73,6 +73,8 @@ class SplitCosts:
         calls: the calls of the model's blocks.
         chip: the chip, with known rates.
         products: number of products in the forward pass of all blocks.
+        kept_by_rule: results of `kept` for the traced rows, which fill as they are asked for.
+        stage_sizes: results of `sizes_of_stage`, which fill as they are asked for.
     """
 
     batch: int
@@ -94,11 +96,20 @@ class SplitCosts:
     chip: Chip = dataclasses.field(repr=False)
     products: int = 0
     kept_by_rule: dict[MemoryPlan, Kept] = dataclasses.field(default_factory=dict, repr=False)
+    stage_sizes: dict[int, Sizes] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def weights(self) -> int:
         """The number of elements of the weights on the device."""
         return self.sizes.block_weights + self.sizes.other_weights
+
+    def sizes_of_stage(self, ranks: int) -> Sizes:
+        """Return the sizes of a rank's part of the model, in a pipeline of `ranks` ranks."""
+        if ranks not in self.stage_sizes:
+            self.stage_sizes[ranks] = dataclasses.replace(
+                self.sizes, block_weights=self.sizes.block_weights // ranks, layers=self.sizes.layers // ranks
+            )
+        return self.stage_sizes[ranks]
 
     def kept(self, memory: MemoryPlan, rows: float) -> Kept:
         """Return what a memory rule keeps and recomputes in all blocks, for some rows of a microbatch on a device.

@@ -23,7 +23,7 @@ from jaxscale.sharding.mesh import MeshSpec
 MEMORY_RULES = tuple(map(MemoryPlan.parse, ("none", "dots", "full")))
 """Memory rules by which plans are ranked; the best plans then get the cheapest rule that fits (`memory fit`)."""
 SCHEDULES = ("1f1b:{}x{}", "1f1b:{}x{},stash=input", "interleaved:{}x{},v=2", "zb-h1:{}x{}", "zb-h1:{}x{},stash=input")
-"""Text forms of the schedules among which the search chooses."""
+"""Text forms of the schedules among which the search chooses, with 1, 2, 4 or 8 microbatches for each rank."""
 MAX_TENSOR = 16
 """Most devices along the tensor axis on a TPU; on GPUs, the tensor axis stays within a host."""
 MAX_SEQUENCE = 16
@@ -264,5 +264,5 @@ def _pipelines(mesh: MeshSpec, counts: list[int], choices: Choices) -> Iterator[
     else:
         for count in counts:
             for form in SCHEDULES:
-                if count >= mesh.pipe and count % mesh.pipe == 0:
+                if count in [mesh.pipe * 2**power for power in range(4)]:
                     yield PipelinePlan.parse(form.format(mesh.pipe, count)), count

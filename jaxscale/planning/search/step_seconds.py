@@ -94,9 +94,7 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
         "backward": backward + recomputation + (head_passes - 1) * head,
         "update": 0.0,
     }
-    sizes = dataclasses.replace(
-        costs.sizes, block_weights=costs.sizes.block_weights // mesh.pipe, layers=costs.sizes.layers // mesh.pipe
-    )
+    sizes = costs.sizes_of_stage(mesh.pipe)
     recomputed = kept.share + has_rerun
     step_transfers = transfers(layout, sizes, round(rows / layout.microbatches), recomputed=recomputed)
     exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
@@ -125,7 +123,7 @@ def bubble_of(pipeline: PipelinePlan) -> float:
         >>> round(bubble_of(PipelinePlan.parse("gpipe:4x4")), 3)
         0.429
     """
-    return _bubble(dataclasses.replace(pipeline, stages=None))
+    return _bubble(pipeline if pipeline.stages is None else dataclasses.replace(pipeline, stages=None))
 
 
 @functools.lru_cache(maxsize=4096)
