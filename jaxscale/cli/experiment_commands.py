@@ -13,6 +13,9 @@ from jaxscale.cli.flags import flag, word
 from jaxscale.errors import UserError
 from jaxscale.values import field_types
 
+SPARED = 0.1
+"""Share of the memory that `train --plan auto` leaves free, because estimates may be too low."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Train:
@@ -90,14 +93,20 @@ class Train:
     def chosen_plan(self, experiment: Any, fields: Mapping[str, str]) -> Any:
         """Choose the best plan for this machine, print the choice, and return the plan; every process has the same.
 
+        Without a limit, a part of the memory (`SPARED`) is left free, because estimates may be too low.
+
         Raises:
             UserError: no plan fits.
         """
         from jaxscale.cli.plan_command import fixed_settings
+        from jaxscale.compiler.usable import usable_bytes
         from jaxscale.planning.search.choice import choose_plan
 
         platform = platform_of("local")
-        choice = choose_plan(experiment, platform, fixed=fixed_settings(fields), limit=bytes_of(self.limit, "--limit"))
+        usable, limit = usable_bytes(platform), bytes_of(self.limit, "--limit")
+        if limit is None and usable is not None:
+            limit = int((1 - SPARED) * usable)
+        choice = choose_plan(experiment, platform, fixed=fixed_settings(fields), limit=limit)
         print(choice, end="\n\n")
         if not choice.fits:
             raise UserError(f"plan auto: no plan of {experiment.name} fits {platform}: {choice.advice}")
