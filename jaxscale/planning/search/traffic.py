@@ -3,8 +3,8 @@
     data, replica    gradients are all-reduced in each microbatch
     ZeRO 1           gradients are all-reduced in each microbatch, and the new float32 weights are gathered
     ZeRO 2           gradients are reduced and scattered in each microbatch, and the new float32 weights are gathered
-    ZeRO 3           weights of blocks are gathered for the forward and again for the backward pass, all others once;
-                     gradients are reduced and scattered in each microbatch
+    ZeRO 3           weights of blocks are gathered for the forward and again for the backward pass of each microbatch,
+                     all others once a step; gradients are reduced and scattered in each microbatch
     tensor           two all-reduces of a block's activations in each pass, or as many gathers and scatters with
                      sequence parallelism; those of the forward pass again if it runs again
     sequence         keys and values are gathered, and their gradients scattered; gradients are all-reduced
@@ -83,8 +83,9 @@ def transfers(plan: Plan, sizes: Sizes, rows: int, *, recomputed: float = 0.0) -
 
     Example:
         >>> sizes = Sizes(block_weights=1000, other_weights=200, layers=2, activations=64)
-        >>> [(t.kind, t.nbytes, t.passes) for t in transfers(Plan(mesh="fsdp:4", zero=3), sizes, rows=1)]
-        [('all-gather', 4800, 'forward'), ('all-gather', 4000, 'backward'), ('reduce-scatter', 4800, 'backward')]
+        >>> plan = Plan(mesh="fsdp:4", zero=3)
+        >>> [(t.kind, t.nbytes, t.passes) for t in transfers(plan, sizes, rows=1)][1:]
+        [('all-gather', 4000, 'forward'), ('all-gather', 4000, 'backward'), ('reduce-scatter', 4800, 'backward')]
     """
     assert plan.mesh is not None
     mesh, microbatch_count = plan.mesh, plan.microbatches
@@ -99,8 +100,9 @@ def transfers(plan: Plan, sizes: Sizes, rows: int, *, recomputed: float = 0.0) -
             step_transfers.append(Transfer(kind, (axis,), nbytes, count, purpose, passes))
 
     if plan.zero == 3:
-        add("all-gather", "fsdp", width * weights, microbatch_count, "weights", "forward")
-        add("all-gather", "fsdp", width * sizes.block_weights, microbatch_count, "weights", "backward")
+        add("all-gather", "fsdp", width * sizes.other_weights, 1, "weights", "forward")
+        for passes in ("forward", "backward"):
+            add("all-gather", "fsdp", width * sizes.block_weights, microbatch_count, "weights", passes)
     elif plan.zero:
         add("all-gather", "fsdp", 4 * weights, 1, "weights", "update")
     shard_bytes = gradient_width * weights
