@@ -96,7 +96,8 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     }
     sizes = costs.sizes_of_stage(mesh.pipe)
     recomputed = kept.share + has_rerun
-    step_transfers = transfers(layout, sizes, round(rows / layout.microbatches), recomputed=recomputed)
+    microbatch_rows, chip_kind = round(rows / layout.microbatches), platform.chip.kind
+    step_transfers = transfers(layout, sizes, microbatch_rows, recomputed=recomputed, chip=chip_kind)
     exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
     bubble = 0.0 if layout.pipeline is None else bubble_of(layout.pipeline)
     update, copies = _update(layout, variant.offload, costs, platform)

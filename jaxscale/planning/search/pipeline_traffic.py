@@ -1,0 +1,96 @@
+"""The collectives of a pipeline's train step in closed form: messages between stages, weights and gradients.
+
+    shared weights   those outside of blocks are split over the pipe axis between steps; they are gathered once, and
+                     their float32 gradients are scattered once
+    blocks           their float32 gradients are summed over microbatches, and reduced once; under ZeRO 3, each pass of
+                     a microbatch gathers weights and scatters gradients
+    sequence         gradients are summed over this axis in each microbatch, in the type of the passes
+    messages         all ranks exchange messages at the end of each tick in which any rank has one to send
+
+The executor and the loop over ticks are those of `step/pipelined/`.
+"""
+
+import functools
+from collections.abc import Iterator
+
+from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.ticks import ticks
+from jaxscale.planning.search.transfer import PassName, StepTraffic, Transfer
+
+
+def pipelined_weights(step: StepTraffic) -> Iterator[Transfer]:
+    """Yield the gathers of weights."""
+    sizes, width = step.sizes, step.width
+    shared_bytes = width * sizes.other_weights
+    if step.zero and step.chip == "tpu":
+        yield Transfer("all-gather", ("pipe", "fsdp"), shared_bytes, 1, "weights", "update")
+    else:
+        fsdp_size = step.mesh.fsdp if step.zero else 1
+        yield Transfer("all-gather", ("pipe",), shared_bytes / fsdp_size, 1, "weights", "update")
+        if step.zero:
+            yield Transfer("all-gather", ("fsdp",), shared_bytes, 1, "weights", "update")
+    if step.zero == 3:
+        layer_bytes = width * step.layer_weights
+        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "forward")
+        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "backward")
+    elif step.zero:
+        yield Transfer("all-gather", ("fsdp",), width * sizes.block_weights, 1, "weights", "update")
+
+
+def pipelined_gradients(step: StepTraffic) -> Iterator[Transfer]:
+    """Yield the reductions of gradients."""
+    sizes, mesh, microbatch_count = step.sizes, step.mesh, step.microbatches
+    block_bytes, shared_bytes = 4 * sizes.block_weights, 4 * sizes.other_weights
+    other_axes = tuple(axis for axis in step.other_axes if axis != "sequence")
+    # the compiler handles the sequence axis, and sums over it in every backward pass
+    nbytes = step.gradient_width * step.layer_weights
+    yield Transfer("all-reduce", ("sequence",), nbytes, step.runs, "gradients", "backward")
+    nbytes = step.gradient_width * sizes.other_weights
+    yield Transfer("all-reduce", ("sequence",), nbytes, microbatch_count, "gradients", "backward")
+    if step.zero >= 2:
+        if step.zero == 3:
+            layer_bytes = step.gradient_width * step.layer_weights
+            yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.runs, "gradients", "backward")
+        else:
+            yield Transfer("reduce-scatter", ("fsdp",), block_bytes, 1, "gradients", "update")
+        yield Transfer("reduce-scatter", ("fsdp",), shared_bytes, 1, "gradients", "update")
+        yield Transfer("reduce-scatter", ("pipe",), shared_bytes / mesh.fsdp, 1, "gradients", "update")
+        nbytes = (block_bytes + shared_bytes / mesh.pipe) / mesh.fsdp
+        yield Transfer("all-reduce", other_axes, nbytes, 1, "gradients", "update")
+    else:
+        yield Transfer("reduce-scatter", ("pipe",), shared_bytes, 1, "gradients", "update")
+        nbytes = block_bytes + shared_bytes / mesh.pipe
+        yield Transfer("all-reduce", (*other_axes, "fsdp"), nbytes, 1, "gradients", "update")
+
+
+def messages(step: StepTraffic) -> Iterator[Transfer]:
+    """Yield the messages between stages: activations in one direction of the ring, gradients in the other."""
+    assert step.plan.pipeline is not None
+    split = step.mesh.tensor if step.plan.sequence_parallel else 1
+    nbytes = step.width * step.rows * step.sizes.activations / split
+    passes: tuple[PassName, PassName] = ("forward", "backward")
+    for pass_name, count in zip(passes, message_ticks(step.plan.pipeline), strict=True):
+        yield Transfer("collective-permute", ("pipe",), nbytes, count, "stages", pass_name)
+
+
+@functools.lru_cache(maxsize=4096)
+def message_ticks(pipeline: PipelinePlan) -> tuple[int, int]:
+    """Return the number of exchanges to the right neighbor on the ring of ranks, and to the left neighbor, in a step.
+
+    Example:
+        >>> message_ticks(PipelinePlan.parse("gpipe:2x4"))
+        (4, 4)
+        >>> message_ticks(PipelinePlan.parse("1f1b:4x8"))
+        (15, 17)
+    """
+    schedule = pipeline.schedule()
+    tick_sets: tuple[set[int], set[int]] = (set(), set())
+    for action, tick in ticks(schedule).items():
+        route = schedule.routes[schedule.route[action.microbatch]]
+        target = action.stage + (1 if action.kind is Kind.F else -1)
+        if action.kind in (Kind.F, Kind.B, Kind.I) and 0 <= target < len(route):
+            steps = (route[target] - route[action.stage]) % schedule.ranks
+            if steps:
+                tick_sets[0 if steps == 1 and (schedule.ranks > 2 or action.kind is Kind.F) else 1].add(tick)
+    return len(tick_sets[0]), len(tick_sets[1])

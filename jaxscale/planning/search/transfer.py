@@ -1,0 +1,123 @@
+"""Sizes, Transfer: the sizes of a model that determine its collectives, and one kind of collective of a train step."""
+
+import dataclasses
+from typing import Literal
+
+from jaxscale.platforms.megascale import CollectiveKind
+from jaxscale.platforms.platform import DeviceKind
+from jaxscale.recipe.plan import Plan
+from jaxscale.sharding.mesh import MeshSpec
+
+Purpose = Literal["weights", "gradients", "activations", "sequence", "stages", "replicas"]
+PassName = Literal["forward", "backward", "update"]
+Shapes = tuple[tuple[tuple[int, ...], bool], ...]
+"""Shapes of weights, each with whether its first dim is a stack of layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model on a device, after the splits over tensor and sequence axes, before ZeRO's over fsdp.
+
+    Args:
+        block_weights: elements of the weights of all blocks.
+        other_weights: elements of all other weights, such as embedding and head.
+        layers: number of blocks.
+        activations: elements of the input of a block, for one row; not divided over the tensor axis.
+        attention: elements of the keys and values of a block, for one row.
+        tables: elements of those other weights that are read by index, such as an embedding.
+        has_split_ends: whether the tensor axis splits the embedding and the head.
+        shapes: shapes of all weights.
+    """
+
+    block_weights: int
+    other_weights: int
+    layers: int
+    activations: int
+    attention: int = 0
+    tables: int = 0
+    has_split_ends: bool = False
+    shapes: Shapes = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind in a train step.
+
+    Args:
+        kind: kind of the collective.
+        axes: mesh axes along which devices communicate.
+        nbytes: bytes of the whole array, per device, as in `compiler.collectives.Collective`.
+        count: number of executions in a step.
+        purpose: what is sent.
+        passes: pass in which it is sent; "update" also for weights that are gathered before both passes.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    nbytes: float
+    count: float
+    purpose: Purpose
+    passes: PassName
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTraffic:
+    """The arguments of `transfers`, and facts that several of its parts need."""
+
+    plan: Plan
+    sizes: Sizes
+    mesh: MeshSpec
+    rows: int
+    recomputed: float
+    chip: DeviceKind
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of a step."""
+        return self.plan.microbatches if self.plan.pipeline is None else self.plan.pipeline.shape()[1]
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in the passes."""
+        return 2 if self.plan.precision == "bfloat16" else 4
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of an element of a gradient when it is reduced."""
+        return 4 if self.plan.reduce == "float32" else self.width
+
+    @property
+    def has_own_replicas(self) -> bool:
+        """Whether replicas exchange gradients or weights by themselves: by a codec, or every few steps."""
+        return self.plan.diloco is not None or not (self.plan.reduce is None or isinstance(self.plan.reduce, str))
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage; 0 without devices to shard over."""
+        return self.plan.zero if self.mesh.fsdp > 1 else 0
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """Axes of several devices, apart from fsdp, over which gradients are summed."""
+        axes = ("data", "sequence") if self.has_own_replicas else ("replica", "data", "sequence")
+        return tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which gradients are summed."""
+        return (*self.other_axes, "fsdp")
+
+    @property
+    def has_wide_gathers(self) -> bool:
+        """Whether float32 activations that the backward pass reads are gathered before they are converted."""
+        return self.chip == "gpu" and self.width == 2 and self.plan.pipeline is None
+
+    @property
+    def layer_weights(self) -> float:
+        """Elements of the weights of one block."""
+        return self.sizes.block_weights / max(1, self.sizes.layers)
+
+    @property
+    def runs(self) -> int:
+        """Number of runs of a block in the forward passes of a step, all blocks of the device together."""
+        return self.microbatches * self.sizes.layers
