@@ -1,14 +1,16 @@
 """The collectives of a train step in closed form, from its plan and the sizes of its model.
 
     data, replica    gradients are all-reduced in each microbatch
-    ZeRO 1           gradients are all-reduced in each microbatch, and the new float32 weights are gathered
-    ZeRO 2           gradients are reduced and scattered in each microbatch, and the new float32 weights are gathered
+    ZeRO 1           gradients are all-reduced in each microbatch, and the new weights are gathered, as the passes read
+                     them
+    ZeRO 2           gradients are reduced and scattered in each microbatch, and the new weights are gathered
     ZeRO 3           weights of blocks are gathered for the forward and again for the backward pass of each microbatch,
                      all others once a step; gradients are reduced and scattered in each microbatch
     tensor           two all-reduces of a block's activations in each pass, or as many gathers and scatters with
-                     sequence parallelism; those of the forward pass again if it runs again
+                     sequence parallelism; those of the forward pass again if it runs again, but for the last scatter
     sequence         keys and values are gathered, and their gradients scattered; gradients are all-reduced
-    pipe             the activations of a microbatch pass each boundary between stages in both directions
+    pipe             the activations of a microbatch pass each boundary between stages in both directions; ZeRO 2 and 3
+                     communicate in all of the 2 (M + P - 1) ticks of M microbatches and P ranks
 
 These are the collectives that XLA's partitioner inserts for our programs. Left out: the loss over a split vocabulary,
 norms and other small sums, and what a compiler merges or divides.
@@ -99,15 +101,18 @@ def transfers(plan: Plan, sizes: Sizes, rows: int, *, recomputed: float = 0.0) -
         if mesh.sizes[axis] > 1 and count and nbytes:
             step_transfers.append(Transfer(kind, (axis,), nbytes, count, purpose, passes))
 
+    # the ranks of a pipeline run one program, whose every tick has the collectives of a forward and a backward pass
+    is_pipelined = plan.pipeline is not None
+    tick_count = 2 * (microbatch_count + mesh.pipe - 1) if is_pipelined else microbatch_count
     if plan.zero == 3:
         add("all-gather", "fsdp", width * sizes.other_weights, 1, "weights", "forward")
         for passes in ("forward", "backward"):
-            add("all-gather", "fsdp", width * sizes.block_weights, microbatch_count, "weights", passes)
+            add("all-gather", "fsdp", width * sizes.block_weights, tick_count, "weights", passes)
     elif plan.zero:
-        add("all-gather", "fsdp", 4 * weights, 1, "weights", "update")
+        add("all-gather", "fsdp", width * weights, 1, "weights", "update")
     shard_bytes = gradient_width * weights
     if plan.zero >= 2:
-        add("reduce-scatter", "fsdp", shard_bytes, microbatch_count, "gradients", "backward")
+        add("reduce-scatter", "fsdp", shard_bytes, tick_count, "gradients", "backward")
         shard_bytes /= mesh.fsdp
     else:
         add("all-reduce", "fsdp", shard_bytes, microbatch_count, "gradients", "backward")
@@ -119,8 +124,9 @@ def transfers(plan: Plan, sizes: Sizes, rows: int, *, recomputed: float = 0.0) -
     for passes, pass_count in counts:
         count = microbatch_count * sizes.layers * 2 * pass_count
         if plan.sequence_parallel:
+            scatter_count = count - microbatch_count * sizes.layers * (pass_count - 1)  # nothing reads the last result
             add("all-gather", "tensor", row_bytes, count, "activations", passes)
-            add("reduce-scatter", "tensor", row_bytes, count, "activations", passes)
+            add("reduce-scatter", "tensor", row_bytes, scatter_count, "activations", passes)
         else:
             add("all-reduce", "tensor", row_bytes, count, "activations", passes)
     attention_bytes = width * rows * sizes.attention * mesh.sequence
