@@ -16,7 +16,7 @@ def cells(notebook):
     return {cell["id"]: cell for cell in notebook["cells"]}
 
 
-@pytest.mark.parametrize("name", ["colab", "memory", "shakespeare"])
+@pytest.mark.parametrize("name", ["colab", "memory", "shakespeare", "which_machine"])
 def test_notebooks_are_stored_without_outputs_and_addresses(name):
     text = (FOLDER / f"{name}.ipynb").read_text("utf-8")
     notebook = json.loads(text)
@@ -44,6 +44,21 @@ def test_the_notebook_on_memory_runs(capsys, monkeypatch):
     assert "llama_1b on tpu v5e:4x4" in said
     assert "saved: " in said
     assert found["explained"]._repr_html_().startswith("<iframe")
+
+
+@pytest.mark.slow
+def test_the_notebook_on_machines_and_plans_runs(capsys, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    names: dict = {}
+    for name, cell in cells(json.loads((FOLDER / "which_machine.ipynb").read_text("utf-8"))).items():
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), name, "exec"), names)
+            if name == "settings":
+                names |= {"LAYERS": 2, "EMBED": 256, "CONTEXT": 128, "BATCHES": [16, 32]}
+    shown = capsys.readouterr().out
+    assert shown.count("fits: True") == 3
+    assert shown.count(" rows: ") == 2
+    assert names["choice"]._repr_html_().startswith("<iframe")
 
 
 def executed(notebook: dict, folder: Path) -> dict[str, list]:

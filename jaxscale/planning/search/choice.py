@@ -17,6 +17,7 @@ from jaxscale.planning.search.advice import advice_for
 from jaxscale.planning.search.model_costs import rated
 from jaxscale.planning.search.search import JudgedPlan, Outcome, Search
 from jaxscale.planning.search.space import Choices
+from jaxscale.planning.search.step_seconds import NOTICEABLE
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
@@ -140,7 +141,8 @@ class PlanChoice:
         best_items, items = self.best.seconds.items, judged.seconds.items
         excess = {name: items.get(name, 0.0) - best_items.get(name, 0.0) for name in {*items, *best_items}}
         name = max(excess, key=lambda item: (excess[item], item))
-        return "as fast" if excess[name] <= 0 else f"{duration(excess[name])} more for {name}"
+        is_noticeable = excess[name] > NOTICEABLE * self.best.seconds.total
+        return f"{duration(excess[name])} more for {name}" if is_noticeable else "about as fast"
 
     def svg(self) -> str:
         """The compared plans by bytes and by modeled seconds, with the limit, as an SVG image."""

@@ -34,6 +34,8 @@ INTERFERENCE = 0.1
 """Assumed share of the seconds of hidden communication by which it slows the products beside it."""
 HOST_BANDWIDTH = 200e9
 """Assumed bytes/s between a host's processors and its memory, which the devices of the host share in an update."""
+NOTICEABLE = 0.005
+"""Share of a step's seconds below which texts leave an item out."""
 OVERLAPPING = ("weights", "gradients")
 """Purposes of the collectives that run beside the products of their pass."""
 
@@ -63,9 +65,10 @@ class StepSeconds:
         shares = ", ".join(
             f"{name} {seconds / self.total:.0%}"
             for name, seconds in self.items.items()
-            if seconds >= 0.005 * self.total
+            if seconds >= NOTICEABLE * self.total
         )
-        hidden_text = f"; {duration(self.hidden)} of communication beside the products" if self.hidden else ""
+        is_noticeable = self.hidden >= NOTICEABLE * self.total
+        hidden_text = f"; {duration(self.hidden)} of communication beside the products" if is_noticeable else ""
         return f"{duration(self.total)} a step: {shares}{hidden_text}"
 
 

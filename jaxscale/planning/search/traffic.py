@@ -88,7 +88,8 @@ def _weights(step: StepTraffic) -> Iterator[Transfer]:
     sizes, width = step.sizes, step.width
     if step.zero == 3:
         count = 1 if step.chip == "cpu" else step.microbatches
-        yield Transfer("all-gather", ("fsdp",), width * sizes.other_weights, count, "weights", "forward")
+        tables = sizes.tables if step.has_whole_tables and step.chip == "tpu" else 0  # gathered over both axes at once
+        yield Transfer("all-gather", ("fsdp",), width * (sizes.other_weights - tables), count, "weights", "forward")
         layer_bytes = width * step.layer_weights
         yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "forward")
         yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "backward")
@@ -134,14 +135,14 @@ def _table_gradients(step: StepTraffic) -> Iterator[Transfer]:
     other_axes, tensor = step.other_axes, step.mesh.tensor
     late_count = microbatch_count if step.chip == "cpu" else 1
     width = 4 if step.chip == "gpu" or (step.chip == "tpu" and step.zero and not other_axes) else step.gradient_width
-    if step.plan.sequence_parallel and step.sizes.has_split_ends and tensor > 1:  # positions are split: whole tables
-        if step.zero:
-            kind = "all-reduce" if step.chip == "gpu" else "reduce-scatter"
-            width = 4 if step.chip == "gpu" else step.gradient_width
+    if step.has_whole_tables:
+        nbytes = (4 if step.chip == "gpu" else step.gradient_width) * tables * tensor
+        if step.zero or step.chip == "tpu":
+            is_scattered = step.chip == "tpu" and step.zero and not other_axes
+            kind = "reduce-scatter" if is_scattered else "all-reduce"
             axes = (*step.batch_axes, "tensor")
-            yield Transfer(kind, axes, width * tables * tensor, microbatch_count, "gradients", "backward")
+            yield Transfer(kind, axes, nbytes, microbatch_count, "gradients", "backward")
             return
-        nbytes = width * tables * tensor
         yield Transfer("reduce-scatter", ("tensor",), nbytes, microbatch_count, "gradients", "backward")
     is_whole = step.mesh.sequence > 1 if step.chip == "gpu" else step.chip == "tpu" and bool(other_axes)
     if step.zero >= 2 and not is_whole:
@@ -202,8 +203,10 @@ def _activations(step: StepTraffic) -> Iterator[Transfer]:
         count = 2 * step.runs + scatter_count + ends_count
         yield Transfer("all-reduce", axes, nbytes, count, "activations", "backward")
         return
-    table_bytes = step.width * sizes.tables * mesh.tensor if sizes.has_split_ends else 0
-    yield Transfer("all-gather", axes, table_bytes, step.microbatches, "weights", "forward")
+    if step.has_whole_tables and plan.pipeline is None:
+        table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip == "tpu" else axes
+        table_bytes = step.width * sizes.tables * mesh.tensor
+        yield Transfer("all-gather", table_axes, table_bytes, step.microbatches, "weights", "forward")
     kept_gathers, lost_gathers = 2 * step.runs * (1 - block_rerun), 2 * step.runs * block_rerun
     read_bytes = (2 if step.has_wide_gathers else 1) * nbytes
     yield Transfer("all-gather", axes, read_bytes, kept_gathers, "activations", "forward")

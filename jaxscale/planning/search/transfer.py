@@ -113,6 +113,11 @@ class StepTraffic:
         return self.chip == "gpu" and self.width == 2 and self.plan.pipeline is None
 
     @property
+    def has_whole_tables(self) -> bool:
+        """Whether a table is gathered over the tensor axis, because sequence parallelism splits the positions."""
+        return self.plan.sequence_parallel and self.sizes.has_split_ends and self.mesh.tensor > 1
+
+    @property
     def layer_weights(self) -> float:
         """Elements of the weights of one block."""
         return self.sizes.block_weights / max(1, self.sizes.layers)

@@ -97,9 +97,9 @@ def test_tensor_sequence_and_pipe_axes_send_activations():
         ("all-gather", 8, "backward"), ("reduce-scatter", 6, "backward"),
     ]  # fmt: skip
     piped = transfers(Plan(mesh="pipe:2", pipeline="1f1b:2x4", microbatches=4), sizes, 1)
-    assert [(t.purpose, t.count, t.nbytes) for t in piped if t.purpose == "stages"] == [
-        ("stages", 4, 256),
-        ("stages", 4, 256),
-    ]
+    assert [(t.count, t.nbytes) for t in piped if t.purpose == "stages"] == [(4, 256), (4, 256)]
+    sharded = transfers(Plan(mesh="pipe:2,fsdp:2", zero=3, pipeline="1f1b:2x4", microbatches=4), sizes, 1)
+    # branches of the loop over ticks: each runs once for each of 4 microbatches and 2 blocks
+    assert [t.count for t in sharded if t.axes == ("fsdp",) and t.nbytes == 4 * 500] == [8, 8, 8]
     split = {t.purpose for t in transfers(Plan(mesh="sequence:2"), sizes, 1)}
     assert split == {"gradients", "sequence"}
