@@ -12,7 +12,7 @@ from jaxscale.values import read_json
 
 @dataclasses.dataclass(frozen=True)
 class ChipPrices:
-    """ChipPrices of a chip and hour, by kind and name of the chip.
+    """Prices of a chip and hour, by kind and name of the chip.
 
     Args:
         price_by_chip: price by text such as "tpu v5e" or "gpu h100".
