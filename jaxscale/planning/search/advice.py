@@ -34,7 +34,8 @@ def advice_for(search: Search, smallest: JudgedPlan) -> str:
             f"{size(kinds[largest_kind])}"
         )
     else:
-        lines.append("the smallest plan needs more host memory than there is; use more hosts, or forbid offload")
+        lines.append("the smallest plan needs more host memory than there is; use more hosts, or no offload")
+        return "\n".join(lines)
     savings = _savings(search, smallest)
     if savings:
         saved_bytes, flags = max(savings)

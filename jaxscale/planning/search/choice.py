@@ -94,6 +94,8 @@ class PlanChoice:
             return f"{size(self.best.device_bytes)} per device, {evidence}; the platform's memory is unknown"
         answer = "fits" if self.fits else "does not fit"
         line = f"{answer}: {size(self.best.device_bytes)} of {size(self.limit)} per device, {evidence}"
+        if not self.fits and self.best.device_bytes <= self.limit:
+            line += f", and {size(self.best.estimate.host_bytes)} of host memory, which is too much"
         pipelined = self.plan.pipeline is not None
         margin = accuracy.margin(self.platform.chip.kind, pipelined=pipelined)
         if report is None and abs(self.best.device_bytes - self.limit) <= margin * self.limit:
@@ -137,7 +139,8 @@ class PlanChoice:
     def loss_of(self, judged: JudgedPlan) -> str:
         """Why a plan lost against the best one, in a few words."""
         if not judged.fits:
-            return "does not fit" if self.limit is None else f"takes {size(judged.device_bytes - self.limit)} too much"
+            has_excess = self.limit is not None and judged.device_bytes > self.limit
+            return f"takes {size(judged.device_bytes - (self.limit or 0))} too much" if has_excess else "does not fit"
         best_items, items = self.best.seconds.items, judged.seconds.items
         excess = {name: items.get(name, 0.0) - best_items.get(name, 0.0) for name in {*items, *best_items}}
         name = max(excess, key=lambda item: (excess[item], item))

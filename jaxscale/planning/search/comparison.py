@@ -1,6 +1,7 @@
 """The best plans of an experiment on several platforms, side by side."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class PlatformComparison:
 
         def order(choice: PlanChoice) -> tuple[bool, float]:
             """Return the key by which choices are compared."""
+            if not choice.is_timed:  # its seconds are proportions alone
+                return (True, math.inf)
             if objective == "cost":
                 return (not choice.fits, -self.positions_per_price(choice))
             if objective == "memory":
@@ -66,9 +69,10 @@ class PlatformComparison:
         return min(self.choices, key=order)
 
     def __str__(self) -> str:
-        heads = ["platform", "fits", "bytes", "step", "tokens/s", "of peak", "plan"]
+        unit = "tokens" if self.choices[0].positions > 1 else "rows"
+        heads = ["platform", "fits", "bytes", "step", f"{unit}/s", "of peak", "plan"]
         if self.prices is not None:
-            heads.insert(6, "per price")
+            heads.insert(6, f"{unit} for 1")
         rows = [heads]
         for choice in self.choices:
             mfu_text = "" if choice.mfu is None else f"{choice.mfu:.0%}"
@@ -76,12 +80,12 @@ class PlatformComparison:
                 str(choice.platform),
                 "yes" if choice.fits else "no",
                 size(choice.best.device_bytes),
-                duration(choice.best.seconds.total),
-                f"{choice.positions_per_second:,.0f}",
+                duration(choice.best.seconds.total) if choice.is_timed else "",
+                f"{choice.positions_per_second:,.0f}" if choice.is_timed else "",
                 mfu_text,
             ]
             if self.prices is not None:
-                cells.append(f"{self.positions_per_price(choice):,.0f}")
+                cells.append(f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "")
             rows.append([*cells, summary(choice.plan)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
         return "\n".join(

@@ -172,6 +172,12 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
     mesh = MeshSpec(tensor=tensor, sequence=sequence)
     plain = without_layout(plan, mesh)
     traced_experiment = dataclasses.replace(experiment, batch=rows)
+    optimizer = experiment.optimizer
+    if optimizer.messages(experiment.steps) is not None:  # replicas send momenta, and the traced mesh has none
+        name = optimizer.name.removeprefix("one_bit_").replace("adam", "adamw")
+        traced_experiment = dataclasses.replace(
+            traced_experiment, optimizer=dataclasses.replace(optimizer, name=name, freeze=None)
+        )
     frugal_plan = dataclasses.replace(plain, memory=MemoryPlan("full"))  # its working set has no kept activations
     try:
         step = described_step(traced_experiment, platform, frugal_plan, mesh.devices)

@@ -81,6 +81,14 @@ class RankedPlan:
         return self.variant.applied(self.layout)
 
     @property
+    def is_allowed(self) -> bool:
+        """Whether the rules of combination allow the variant in the layout."""
+        try:
+            return self.plan is not None
+        except UserError:
+            return False
+
+    @property
     def microbatch_rows(self) -> float:
         """The rows of one microbatch on a device."""
         assert self.layout.mesh is not None
@@ -200,7 +208,9 @@ class Search:
             plans = tuple(sorted((judged for judged in smallest if judged.fits), key=self._order))
             rejected += [judged for judged in smallest if not judged.fits]
         if not plans and not rejected:
-            reasons_text = "; ".join(self.refusals.values()) or "no mesh divides the batch over the devices"
+            reasons_text = (
+                "; ".join(dict.fromkeys(self.refusals.values())) or "no mesh divides the batch over the devices"
+            )
             raise UserError(f"{self.experiment.name} on {self.platform}: every plan is refused: {reasons_text}")
         if not plans:
             plans = (min(rejected, key=lambda judged: judged.device_bytes),)
@@ -232,7 +242,8 @@ class Search:
                 members = [candidate for variant in group if (candidate := self._candidate(layout, variant, costs))]
                 is_pipelined = layout.pipeline is not None
                 for member in members:
-                    if is_pipelined not in smallest or member.bytes < smallest[is_pipelined].bytes:
+                    is_smaller = is_pipelined not in smallest or member.bytes < smallest[is_pipelined].bytes
+                    if is_smaller and member.is_allowed:
                         smallest[is_pipelined] = member
                 if self.limit is not None and self.choices.is_open("memory"):
                     members = self._with_budget(members, self.limit)
@@ -258,9 +269,15 @@ class Search:
         Its recomputation is interpolated between those of the rules: the optimal rule of a budget recomputes less.
         If the rule that keeps everything fits, it is the only candidate.
         """
-        by_kept_bytes = sorted(members, key=lambda member: -member.kept.kept_bytes)
+        undominated = [
+            member
+            for member in members
+            if not any(other.kept.seconds < member.kept.seconds and other.bytes <= member.bytes for other in members)
+        ]
+        by_kept_bytes = sorted(undominated, key=lambda member: -member.kept.kept_bytes)
         if not members or by_kept_bytes[0].bytes <= limit:
             return by_kept_bytes[:1]
+        members = undominated
         pairs = itertools.pairwise(by_kept_bytes)
         pair = next(((more, less) for more, less in pairs if less.bytes <= ROOM * limit < more.bytes), None)
         if pair is None or pair[0].bytes == pair[1].bytes:

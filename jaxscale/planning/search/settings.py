@@ -32,5 +32,7 @@ microbatches, offload, pipeline, replica, sequence, sequence_parallel, tensor, z
             raise unknown("setting", name, SETTINGS)
     if both := sorted(set(fixed) & set(forbidden)):
         raise UserError(f"{both[0]}: got it fixed and forbidden, expected one of the two")
+    if "mesh" in forbidden:
+        raise UserError("mesh: got it forbidden, but every plan has one; forbid axes: tensor, sequence, replica")
     if "mesh" in fixed and (axes := sorted({"tensor", "sequence", "replica"} & set(forbidden))):
         raise UserError(f"{axes[0]}: got it forbidden, but the mesh is fixed; leave one of them out")

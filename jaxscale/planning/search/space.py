@@ -63,6 +63,11 @@ class Choices:
 
     def __post_init__(self) -> None:
         check_settings(self.fixed, self.forbidden)
+        if "mesh" in self.fixed and "pipeline" in self.forbidden and self.base.mesh and self.base.mesh.pipe > 1:
+            raise UserError(f"pipeline: got it forbidden, but the fixed mesh {self.base.mesh} has an axis pipe")
+        axes = sorted({"tensor", "sequence", "replica"} & self.fixed)
+        if axes and self.base.mesh is None:
+            raise UserError(f"{axes[0]}: got it fixed in a plan without a mesh; name one, such as --plan.mesh tensor:2")
         if "mesh" in self.fixed and self.base.mesh is None:
             raise UserError("mesh: got it fixed in a plan without a mesh; name one, such as --plan.mesh fsdp:8")
 
@@ -148,7 +153,7 @@ def meshes(experiment: Experiment, platform: Platform, device_count: int, choice
         rank_counts = [1]
     is_gpu = platform.chip.kind == "gpu"
     largest_tensor = min(MAX_TENSOR, platform.chip.chips_per_host or MAX_TENSOR) if is_gpu else MAX_TENSOR
-    for replica in _replica_counts(platform, device_count, choices):
+    for replica in _replica_counts(experiment, platform, device_count, choices):
         for ranks in rank_counts:
             for tensor in _axis_counts("tensor", device_count, largest_tensor, choices):
                 for sequence in _axis_counts("sequence", device_count, MAX_SEQUENCE, choices):
@@ -196,10 +201,13 @@ def variants(experiment: Experiment, platform: Platform, choices: Choices) -> li
     return [Variant(rule, chunk, offload) for chunk in chunks for offload in offloads for rule in memory_rules]
 
 
-def _replica_counts(platform: Platform, device_count: int, choices: Choices) -> list[int]:
+def _replica_counts(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> list[int]:
     """Return the numbers of replicas: 1, and the number of parts of a platform between which links are slow."""
     base = choices.base
-    needs_replicas = base.diloco is not None or (base.reduce is not None and not isinstance(base.reduce, str))
+    sends_momenta = experiment.optimizer.messages(experiment.steps) is not None
+    needs_replicas = (
+        sends_momenta or base.diloco is not None or (base.reduce is not None and not isinstance(base.reduce, str))
+    )
     if base.mesh is not None and ("replica" in choices.fixed or (needs_replicas and base.mesh.replica > 1)):
         return [base.mesh.replica]
     part_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1

@@ -192,6 +192,19 @@ def test_when_nothing_fits_the_choice_reports_what_is_missing_and_which_machine_
     assert "h100" in text.split("the smallest gpu")[-1] or "up to 64 times as large would do" in text
 
 
+def test_one_device_on_which_nothing_fits_gets_advice():
+    choice = choose_plan(experiment(), "gpu h100", limit="20KiB")
+    assert not choice.fits
+    assert "too much" in str(choice)
+
+
+def test_an_optimizer_whose_replicas_send_momenta_gets_replicas():
+    one_bit = experiment(optimizer=jx.Optimizer("one_bit_adam", freeze=20), steps=100)
+    choice = choose_plan(one_bit, "gpu h100 x 4", forbidden=("pipeline", "offload", "tensor"))
+    assert choice.fits
+    assert choice.plan.mesh.replica == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -199,6 +212,12 @@ def test_when_nothing_fits_the_choice_reports_what_is_missing_and_which_machine_
         ({"fixed": ("zero",), "forbidden": ("zero",)}, "zero: got it fixed and forbidden"),
         ({"fixed": ("mesh",)}, "mesh: got it fixed in a plan without a mesh"),
         ({"plan": Plan(mesh="fsdp:4"), "fixed": ("mesh",), "forbidden": ("tensor",)}, "tensor: got it forbidden, but"),
+        ({"forbidden": ("mesh",)}, "mesh: got it forbidden, but every plan has one"),
+        ({"fixed": ("tensor",)}, "tensor: got it fixed in a plan without a mesh"),
+        (
+            {"plan": Plan(mesh="pipe:2", pipeline="1f1b:2x4"), "fixed": ("mesh",), "forbidden": ("pipeline",)},
+            "pipeline: got it forbidden, but the fixed mesh pipe:2 has an axis pipe",
+        ),
         ({"objective": "cost"}, "objective: got 'cost', expected 'time' or 'memory'"),
         ({"verify": -1}, "verify: got -1, expected a whole number"),
         ({"plan": Plan(mesh="fsdp:3"), "fixed": ("mesh",)}, "every plan is refused: no mesh divides the batch"),
