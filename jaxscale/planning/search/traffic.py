@@ -32,7 +32,7 @@ import jax
 
 from jaxscale.model_traits import ModelTraits
 from jaxscale.planning.search.pipeline_traffic import messages, pipelined_gradients, pipelined_weights
-from jaxscale.planning.search.transfer import Shapes, Sizes, StepTraffic, Transfer
+from jaxscale.planning.search.transfer import Sizes, StepTraffic, Transfer, WeightShapes
 from jaxscale.platforms.platform import DeviceKind
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.plan import Plan
@@ -172,7 +172,7 @@ def _replicas(step: StepTraffic) -> Iterator[Transfer]:
 
 
 @functools.lru_cache(maxsize=256)
-def _coded_share(codec: Codec, shapes: Shapes, replicas: int, shard_count: int) -> float:
+def _coded_share(codec: Codec, shapes: WeightShapes, replicas: int, shard_count: int) -> float:
     """Return the bytes that a codec sends for weights split into shards, over those of float32."""
     if replicas == 1 or not shapes:
         return 1 / CODED

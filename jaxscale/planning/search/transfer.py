@@ -10,8 +10,8 @@ from jaxscale.sharding.mesh import MeshSpec
 
 Purpose = Literal["weights", "gradients", "activations", "sequence", "stages", "replicas"]
 PassName = Literal["forward", "backward", "update"]
-Shapes = tuple[tuple[tuple[int, ...], bool], ...]
-"""Shapes of weights, each with whether its first dim is a stack of layers."""
+WeightShapes = tuple[tuple[tuple[int, ...], bool], ...]
+"""Shapes of all weights, each with whether its first dim is a stack of layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sizes:
     attention: int = 0
     tables: int = 0
     has_split_ends: bool = False
-    shapes: Shapes = ()
+    shapes: WeightShapes = ()
 
 
 @dataclasses.dataclass(frozen=True)
