@@ -42,7 +42,7 @@ def main() -> bool:
         print(f"{experiment.name} on {platform}: {summary(choice.plan)}, {choice.outcome.candidate_count} candidates")
         label = f"{experiment.name}_{platform.replace(' ', '_')}"
         figures += [
-            Figure(f"{label}_processor_seconds", processor, "s", BAR),
+            Figure(f"{label}_processor_seconds", processor, "s", BAR if "70b" in name else None),
             Figure(f"{label}_wall_seconds", wall, "s"),
             Figure(f"{label}_candidates", choice.outcome.candidate_count, "plans"),
         ]
@@ -60,4 +60,4 @@ def main() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(0 if main() else 1)

@@ -98,4 +98,4 @@ def main() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(0 if main() else 1)

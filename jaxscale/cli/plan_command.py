@@ -158,5 +158,7 @@ def fixed_settings(fields: Mapping[str, str]) -> frozenset[str]:
 
     paths = [path.replace("-", "_").split(".") for path in fields]
     names = {path[1] for path in paths if path[0] == "plan" and len(path) > 1}
-    has_chunk = any("loss_chunk" in text for path, text in fields.items() if path == "plan.kernels")
+    has_chunk = any(path[:2] == ["plan", "kernels"] and "loss_chunk" in path[2:] for path in paths) or any(
+        "loss_chunk" in text for path, text in fields.items() if path == "plan.kernels"
+    )
     return frozenset(names & set(SETTINGS)) | ({"loss_chunk"} if has_chunk else set())

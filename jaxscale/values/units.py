@@ -94,7 +94,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text, in one or two units from milliseconds to days.
+    """Return a duration as text, in one or two units from microseconds to days.
 
     Example:
         >>> duration(0.0042), duration(3.25), duration(75), duration(8000), duration(200_000)
@@ -103,7 +103,10 @@ def duration(seconds: float) -> str:
     if _text_beyond_floats(seconds):
         return "unknown"
     if seconds < 60:
-        return f"{_three_digits(seconds * 1e3)} ms" if abs(seconds) < 0.1 else f"{_three_digits(seconds)} s"
+        if abs(seconds) >= 0.1:
+            return f"{_three_digits(seconds)} s"
+        is_short = 0 < abs(seconds) < 1e-5  # three digits of milliseconds would be 0.00
+        return f"{_three_digits(seconds * 1e6)} us" if is_short else f"{_three_digits(seconds * 1e3)} ms"
     # seconds in a unit and in the next smaller unit, and the names of both units
     scales = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
     for unit_seconds, smaller_seconds, unit, smaller_unit in scales:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.planning.estimate import estimate
-from jaxscale.planning.search.search import JudgedPlan, Search
+from jaxscale.planning.search.ranked import JudgedPlan
+from jaxscale.planning.search.search import Search
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan
 from jaxscale.values.units import size
@@ -49,7 +50,7 @@ def advice_for(search: Search, smallest: JudgedPlan) -> str:
             f"the smallest {platform.chip.kind} {platform.chip.name} that would do is {platform}, by estimate "
             f"({size(judged.device_bytes)} of {size(search.limit)})"
         )
-    else:
+    elif search.platform.chip.kind != "cpu":
         lines.append(
             f"no {search.platform.chip.name} up to {MAX_GROWTH} times as large would do with a batch of "
             f"{search.experiment.batch}"

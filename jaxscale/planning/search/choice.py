@@ -14,8 +14,9 @@ from jaxscale.figures.markup import framed, write_figure, write_text
 from jaxscale.planning import accuracy
 from jaxscale.planning.pictures import Point, curve, page
 from jaxscale.planning.search.advice import advice_for
-from jaxscale.planning.search.model_costs import rated
-from jaxscale.planning.search.search import JudgedPlan, Outcome, Search
+from jaxscale.planning.search.model_costs import has_rates, rated
+from jaxscale.planning.search.ranked import JudgedPlan, Outcome
+from jaxscale.planning.search.search import Search
 from jaxscale.planning.search.space import Choices
 from jaxscale.planning.search.step_seconds import NOTICEABLE
 from jaxscale.platforms.platform import Platform
@@ -72,18 +73,23 @@ class PlanChoice:
     @property
     def is_timed(self) -> bool:
         """Whether the rates of the chip are known, so that seconds are more than proportions."""
-        return rated(self.platform) is self.platform
+        return has_rates(self.platform)
 
     @property
     def mfu(self) -> float | None:
         """The share of the chips' peak that the model's FLOP take in the modeled seconds; `None` if it is unknown."""
-        peak = self.platform.peak("bfloat16" if self.plan.precision == "bfloat16" else "float32")
+        peak = rated(self.platform).peak("bfloat16" if self.plan.precision == "bfloat16" else "float32")
         return None if peak is None or not self.is_timed else self.flop / (self.best.seconds.total * peak)
 
     @property
     def positions_per_second(self) -> float:
         """Positions (tokens of a language model, otherwise rows) of the batch, by the modeled seconds."""
         return self.rows * self.positions / self.best.seconds.total
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the best plan uses."""
+        return 1 if self.plan.mesh is None else self.plan.mesh.devices
 
     @property
     def verdict(self) -> str:
@@ -111,6 +117,11 @@ class PlanChoice:
             lines.append(f"modeled: {best.seconds}; {self.positions_per_second:,.0f} {unit}/s{mfu_text}")
         else:
             lines.append("the rates of this platform are unknown: plans are ordered by those of a TPU v5e")
+        used_count, device_count = self.devices, self.platform.devices
+        if used_count < device_count:
+            lines.append(
+                f"uses {used_count} of {device_count} devices: no allowed mesh of more divides {self.rows} rows"
+            )
         lines += [self.advice] if self.advice else []
         lines += ["", f"{'train it with' if self.fits else 'its flags'}: {flags_of(self.plan)}"]
         rivals = self._rivals()
@@ -145,7 +156,8 @@ class PlanChoice:
         excess = {name: items.get(name, 0.0) - best_items.get(name, 0.0) for name in {*items, *best_items}}
         name = max(excess, key=lambda item: (excess[item], item))
         is_noticeable = excess[name] > NOTICEABLE * self.best.seconds.total
-        return f"{duration(excess[name])} more for {name}" if is_noticeable else "about as fast"
+        excess_text = duration(excess[name]) if self.is_timed else f"{excess[name] / self.best.seconds.total:.0%}"
+        return f"{excess_text} more for {name}" if is_noticeable else "about as fast"
 
     def svg(self) -> str:
         """The compared plans by bytes and by modeled seconds, with the limit, as an SVG image."""
@@ -161,7 +173,7 @@ class PlanChoice:
         """A self-contained HTML page with the choice, the compared plans and the seconds and bytes of the best one."""
         best = self.best
         second_rows = [
-            (name, duration(seconds), f"{seconds / best.seconds.total:.1%}")
+            (name, duration(seconds) if self.is_timed else "", f"{seconds / best.seconds.total:.1%}")
             for name, seconds in best.seconds.items.items()
         ]
         sections = [
@@ -242,6 +254,9 @@ def choose_plan(
         raise UserError(f"objective: got {objective!r}, expected 'time' or 'memory'")
     if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
         raise UserError(f"verify: got {verify!r}, expected a whole number of plans to compile, from 0 on")
+    for name, settings in (("fixed", fixed), ("forbidden", forbidden)):
+        if isinstance(settings, str):
+            raise UserError(f"{name}: got the text {settings!r}, expected names of settings, such as ({settings!r},)")
     choices = Choices(base, frozenset(fixed), frozenset(forbidden))
     limit_argument, host_limit_argument = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
     device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument

@@ -6,6 +6,7 @@ and bytes of activations. So one trace serves all meshes with this split, and al
 """
 
 import dataclasses
+from typing import Any, Literal
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
@@ -103,6 +104,12 @@ class SplitCosts:
         """The number of elements of the weights on the device."""
         return self.sizes.block_weights + self.sizes.other_weights
 
+    @property
+    def budget_rule(self) -> Literal["chain", "save"]:
+        """The memory rule that is optimal for a budget: `chain` for a chain of different blocks, otherwise `save`."""
+        is_chain = len(self.calls) > 1 and all(call.count == 1 for call in self.calls)
+        return "chain" if is_chain else "save"
+
     def sizes_of_stage(self, ranks: int) -> Sizes:
         """Return the sizes of a rank's part of the model, in a pipeline of `ranks` ranks."""
         if ranks not in self.stage_sizes:
@@ -147,11 +154,28 @@ def rated(platform: Platform) -> Platform:
         >>> rated(Platform.parse("cpu x 8")).chip.peak("bfloat16") == chips()["v5e"].bfloat16
         True
     """
-    if platform.chip.memory_bandwidth is not None and platform.chip.peak("bfloat16") is not None:
-        return platform
+    chip = platform.chip
+    if has_rates(platform):  # without bfloat16, XLA converts the operands of products to float32
+        return platform if chip.bfloat16 is not None else replaced(platform, bfloat16=chip.float32)
     rated_chip = chips()[STAND_IN]
     names = ("bfloat16", "float16", "tf32", "float32", "float8", "int8", "memory_bandwidth", "links")
     rates = {name: getattr(rated_chip, name) for name in names}
+    return replaced(platform, **rates)
+
+
+def has_rates(platform: Platform) -> bool:
+    """Return whether the rates of a platform's chip are known, so that modeled seconds are more than proportions.
+
+    Example:
+        >>> has_rates(Platform.parse("gpu t4")), has_rates(Platform.parse("cpu"))
+        (True, False)
+    """
+    chip = platform.chip
+    return chip.memory_bandwidth is not None and (chip.bfloat16 is not None or chip.float32 is not None)
+
+
+def replaced(platform: Platform, **rates: Any) -> Platform:
+    """Return a platform whose chip has other rates."""
     return dataclasses.replace(platform, chip=dataclasses.replace(platform.chip, **rates))
 
 

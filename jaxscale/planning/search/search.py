@@ -12,24 +12,31 @@ References:
 
 import dataclasses
 import functools
+import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxscale.compiler.compile import compile_report
-from jaxscale.compiler.report import CompileReport
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
-from jaxscale.planning.search.space import Choices, Variant, layouts, variants
+from jaxscale.planning.search.ranked import JudgedPlan, Outcome, RankedPlan, bin_of, rounded_down
+from jaxscale.planning.search.space import (
+    Choices,
+    Variant,
+    exchanges_updates,
+    layouts,
+    technique_count,
+    variants,
+)
 from jaxscale.planning.search.step_bytes import bytes_by_kind, sum_of_kinds
 from jaxscale.planning.search.step_seconds import StepSeconds, step_seconds
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 
-MiB = 2**20
 FINALISTS = 4
 """Number of plans that fit, the fastest of different meshes, which are compared in the end."""
 MAX_ESTIMATES = 18
@@ -50,115 +57,6 @@ COMFORTABLE = 0.8
 """Share of the limit below which a layout that keeps everything needs no chunks and no offload."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RankedPlan:
-    """A plan of the search, by the closed forms alone.
-
-    Args:
-        layout: mesh, ZeRO stage, pipeline and microbatches.
-        variant: memory rule, chunk of the loss and offload.
-        kept: what the memory rule keeps and recomputes in the rows of a microbatch; approximate if it has a budget.
-        costs: costs of the model under the layout's split.
-        platform: platform with known rates.
-        bytes: approximate bytes of device memory per device.
-    """
-
-    layout: Plan
-    variant: Variant
-    kept: Kept
-    costs: SplitCosts
-    platform: Platform
-    bytes: float
-
-    @functools.cached_property
-    def seconds(self) -> StepSeconds:
-        """The modeled seconds of a step."""
-        return step_seconds(self.layout, self.variant, self.kept, self.costs, self.platform)
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The plan."""
-        return self.variant.applied(self.layout)
-
-    @property
-    def is_allowed(self) -> bool:
-        """Whether the rules of combination allow the variant in the layout."""
-        try:
-            return self.plan is not None
-        except UserError:
-            return False
-
-    @property
-    def microbatch_rows(self) -> float:
-        """The rows of one microbatch on a device."""
-        assert self.layout.mesh is not None
-        return self.costs.batch / self.layout.mesh.batch_shards / self.layout.microbatches
-
-    @property
-    def family(self) -> tuple[object, ...]:
-        """What candidates have in common whose closed forms of bytes are off by about the same factor."""
-        mesh, pipeline = self.layout.mesh, self.layout.pipeline
-        assert mesh is not None
-        method = None if pipeline is None else (pipeline.name, pipeline.ranks, pipeline.stash)
-        return (mesh.tensor, mesh.sequence, self.layout.zero, method, *self._variant_kind)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What decides whether a rule or the model refuses the plan, apart from sizes."""
-        mesh, pipeline = self.layout.mesh, self.layout.pipeline
-        assert mesh is not None
-        used_axes = tuple(axis for axis, count in mesh.sizes.items() if count > 1)
-        method = None if pipeline is None else (pipeline.name, pipeline.ranks)
-        return (used_axes, mesh.tensor, mesh.sequence, self.layout.zero, method, *self._variant_kind)
-
-    @property
-    def _variant_kind(self) -> tuple[object, ...]:
-        """The variant, apart from the budget of its memory rule."""
-        return (self.variant.memory.rule, self.variant.loss_chunk, self.variant.offload)
-
-
-@dataclasses.dataclass(frozen=True)
-class JudgedPlan:
-    """A plan whose whole step was estimated, and perhaps compiled.
-
-    Args:
-        plan: the plan.
-        seconds: modeled seconds of a step.
-        estimate: estimate of the step's bytes.
-        fits: whether the step fits device and host: according to the compiler if there is a report.
-        report: the compiler's report; `None` if the step was not compiled.
-    """
-
-    plan: Plan
-    seconds: StepSeconds
-    estimate: Estimate
-    fits: bool
-    report: CompileReport | None = None
-
-    @property
-    def device_bytes(self) -> int:
-        """The bytes of device memory per device: the compiler's number, or the estimate if there is none."""
-        compiled_bytes = None if self.report is None else self.report.device_bytes
-        return self.estimate.device_bytes if compiled_bytes is None else compiled_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The plans that a search compared.
-
-    Args:
-        plans: the plans that fit, the best first; if none fits, the one that needs the least memory.
-        rejected: the estimated plans that do not fit, in the order in which they were tried.
-        refusals: the reason of each kind of plan that a rule or the model refuses.
-        candidate_count: number of plans that were ranked.
-    """
-
-    plans: tuple[JudgedPlan, ...]
-    rejected: tuple[JudgedPlan, ...]
-    refusals: tuple[str, ...]
-    candidate_count: int
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Search:
     """A search for the best plan of an experiment on a platform.
@@ -173,6 +71,7 @@ class Search:
         costs: costs of the model by its split over (tensor, sequence), which fills as the search goes on; `None` for a
             split that the model refuses.
         refusals: reasons for which kinds of plans were refused, which fill as the search goes on.
+        layout_refusals: reasons for which layouts were left out, which fill as the search goes on.
         estimates: the estimates that were made.
     """
 
@@ -184,6 +83,7 @@ class Search:
     objective: str = "time"
     costs: dict[tuple[int, int], SplitCosts | None] = dataclasses.field(default_factory=dict)
     refusals: dict[str, str] = dataclasses.field(default_factory=dict)
+    layout_refusals: set[str] = dataclasses.field(default_factory=set)
     estimates: list[Estimate] = dataclasses.field(default_factory=list)
 
     def run(self, verify: int = 0, make: Callable[[], Experiment] | None = None) -> Outcome:
@@ -197,10 +97,10 @@ class Search:
             UserError: every plan is refused.
         """
         candidates, smallest_candidates = self.candidates()
-        fitting, rejected = self._judged(candidates)
+        fitting, rejected = self._judged(self.ordered(candidates))
         fitting.sort(key=self._order)
         if verify:
-            fitting = [self._compiled(judged, make) for judged in fitting[:verify]] + fitting[verify:]
+            fitting = self._verified(fitting, verify, make)
         plans = tuple(judged for judged in fitting if judged.fits)
         rejected += [judged for judged in fitting if not judged.fits]
         if not plans:
@@ -208,16 +108,13 @@ class Search:
             plans = tuple(sorted((judged for judged in smallest if judged.fits), key=self._order))
             rejected += [judged for judged in smallest if not judged.fits]
         if not plans and not rejected:
-            reasons_text = (
-                "; ".join(dict.fromkeys(self.refusals.values())) or "no mesh divides the batch over the devices"
-            )
-            raise UserError(f"{self.experiment.name} on {self.platform}: every plan is refused: {reasons_text}")
+            raise UserError(f"{self.experiment.name} on {self.platform}: every plan is refused: {self._reasons()}")
         if not plans:
             plans = (min(rejected, key=lambda judged: judged.device_bytes),)
         return Outcome(plans, tuple(rejected), tuple(dict.fromkeys(self.refusals.values())), len(candidates))
 
     def candidates(self) -> tuple[list[RankedPlan], list[RankedPlan]]:
-        """Return all plausible candidates, the best first, and the ones that take the least memory.
+        """Return all plausible candidates, and the ones that take the least memory.
 
         They use as many devices as the batch, the model and the choices allow. Those with the least memory are one
         with a pipeline and one without, because closed forms are less exact for pipelines.
@@ -225,8 +122,29 @@ class Search:
         for device_count in range(self.platform.devices, 0, -1):
             candidates, smallest = self._candidates_on(device_count)
             if smallest:
-                return sorted(candidates, key=self._candidate_order), smallest
+                return candidates, smallest
         return [], []
+
+    def ordered(self, candidates: Sequence[RankedPlan]) -> Iterator[RankedPlan]:
+        """Yield candidates, the best first; communication is modeled only for those that may come next.
+
+        Args:
+            candidates: the candidates, in any order.
+        """
+        # first by lower bounds, which are not above the figures, and then by the figures themselves
+        heap: list[tuple[tuple[float, ...], str, int]] = []
+        for number, candidate in enumerate(candidates):
+            is_by_bytes = self.objective == "memory"
+            bound = (candidate.bytes,) if is_by_bytes else (bin_of(candidate.computation_seconds),)
+            heap.append((bound, "", number))
+        heapq.heapify(heap)
+        while heap:
+            figures, _, number = heap[0]
+            if len(figures) > 1:
+                heapq.heappop(heap)
+                yield candidates[number]
+            else:
+                heapq.heapreplace(heap, (*self._candidate_order(candidates[number]), number))
 
     def _candidates_on(self, device_count: int) -> tuple[list[RankedPlan], list[RankedPlan]]:
         """Return the plausible candidates on a number of devices, and those with the least memory."""
@@ -234,7 +152,7 @@ class Search:
         candidates: list[RankedPlan] = []
         smallest: dict[bool, RankedPlan] = {}  # by whether there is a pipeline
         first_kind = (all_variants[0].loss_chunk, all_variants[0].offload)
-        for layout in layouts(self.experiment, self.platform, device_count, self.choices):
+        for layout in layouts(self.experiment, self.platform, device_count, self.choices, self.layout_refusals):
             costs = self.costs_of(layout)
             if costs is None:
                 continue
@@ -285,10 +203,7 @@ class Search:
         more, less = pair
         share = (ROOM * limit - less.bytes) / (more.bytes - less.bytes)
         kept = Kept(*(b + share * (a - b) for a, b in zip(more.kept.figures, less.kept.figures, strict=True)))
-        calls = more.costs.calls
-        rule = "chain" if len(calls) > 1 and all(call.count == 1 for call in calls) else "save"
-        stage_count = 1 if more.layout.pipeline is None else more.layout.pipeline.shape()[0]
-        memory = MemoryPlan.parse(f"{rule}:{int(kept.kept_bytes / stage_count) // MiB}MiB")
+        memory = MemoryPlan(more.costs.budget_rule, budget=rounded_down(kept.kept_bytes / more.stage_count))
         variant = dataclasses.replace(more.variant, memory=memory)
         return [*members, RankedPlan(more.layout, variant, kept, more.costs, more.platform, ROOM * limit)]
 
@@ -311,18 +226,22 @@ class Search:
         """The platform with known rates."""
         return rated(self.platform)
 
-    def _candidate_order(self, candidate: RankedPlan) -> tuple[float, float, str]:
+    def _candidate_order(self, candidate: RankedPlan) -> tuple[tuple[float, ...], str]:
         """Return the key by which candidates are sorted; its last part makes the order independent of the space's."""
-        seconds, byte_count = candidate.seconds.total, candidate.bytes
-        text = f"{candidate.layout.mesh}{candidate.variant}"
-        return (seconds, byte_count, text) if self.objective == "time" else (byte_count, seconds, text)
+        figures = self._figures(candidate.seconds, candidate.bytes, candidate.layout, candidate.variant)
+        return figures, f"{candidate.layout.mesh}{candidate.variant}"
 
-    def _order(self, judged: JudgedPlan) -> tuple[float, float]:
+    def _order(self, judged: JudgedPlan) -> tuple[float, ...]:
         """Return the key by which estimated plans are sorted."""
-        seconds, byte_count = judged.seconds.total, float(judged.device_bytes)
-        return (seconds, byte_count) if self.objective == "time" else (byte_count, seconds)
+        return self._figures(judged.seconds, judged.device_bytes, judged.plan, Variant.of(judged.plan))
 
-    def _judged(self, candidates: list[RankedPlan]) -> tuple[list[JudgedPlan], list[JudgedPlan]]:
+    def _figures(self, seconds: StepSeconds, nbytes: float, layout: Plan, variant: Variant) -> tuple[float, ...]:
+        """Return the figures by which plans are sorted; those that are about as fast, by their techniques."""
+        if self.objective == "memory":
+            return nbytes, seconds.total
+        return bin_of(seconds.total), technique_count(layout, variant), seconds.total, nbytes
+
+    def _judged(self, candidates: Iterable[RankedPlan]) -> tuple[list[JudgedPlan], list[JudgedPlan]]:
         """Estimate candidates in their order; return those that fit, and those that do not.
 
         After the first that fits, only candidates of other meshes are estimated, and those that would be better: the
@@ -334,11 +253,11 @@ class Search:
         refusal_counts: dict[object, int] = {}
         meshes_that_fit: set[object] = set()
         for candidate in candidates:
-            is_better = not fitting or self._candidate_order(candidate)[:2] < min(map(self._order, fitting))
-            if not is_better and (len(fitting) >= FINALISTS or candidate.layout.mesh in meshes_that_fit):
-                continue
-            if len(self.estimates) >= MAX_ESTIMATES:
+            is_better = not fitting or self._candidate_order(candidate)[0] < min(map(self._order, fitting))
+            if (not is_better and len(fitting) >= FINALISTS) or len(self.estimates) >= MAX_ESTIMATES:
                 break
+            if not is_better and candidate.layout.mesh in meshes_that_fit:
+                continue
             if refusal_counts.get(candidate.kind, 0) >= MAX_REFUSALS:
                 continue
             if (
@@ -360,13 +279,12 @@ class Search:
 
         The budget of a memory rule is corrected by the bytes of each estimate, until the step fits with little room.
         """
-        limit = self.limit
         best: JudgedPlan | None = None
         try:
             plan = candidate.plan
         except UserError:  # a rule refuses the combination of layout and variant
             return None
-        for _ in range(1 if plan.memory.budget is None or limit is None else MAX_BUDGETS):
+        for _ in range(MAX_BUDGETS):
             try:
                 seconds = candidate.seconds
                 if plan.memory.budget is not None:
@@ -381,19 +299,53 @@ class Search:
             judged = JudgedPlan(step_estimate.plan, seconds, step_estimate, self._fits(step_estimate))
             if best is None or (judged.fits, -judged.seconds.total) > (best.fits, -best.seconds.total):
                 best = judged
-            if plan.memory.budget is None or limit is None or CLOSE * limit <= judged.device_bytes <= limit:
+            memory = self._corrected(candidate, plan.memory, judged.device_bytes)
+            if memory is None:
                 break
-            budget = plan.memory.budget + int(ROOM * limit) - judged.device_bytes
-            if budget < 0:
-                break
-            memory = dataclasses.replace(plan.memory, budget=budget // MiB * MiB)
             plan = dataclasses.replace(plan, memory=memory)
         return best
+
+    def _corrected(self, candidate: RankedPlan, memory: MemoryPlan, device_bytes: int) -> MemoryPlan | None:
+        """Return a memory rule with a better budget than that of an estimated plan; `None` if there is none.
+
+        A plan that keeps everything, and does not fit by a little, gets a budget.
+        """
+        limit, budget = self.limit, memory.budget
+        if limit is None or not self.choices.is_open("memory"):
+            return None
+        if budget is None:
+            if memory.rule != "none" or not candidate.costs.calls or device_bytes <= limit:
+                return None
+            budget = candidate.kept.kept_bytes / candidate.stage_count
+        elif CLOSE * limit <= device_bytes <= limit:
+            return None
+        corrected_bytes = budget + int(ROOM * limit) - device_bytes
+        if corrected_bytes < 0:
+            return None
+        return MemoryPlan(candidate.costs.budget_rule, budget=rounded_down(corrected_bytes))
 
     def _fits(self, step_estimate: Estimate) -> bool:
         """Return whether a step fits device and host; an unknown limit counts as enough."""
         limits_and_bytes = ((self.limit, step_estimate.device_bytes), (self.host_limit, step_estimate.host_bytes))
         return all(limit is None or byte_count <= limit for limit, byte_count in limits_and_bytes)
+
+    def _verified(
+        self, fitting: list[JudgedPlan], verify: int, make: Callable[[], Experiment] | None
+    ) -> list[JudgedPlan]:
+        """Compile the first plans, and further ones until one fits; return all, the compiled ones first."""
+        compiled: list[JudgedPlan] = []
+        for judged in fitting:
+            if len(compiled) >= verify and any(one.fits for one in compiled):
+                break
+            compiled.append(self._compiled(judged, make))
+        return sorted(compiled, key=self._order) + fitting[len(compiled) :]
+
+    def _reasons(self) -> str:
+        """Return why there is no plan at all."""
+        if exchanges_updates(self.experiment, self.choices.base) and self.platform.devices == 1:
+            return "its replicas exchange updates, but there is one device; choose more devices, or no codec"
+        batch_text = f"no mesh divides the batch of {self.experiment.batch} rows over the devices"
+        return "; ".join(dict.fromkeys(self.refusals.values())) or "; ".join(sorted(self.layout_refusals)) or batch_text
 
     def _compiled(self, judged: JudgedPlan, make: Callable[[], Experiment] | None) -> JudgedPlan:
         """Return a plan as the compiler judges it."""

@@ -101,6 +101,19 @@ class Variant:
         return dataclasses.replace(layout, memory=self.memory, kernels=kernels, offload=self.offload)
 
 
+def technique_count(layout: Plan, variant: Variant) -> int:
+    """Return the number of techniques that a plan uses, to prefer the simpler one of two plans that are as fast.
+
+    Example:
+        >>> technique_count(Plan(mesh="data:2,fsdp:4", zero=3), Variant(MemoryPlan("full")))
+        6
+    """
+    assert layout.mesh is not None
+    axis_count = sum(count > 1 for count in layout.mesh.sizes.values())
+    has_parts = (layout.pipeline is not None, layout.microbatches > 1, variant.memory.rule != "none")
+    return axis_count + layout.zero + sum(has_parts) + (variant.loss_chunk is not None) + bool(str(variant.offload))
+
+
 def divisors(number: int, largest: int | None = None) -> list[int]:
     """Return the divisors of a number, in rising order, up to the largest one allowed.
 
@@ -113,7 +126,13 @@ def divisors(number: int, largest: int | None = None) -> list[int]:
     return [d for d in every if largest is None or d <= largest]
 
 
-def layouts(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> Iterator[Plan]:
+def layouts(
+    experiment: Experiment,
+    platform: Platform,
+    device_count: int,
+    choices: Choices,
+    refusals: set[str] | None = None,
+) -> Iterator[Plan]:
     """Yield the layouts over a number of devices, in a fixed order.
 
     Rules of combination that need the model or the experiment are checked later, when a step is built. Layouts that
@@ -124,9 +143,11 @@ def layouts(experiment: Experiment, platform: Platform, device_count: int, choic
         platform: platform to plan for.
         device_count: number of devices of each mesh.
         choices: settings that the user has fixed or forbidden.
+        refusals: set to which the reasons are added for which layouts were left out.
     """
+    reasons: set[str] = set() if refusals is None else refusals
     for mesh in meshes(experiment, platform, device_count, choices):
-        yield from _layouts_of(mesh, experiment, choices)
+        yield from _layouts_of(mesh, experiment, choices, reasons)
 
 
 def meshes(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> Iterator[MeshSpec]:
@@ -194,20 +215,22 @@ def variants(experiment: Experiment, platform: Platform, choices: Choices) -> li
     offloads: Collection[OffloadPlan] = (base.offload,) if "offload" in choices.fixed else (OffloadPlan(),)
     if choices.is_open("offload") and platform.chip.kind != "cpu":
         offloads = OFFLOADS
-    chunk = base.kernels.loss_chunk
+    chunk = None if "loss_chunk" in choices.forbidden else base.kernels.loss_chunk
     chunks = [chunk]
     if chunk is None and choices.is_open("loss_chunk") and not traits.foreign and base.kernels.scores == "auto":
         chunks += [LOSS_CHUNK] if (traits.context or 0) > LOSS_CHUNK and traits.vocab else []
     return [Variant(rule, chunk, offload) for chunk in chunks for offload in offloads for rule in memory_rules]
 
 
+def exchanges_updates(experiment: Experiment, plan: Plan) -> bool:
+    """Return whether replicas exchange something else than plain gradients, so that there must be at least two."""
+    sends_momenta = experiment.optimizer.messages(experiment.steps) is not None
+    return sends_momenta or plan.diloco is not None or (plan.reduce is not None and not isinstance(plan.reduce, str))
+
+
 def _replica_counts(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> list[int]:
     """Return the numbers of replicas: 1, and the number of parts of a platform between which links are slow."""
-    base = choices.base
-    sends_momenta = experiment.optimizer.messages(experiment.steps) is not None
-    needs_replicas = (
-        sends_momenta or base.diloco is not None or (base.reduce is not None and not isinstance(base.reduce, str))
-    )
+    base, needs_replicas = choices.base, exchanges_updates(experiment, choices.base)
     if base.mesh is not None and ("replica" in choices.fixed or (needs_replicas and base.mesh.replica > 1)):
         return [base.mesh.replica]
     part_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
@@ -224,17 +247,16 @@ def _axis_counts(axis: str, device_count: int, largest: int, choices: Choices) -
     return divisors(device_count, largest) if choices.is_open(axis) else [1]
 
 
-def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices) -> Iterator[Plan]:
-    """Yield the layouts on a mesh: every ZeRO stage, pipeline and number of microbatches."""
+def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices, refusals: set[str]) -> Iterator[Plan]:
+    """Yield the layouts on a mesh: every ZeRO stage, pipeline and number of microbatches; add refusals to a set."""
     base, row_count = choices.base, experiment.batch // mesh.batch_shards
     if experiment.batch % mesh.batch_shards:
         return
-    if "zero" in choices.fixed:
-        stages = [base.zero] if (mesh.fsdp > 1) == (base.zero > 0) else []
-    elif mesh.fsdp == 1 or "zero" in choices.forbidden:
-        stages = [0] if mesh.fsdp == 1 else []
-    else:
-        stages = [1, 2, 3]
+    stages = [1, 2, 3] if mesh.fsdp > 1 else [0]
+    if not choices.is_open("zero"):
+        stage = base.zero if "zero" in choices.fixed else 0
+        is_other_mesh_equal = mesh.fsdp > 1 and stage == 0 and "mesh" not in choices.fixed  # one with an axis data
+        stages = [] if (stage and mesh.fsdp == 1) or is_other_mesh_equal else [stage]
     counts = divisors(row_count, MAX_MICROBATCHES)
     if "microbatches" in choices.fixed:
         counts = [base.microbatches] if row_count % base.microbatches == 0 else []
@@ -256,8 +278,8 @@ def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices) -> Ite
                     memory=MemoryPlan("none"),
                     offload=OffloadPlan(),
                 )
-            except UserError:
-                continue
+            except UserError as error:
+                refusals.add(str(error))
 
 
 def _pipelines(mesh: MeshSpec, counts: list[int], choices: Choices) -> Iterator[tuple[PipelinePlan | None, int]]:

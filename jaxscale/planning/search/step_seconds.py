@@ -84,6 +84,35 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     """
     mesh = layout.mesh
     assert mesh is not None
+    items = computation(layout, variant, kept, costs, platform)
+    # the backward pass of the head takes two parts of three, or three of four if its products run again
+    head_forward = items["head"] / (3 if variant.loss_chunk is None else 4)
+    compute_by_pass = {
+        "forward": items["forward"] + head_forward,
+        "backward": items["backward"] + items["recomputation"] + items["head"] - head_forward,
+        "update": 0.0,
+    }
+    has_rerun = layout.pipeline is not None and layout.stages_keep == "input"
+    rows = round(costs.batch / mesh.batch_shards / layout.microbatches)
+    sizes, chip_kind = costs.sizes_of_stage(mesh.pipe), platform.chip.kind
+    step_transfers = transfers(layout, sizes, rows, recomputed=kept.share + has_rerun, chip=chip_kind)
+    exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
+    all_items = {**items, **exposed}
+    return StepSeconds({name: seconds for name, seconds in all_items.items() if seconds}, hidden)
+
+
+def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform) -> dict[str, float]:
+    """Return the modeled seconds of a step by item, without communication: a lower bound on those of the step.
+
+    Args:
+        layout: plan with a mesh over which the batch can be split evenly.
+        variant: memory rule, chunk of the loss and offload of the step.
+        kept: what the memory rule keeps and recomputes in the rows of a microbatch on a device, in all stages.
+        costs: costs of the model under the layout's split over tensor and sequence axes.
+        platform: platform with known rates (`rated`).
+    """
+    mesh = layout.mesh
+    assert mesh is not None
     rows = costs.batch / mesh.batch_shards  # of all microbatches on a device
     share = rows / costs.rows / mesh.pipe  # of the traced work of the blocks
     has_rerun = layout.pipeline is not None and layout.stages_keep == "input"
@@ -91,33 +120,21 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     recomputation = layout.microbatches * kept.seconds / mesh.pipe + (forward if has_rerun else 0.0)
     # the head belongs to one stage, for which the others wait; a chunked loss computes its products again
     head_passes = 3 if variant.loss_chunk is None else 4
-    head = costs.head_seconds * rows / costs.rows
-    compute_by_pass = {
-        "forward": forward + head,
-        "backward": backward + recomputation + (head_passes - 1) * head,
-        "update": 0.0,
-    }
-    sizes = costs.sizes_of_stage(mesh.pipe)
-    recomputed = kept.share + has_rerun
-    microbatch_rows, chip_kind = round(rows / layout.microbatches), platform.chip.kind
-    step_transfers = transfers(layout, sizes, microbatch_rows, recomputed=recomputed, chip=chip_kind)
-    exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
     bubble = 0.0 if layout.pipeline is None else bubble_of(layout.pipeline)
     update, copies = _update(layout, variant.offload, costs, platform)
     # each product of the forward pass has two in the backward pass
-    launch_count = 3 * layout.microbatches * costs.products / mesh.pipe * (1 + (recomputed > 0) / 3)
-    seconds_by_item = {
+    is_recomputed = has_rerun or kept.share > 0
+    launch_count = 3 * layout.microbatches * costs.products / mesh.pipe * (1 + is_recomputed / 3)
+    return {
         "forward": forward,
         "backward": backward,
         "recomputation": recomputation,
-        "head": head_passes * head,
-        **exposed,
+        "head": head_passes * costs.head_seconds * rows / costs.rows,
         "bubble": bubble / (1 - bubble) * (forward + backward + recomputation),
         "launches": launch_count * LAUNCH_SECONDS,
         "update": update,
         "host copies": copies,
     }
-    return StepSeconds({name: seconds for name, seconds in seconds_by_item.items() if seconds}, hidden)
 
 
 def bubble_of(pipeline: PipelinePlan) -> float:

@@ -1,0 +1,153 @@
+"""Plans of a search by closed forms, plans judged by estimates of whole steps, and the outcome of a search."""
+
+import dataclasses
+import functools
+import math
+
+from jaxscale.compiler.report import CompileReport
+from jaxscale.errors import UserError
+from jaxscale.planning.estimate import Estimate
+from jaxscale.planning.search.model_costs import Kept, SplitCosts
+from jaxscale.planning.search.space import Variant
+from jaxscale.planning.search.step_seconds import StepSeconds, computation, step_seconds
+from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.plan import Plan
+
+KiB, MiB = 2**10, 2**20
+TIE = 0.02
+"""Relative difference of modeled seconds below which the plan with fewer techniques is preferred."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedPlan:
+    """A plan of the search, by the closed forms alone.
+
+    Args:
+        layout: mesh, ZeRO stage, pipeline and microbatches.
+        variant: memory rule, chunk of the loss and offload.
+        kept: what the memory rule keeps and recomputes in the rows of a microbatch; approximate if it has a budget.
+        costs: costs of the model under the layout's split.
+        platform: platform with known rates.
+        bytes: approximate bytes of device memory per device.
+    """
+
+    layout: Plan
+    variant: Variant
+    kept: Kept
+    costs: SplitCosts
+    platform: Platform
+    bytes: float
+
+    @functools.cached_property
+    def seconds(self) -> StepSeconds:
+        """The modeled seconds of a step."""
+        return step_seconds(self.layout, self.variant, self.kept, self.costs, self.platform)
+
+    @functools.cached_property
+    def computation_seconds(self) -> float:
+        """The modeled seconds of a step without communication: a lower bound that is cheap to compute."""
+        return sum(computation(self.layout, self.variant, self.kept, self.costs, self.platform).values())
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.variant.applied(self.layout)
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the rules of combination allow the variant in the layout."""
+        try:
+            return self.plan is not None
+        except UserError:
+            return False
+
+    @property
+    def microbatch_rows(self) -> float:
+        """The rows of one microbatch on a device."""
+        assert self.layout.mesh is not None
+        return self.costs.batch / self.layout.mesh.batch_shards / self.layout.microbatches
+
+    @property
+    def stage_count(self) -> int:
+        """The number of ranks among which a pipeline divides the blocks."""
+        return 1 if self.layout.pipeline is None else self.layout.pipeline.shape()[0]
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What candidates have in common whose closed forms of bytes are off by about the same factor."""
+        mesh, pipeline = self.layout.mesh, self.layout.pipeline
+        assert mesh is not None
+        method = None if pipeline is None else (pipeline.name, pipeline.ranks, pipeline.stash)
+        return (mesh.tensor, mesh.sequence, self.layout.zero, method, *self._variant_kind)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides whether a rule or the model refuses the plan, apart from sizes."""
+        mesh, pipeline = self.layout.mesh, self.layout.pipeline
+        assert mesh is not None
+        used_axes = tuple(axis for axis, count in mesh.sizes.items() if count > 1)
+        method = None if pipeline is None else (pipeline.name, pipeline.ranks)
+        return (used_axes, mesh.tensor, mesh.sequence, self.layout.zero, method, *self._variant_kind)
+
+    @property
+    def _variant_kind(self) -> tuple[object, ...]:
+        """The variant, apart from the budget of its memory rule."""
+        return (self.variant.memory.rule, self.variant.loss_chunk, self.variant.offload)
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedPlan:
+    """A plan whose whole step was estimated, and perhaps compiled.
+
+    Args:
+        plan: the plan.
+        seconds: modeled seconds of a step.
+        estimate: estimate of the step's bytes.
+        fits: whether the step fits device and host: according to the compiler if there is a report.
+        report: the compiler's report; `None` if the step was not compiled.
+    """
+
+    plan: Plan
+    seconds: StepSeconds
+    estimate: Estimate
+    fits: bool
+    report: CompileReport | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of device memory per device: the compiler's number, or the estimate if there is none."""
+        compiled_bytes = None if self.report is None else self.report.device_bytes
+        return self.estimate.device_bytes if compiled_bytes is None else compiled_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The plans that a search compared.
+
+    Args:
+        plans: the plans that fit, the best first; if none fits, the one that needs the least memory.
+        rejected: the estimated plans that do not fit, in the order in which they were tried.
+        refusals: the reason of each kind of plan that a rule or the model refuses.
+        candidate_count: number of plans that were ranked.
+    """
+
+    plans: tuple[JudgedPlan, ...]
+    rejected: tuple[JudgedPlan, ...]
+    refusals: tuple[str, ...]
+    candidate_count: int
+
+
+def bin_of(seconds: float) -> float:
+    """Return a number that is equal for seconds that differ by less than `TIE`, and rises with the seconds."""
+    return math.floor(math.log(max(seconds, 1e-12)) / TIE)
+
+
+def rounded_down(byte_count: float) -> int:
+    """Return a number of bytes in whole MiB, or in whole KiB if it is small.
+
+    Example:
+        >>> rounded_down(70.9 * 2**20) / 2**20, rounded_down(5000) / 2**10
+        (70.0, 4.0)
+    """
+    unit = MiB if byte_count >= 64 * MiB else KiB
+    return int(byte_count) // unit * unit
