@@ -9,6 +9,8 @@
                      sequence parallelism; the embedding and the head have one each
     sequence         keys and values are gathered, and their gradients scattered
     pipe             `pipeline_traffic.py`
+    tables           if a microbatch reads less than a sharded table holds, devices exchange what they read, and its
+                     gradients, in place of the table; a tied head reduces gradients of its own
 
 Collectives of blocks run once for each block. Those of a block's forward pass run again if it is recomputed, but for
 the last reduction, whose result nothing reads. These are the collectives of compiled steps, which the three compilers
@@ -70,7 +72,7 @@ def transfers(
     mesh = dataclasses.replace(plan.mesh, pipe=pipe_size)  # a plan may leave it out
     step = StepTraffic(plan, sizes, mesh, rows, recomputed, chip)
     if plan.pipeline is None:
-        candidates = [*_weights(step), *_gradients(step)]
+        candidates = [*_weights(step), *_lookups(step), *_gradients(step)]
     else:
         candidates = [*pipelined_weights(step), *pipelined_gradients(step), *messages(step)]
     candidates += [*_replicas(step), *_activations(step), *_sequence(step)]
@@ -88,7 +90,9 @@ def _weights(step: StepTraffic) -> Iterator[Transfer]:
     sizes, width = step.sizes, step.width
     if step.zero == 3:
         count = 1 if step.chip == "cpu" else step.microbatches
-        tables = sizes.tables if step.has_whole_tables and step.chip == "tpu" else 0  # gathered over both axes at once
+        is_read_apart = step.has_sparse_lookups and not sizes.is_tied
+        is_gathered_apart = step.has_whole_tables and step.chip == "tpu"  # over both axes at once
+        tables = sizes.tables if is_read_apart or is_gathered_apart else 0
         yield Transfer("all-gather", ("fsdp",), width * (sizes.other_weights - tables), count, "weights", "forward")
         layer_bytes = width * step.layer_weights
         yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "forward")
@@ -96,6 +100,23 @@ def _weights(step: StepTraffic) -> Iterator[Transfer]:
     elif step.zero:
         nbytes = width * (sizes.block_weights + sizes.other_weights)
         yield Transfer("all-gather", ("fsdp",), nbytes, 1, "weights", "update")
+
+
+def _lookups(step: StepTraffic) -> Iterator[Transfer]:
+    """Yield the exchange of what is read from sharded tables, and of its gradients, without a pipeline."""
+    if not step.has_sparse_lookups or step.zero == 1:
+        return
+    elements, count = step.lookup_elements, step.microbatches
+    axes = ("fsdp", "tensor") if step.has_whole_tables else ("fsdp",)
+    if step.zero == 3:
+        yield Transfer("reduce-scatter", axes, step.width * elements, count, "activations", "forward")
+    if step.chip == "tpu":
+        yield Transfer("all-gather", axes, 4 * elements, count, "activations", "backward")
+        return
+    yield Transfer("all-gather", ("fsdp",), step.width * elements, count, "activations", "backward")
+    if step.has_whole_tables:
+        shard_bytes = step.width * elements / step.mesh.fsdp
+        yield Transfer("all-gather", ("tensor",), shard_bytes, count, "activations", "backward")
 
 
 def _gradients(step: StepTraffic) -> Iterator[Transfer]:
@@ -108,7 +129,7 @@ def _gradients(step: StepTraffic) -> Iterator[Transfer]:
     else:
         yield Transfer("all-reduce", step.batch_axes, layer_bytes, step.runs, "gradients", "backward")
     yield from _table_gradients(step)
-    yield from _other_gradients(step, sizes.other_weights - sizes.tables)
+    yield from _other_gradients(step, sizes.other_weights - (0 if sizes.is_tied else sizes.tables))
 
 
 def _other_gradients(step: StepTraffic, weights: float) -> Iterator[Transfer]:
@@ -123,7 +144,8 @@ def _other_gradients(step: StepTraffic, weights: float) -> Iterator[Transfer]:
         late_bytes /= step.mesh.fsdp
         yield Transfer("all-reduce", other_axes, late_bytes, late_count, "gradients", "backward")
     elif step.zero == 1:
-        kind = "all-reduce" if other_axes else "reduce-scatter"  # an update reads a shard
+        is_whole = bool(other_axes) or (step.sizes.is_tied and step.chip == "gpu")
+        kind = "all-reduce" if is_whole else "reduce-scatter"  # an update reads a shard
         yield Transfer(kind, step.batch_axes, nbytes, microbatch_count, "gradients", "backward")
     else:
         yield Transfer("all-reduce", step.batch_axes, late_bytes, late_count, "gradients", "backward")
@@ -135,6 +157,11 @@ def _table_gradients(step: StepTraffic) -> Iterator[Transfer]:
     other_axes, tensor = step.other_axes, step.mesh.tensor
     late_count = microbatch_count if step.chip == "cpu" else 1
     width = 4 if step.chip == "gpu" or (step.chip == "tpu" and step.zero and not other_axes) else step.gradient_width
+    if step.has_sparse_lookups and step.zero >= 2:  # the gradients of what was read were gathered
+        width = 4 if step.chip == "gpu" else step.gradient_width
+        shard_bytes = width * tables / step.mesh.fsdp
+        yield Transfer("all-reduce", other_axes, shard_bytes, late_count, "gradients", "backward")
+        return
     if step.has_whole_tables:
         nbytes = (4 if step.chip == "gpu" else step.gradient_width) * tables * tensor
         if step.zero or step.chip == "tpu":
@@ -149,7 +176,8 @@ def _table_gradients(step: StepTraffic) -> Iterator[Transfer]:
         yield Transfer("reduce-scatter", ("fsdp",), width * tables, microbatch_count, "gradients", "backward")
         yield Transfer("all-reduce", other_axes, width * tables / step.mesh.fsdp, late_count, "gradients", "backward")
     elif step.zero:
-        is_reduced = step.chip == "gpu" or is_whole or bool(other_axes)
+        is_scattered = step.has_sparse_lookups and not step.sizes.is_tied
+        is_reduced = (step.chip == "gpu" and not is_scattered) or is_whole or bool(other_axes)
         kind = "all-reduce" if is_reduced else "reduce-scatter"
         yield Transfer(kind, step.batch_axes, width * tables, microbatch_count, "gradients", "backward")
     else:
@@ -203,7 +231,7 @@ def _activations(step: StepTraffic) -> Iterator[Transfer]:
         count = 2 * step.runs + scatter_count + ends_count
         yield Transfer("all-reduce", axes, nbytes, count, "activations", "backward")
         return
-    if step.has_whole_tables and plan.pipeline is None:
+    if step.has_whole_tables and plan.pipeline is None and (sizes.is_tied or not step.has_sparse_lookups):
         table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip == "tpu" else axes
         table_bytes = step.width * sizes.tables * mesh.tensor
         yield Transfer("all-gather", table_axes, table_bytes, step.microbatches, "weights", "forward")
@@ -268,6 +296,7 @@ def sizes_of(step: TrainStep, calls: tuple[BlockCall, ...]) -> Sizes:
         attention=int(kv_share * activations) // tensor_size if traits.context else 0,
         tables=tables,
         has_split_ends=any(unstacked[name] != tuple(leaves[name].shape) for name in table_names),
+        is_tied=sum(traits.vocab in leaves[name].shape for name in unstacked) == 1,
         shapes=tuple((shape, step.pure_model.is_stacked(name)) for name, shape in local_shapes.items()),
     )
 

@@ -26,6 +26,7 @@ class Sizes:
         attention: elements of the keys and values of a block, for one row.
         tables: elements of those other weights that are read by index, such as an embedding.
         has_split_ends: whether the tensor axis splits the embedding and the head.
+        is_tied: whether the head is the transposed embedding.
         shapes: shapes of all weights.
     """
 
@@ -36,6 +37,7 @@ class Sizes:
     attention: int = 0
     tables: int = 0
     has_split_ends: bool = False
+    is_tied: bool = False
     shapes: WeightShapes = ()
 
 
@@ -116,6 +118,17 @@ class StepTraffic:
     def has_whole_tables(self) -> bool:
         """Whether a table is gathered over the tensor axis, because sequence parallelism splits the positions."""
         return self.plan.sequence_parallel and self.sizes.has_split_ends and self.mesh.tensor > 1
+
+    @property
+    def lookup_elements(self) -> float:
+        """Elements that one microbatch reads from tables, on all devices along the fsdp axis together."""
+        return self.rows * self.sizes.activations * self.mesh.fsdp
+
+    @property
+    def has_sparse_lookups(self) -> bool:
+        """Whether devices exchange what they read from sharded tables, because it is less than the tables."""
+        whole_tables = self.sizes.tables * (self.mesh.tensor if self.has_whole_tables else 1)
+        return self.zero > 0 and self.plan.pipeline is None and whole_tables > self.lookup_elements
 
     @property
     def layer_weights(self) -> float:
