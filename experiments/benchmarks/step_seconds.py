@@ -21,14 +21,12 @@ from typing import Any
 from figures import Figure, show
 
 import jaxscale as jx
-from jaxscale.planning.search.model_costs import split_costs
-from jaxscale.planning.search.space import Variant
-from jaxscale.planning.search.step_seconds import step_seconds
+from jaxscale.planning.search.step_seconds import modeled_seconds
 
 ROWS = Path(__file__).with_name("published_steps.json")
 
 
-def modeled_seconds(row: dict[str, Any]) -> float:
+def modeled(row: dict[str, Any]) -> float:
     """Return the modeled seconds of a step of a published run."""
     model = jx.models.Decoder(context=row["context"], **row["model"])
     experiment = jx.Experiment(row["name"], model, jx.data.Text("text.txt", context=row["context"]), batch=row["batch"])
@@ -40,10 +38,7 @@ def modeled_seconds(row: dict[str, Any]) -> float:
         memory=row["memory"],
         sequence_parallel=mesh.tensor > 1,
     )
-    platform = jx.Platform.parse(row["platform"])
-    costs = split_costs(experiment, platform, plan, mesh.tensor, mesh.sequence)
-    kept = costs.kept(plan.memory, row["batch"] / mesh.batch_shards)
-    return step_seconds(plan, Variant.of(plan), kept, costs, platform).total
+    return modeled_seconds(experiment, jx.Platform.parse(row["platform"]), plan).total
 
 
 def published_seconds(row: dict[str, Any]) -> float:
@@ -68,20 +63,20 @@ def main() -> bool:
     rows = json.loads(ROWS.read_text())["rows"]
     if parser.parse_args().tiny:
         rows = rows[:1]
-    pairs = [(modeled_seconds(row), published_seconds(row)) for row in rows]
+    pairs = [(modeled(row), published_seconds(row)) for row in rows]
     stacks = [(jx.Platform.parse(row["platform"]).chip.name, row["source"].split(",")[0]) for row in rows]
     errors, left_out_errors = [], []
     print(f"{'run':26}{'published':>10}{'modeled':>10}{'error':>9}{'left out':>10}")
-    for index, (row, (modeled, published)) in enumerate(zip(rows, pairs, strict=True)):
+    for index, (row, (model, published)) in enumerate(zip(rows, pairs, strict=True)):
         others = [
             pairs[other][1] / pairs[other][0]
             for other, stack in enumerate(stacks)
             if stack == stacks[index] and other != index
         ]
-        error = modeled / published - 1
-        left_out = modeled * statistics.median(others) / published - 1 if others else math.nan
+        error = model / published - 1
+        left_out = model * statistics.median(others) / published - 1 if others else math.nan
         doubt_text = "  doubt: " + row["doubt"] if "doubt" in row else ""
-        print(f"{row['name']:26}{published:9.2f}s{modeled:9.2f}s{error:+9.1%}{left_out:+10.1%}{doubt_text}")
+        print(f"{row['name']:26}{published:9.2f}s{model:9.2f}s{error:+9.1%}{left_out:+10.1%}{doubt_text}")
         if "doubt" not in row:
             errors.append(abs(error))
             left_out_errors += [] if math.isnan(left_out) else [abs(left_out)]

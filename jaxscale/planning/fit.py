@@ -5,6 +5,7 @@ platform; with `compile_block`, only one piece of the step is compiled.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
@@ -22,6 +23,8 @@ from jaxscale.planning.memory_search import NothingFits
 from jaxscale.planning.network_traffic import sent_by_axes
 from jaxscale.planning.pictures import page, stacked, table
 from jaxscale.planning.program import step_recipe
+from jaxscale.planning.search.model_costs import has_rates
+from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment, plan_of
@@ -65,6 +68,7 @@ class Fit:
         report: the compiler's report; `None` if the step was not compiled.
         changes: changes to the plan that would save memory, the largest saving first.
         simulation: simulation of a pipelined step; `None` for other steps, or if the chip's rates are unknown.
+        model_seconds: function that returns the modeled seconds of a step, which traces the model once more.
     """
 
     name: str
@@ -75,6 +79,12 @@ class Fit:
     report: CompileReport | None = None
     changes: tuple[PlanChange, ...] = ()
     simulation: Simulation | None = None
+    model_seconds: Callable[[], StepSeconds | None] = dataclasses.field(default=lambda: None, repr=False, compare=False)
+
+    @functools.cached_property
+    def seconds(self) -> StepSeconds | None:
+        """The modeled seconds of a step; `None` if the chip's rates are unknown, or its memory rule has no price."""
+        return self.model_seconds()
 
     @property
     def verified(self) -> bool:
@@ -159,6 +169,7 @@ class Fit:
             f"{self.name} on {self.platform}: {', '.join(settings)}",
             *self.estimate.notes,
             *lines_of(self.estimate.kernels),
+            *([f"modeled: {self.seconds}"] if self.seconds is not None else []),
             *([_simulation_line(self.simulation)] if self.simulation is not None else []),
             self.verdict,
             *([self.remedy] if self.remedy else []),
@@ -283,7 +294,13 @@ def fit(
     step_estimate = estimate(experiment, parsed_platform, plan, compile_block=compile_block, make=make)
     simulation = None if plan.pipeline is None else simulation_of(experiment, parsed_platform, step_estimate.plan)
     step_fit = Fit(
-        experiment.name, parsed_platform, step_estimate, device_limit, host_memory_limit, simulation=simulation
+        experiment.name,
+        parsed_platform,
+        step_estimate,
+        device_limit,
+        host_memory_limit,
+        simulation=simulation,
+        model_seconds=functools.partial(seconds_of, experiment, parsed_platform, step_estimate.plan),
     )
     if verify:
         report = compile_report(step_recipe(experiment, plan, make), parsed_platform)
@@ -292,6 +309,22 @@ def fit(
     if device_fits and not step_fit.close:  # a change that saves device memory would not help
         return step_fit
     return dataclasses.replace(step_fit, changes=helpful_changes(experiment, parsed_platform, step_fit))
+
+
+def seconds_of(experiment: Experiment, platform: Platform, plan: Plan) -> StepSeconds | None:
+    """Return the modeled seconds of a step; `None` if the chip's rates are unknown, or its memory rule has no price.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform that the step should run on.
+        plan: a resolved plan, as in an `Estimate`.
+    """
+    if not has_rates(platform):
+        return None
+    try:
+        return modeled_seconds(experiment, platform, plan)
+    except UserError:  # a memory rule without a price, such as the policies of JAX
+        return None
 
 
 def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[PlanChange, ...]:

@@ -20,10 +20,11 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.search.links import collective_seconds
-from jaxscale.planning.search.model_costs import Kept, SplitCosts
+from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.traffic import Transfer, transfers
 from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import OffloadPlan, Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.values.units import duration
@@ -99,6 +100,24 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
     all_items = {**items, **exposed}
     return StepSeconds({name: seconds for name, seconds in all_items.items() if seconds}, hidden)
+
+
+def modeled_seconds(experiment: Experiment, platform: Platform, plan: Plan) -> StepSeconds:
+    """Trace a model once, and return the modeled seconds of a step of one plan.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform that the step would run on; if its rates are unknown, those of `STAND_IN` count.
+        plan: plan with a mesh over which the batch can be split evenly, and a memory rule that is resolved.
+
+    Raises:
+        UserError: the model cannot be split as the plan requires, or the memory rule does not suit it.
+    """
+    mesh, known_platform = plan.mesh, rated(platform)
+    assert mesh is not None
+    costs = split_costs(experiment, known_platform, plan, mesh.tensor, mesh.sequence)
+    kept = costs.kept(plan.memory, experiment.batch / mesh.batch_shards / plan.microbatches)
+    return step_seconds(plan, Variant.of(plan), kept, costs, known_platform)
 
 
 def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform) -> dict[str, float]:
