@@ -10,7 +10,7 @@ from jaxscale.cli.draw import Draw
 from jaxscale.cli.experiment_commands import Explain, Fit, Train
 from jaxscale.cli.finetune_command import Finetune
 from jaxscale.cli.launch_commands import Launch, Retry, ShowStatus, StopRun, WatchHost
-from jaxscale.cli.plan_command import ChoosePlan
+from jaxscale.cli.plan_command import CheckLock, ChoosePlan
 from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, Report
 
 
@@ -36,14 +36,15 @@ class Doctor:
 
 
 Command = (
-    Train | Finetune | Launch | ChoosePlan | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report
-    | ShowStatus | StopRun | WatchHost | Retry | Doctor | Docs
+    Train | Finetune | Launch | ChoosePlan | CheckLock | Fit | Explain | Draw | Generate | Evaluate | Export
+    | ConvertState | Report | ShowStatus | StopRun | WatchHost | Retry | Doctor | Docs
 )  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "finetune": Finetune,
     "launch": Launch,
     "plan": ChoosePlan,
+    "check": CheckLock,
     "fit": Fit,
     "explain": Explain,
     "draw": Draw,

@@ -43,6 +43,8 @@ class ChoosePlan:
         verify: number of plans to compile, the best first; the best one that fits is chosen.
         out: file to write a page to, .html or .svg.
         save: file to write the plan to, for train --plan-file.
+        lock: file to write the plan to, with the bytes and collectives of its compiled step, for check; the plan is
+            compiled.
         plan_file: plan.json file whose number formats and codecs are taken.
         batch: number of rows in the global batch.
     """
@@ -59,6 +61,7 @@ class ChoosePlan:
     verify: int = 0
     out: str | None = flag("PAGE.HTML", "the text alone")
     save: str | None = flag("PLAN.JSON", "none")
+    lock: str | None = flag("PLAN.LOCK", "none")
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
     batch: int | None = flag("INT", "the experiment's")
 
@@ -78,7 +81,7 @@ class ChoosePlan:
             "limit": bytes_of(self.limit, "--limit"),
             "host_limit": bytes_of(self.host_limit, "--host-limit"),
             "objective": "memory" if self.objective == "memory" else "time",
-            "verify": self.verify,
+            "verify": self.compile_count,
             "make": source.remake,
         }
         if self.platforms is None:
@@ -96,7 +99,20 @@ class ChoosePlan:
         if self.save is not None and choice.fits:
             choice.save_plan(self.save)
             print(f"plan written to {self.save}; train it with --plan-file {self.save}")
+        if self.lock is not None and choice.fits:
+            from jaxscale.planning.search.lock import lock_of
+
+            report, folder = choice.best.report, Path(self.lock).parent
+            if report is None:
+                raise UserError("--lock: none of the plans that were compiled fits; give more plans to --verify")
+            lock_of(experiment, source, choice.plan, str(choice.platform), report, folder).write(self.lock)
+            print(f"lock written to {self.lock}; compare with it by jaxscale check {self.lock}")
         return 0 if choice.fits else 3
+
+    @property
+    def compile_count(self) -> int:
+        """The number of plans to compile."""
+        return self.verify or int(self.lock is not None)
 
     def check(self, fixed: frozenset[str], forbidden: frozenset[str]) -> None:
         """Raise UserError for an invalid value of a flag, without importing JAX.
@@ -122,7 +138,7 @@ class ChoosePlan:
         if self.platforms is not None and self.platform != "local":
             raise UserError("got --platform and --platforms, expected one of them")
         platforms = [named_platform(text) for text in texts]
-        if self.verify:
+        if self.compile_count:
             from jaxscale.compiler.target import target
             from jaxscale.platforms.detect import accelerators
 
@@ -142,6 +158,35 @@ class ChoosePlan:
             read_plan(Path(self.plan_file))
         if self.out is not None:
             check_page(self.out)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckLock:
+    """Compile the plan of a lock again, and compare its bytes and collectives.
+
+    A lock is written by plan --lock. The experiment file is found relative to it.
+
+    Differences of more than 5 % count, unless another version of the compiler explains them.
+
+    Exit codes: 0 the lock holds, 3 it does not, 2 a mistake in the arguments.
+
+    Args:
+        lock: the lock, such as plan.lock.
+    """
+
+    lock: str = word("PLAN.LOCK")
+
+    def run(self) -> int:
+        """Print the comparison, and return the exit code."""
+        from jaxscale.planning.search.lock import check_lock, read_lock
+        from jaxscale.records.outline import outline
+
+        lock = read_lock(self.lock)
+        outline(str(Path(self.lock).parent / lock.file), lock.variant)
+        named_platform(lock.platform)
+        result = check_lock(self.lock)
+        print(result)
+        return 0 if result.holds else 3
 
 
 def fixed_settings(fields: Mapping[str, str]) -> frozenset[str]:

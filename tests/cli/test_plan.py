@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxscale.cli import main
+from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
 from jaxscale.planning.search.prices import read_prices
 from jaxscale.platforms.platform import Platform
@@ -52,6 +53,49 @@ def test_a_run_with_plan_auto_trains_by_the_plan_that_it_prints(folder, capsys):
     assert main(["train", "toy.py", "--plan", "auto", "--out", "run", "--plan.microbatches", "2"]) == 0
     assert "train it with: " in capsys.readouterr().out
     assert read_plan(folder / "run" / "plan.json").microbatches == 2
+
+
+def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
+    reports = []
+
+    def compile_twice(*arguments):
+        """Compile for the lock and for the first check; the step of later ones is the same."""
+        reports.append(compile_report(*arguments) if len(reports) < 2 else reports[0])
+        return reports[-1]
+
+    monkeypatch.setattr("jaxscale.planning.search.search.compile_report", compile_twice)
+    monkeypatch.setattr("jaxscale.compiler.compile.compile_report", compile_twice)
+    words = ["plan", "toy.py", "--platform", "cpu x 2", "--lock", "plan.lock"]
+    words += ["--plan.mesh", "fsdp:2", "--plan.zero", "2", "--plan.memory", "none", "--plan.microbatches", "1"]
+    assert main(words) == 0
+    assert "according to the compiler" in capsys.readouterr().out
+    assert main(["check", "plan.lock"]) == 0
+    assert "plan.lock holds" in capsys.readouterr().out
+
+    def check_changed(**fields):
+        """Check the lock with other fields; return the exit code and what was printed."""
+        (folder / "other.lock").write_text(json.dumps(lock | fields))
+        code = main(["check", "other.lock"])
+        return code, "".join(capsys.readouterr())
+
+    lock = json.loads((folder / "plan.lock").read_text())
+    more_bytes = {"device_bytes": 2 * lock["device_bytes"], "sent_bytes": {"all-gather over fsdp": 10**6}}
+    code, shown = check_changed(**more_bytes)
+    assert code == 3
+    assert "other.lock is changed" in shown
+    assert "all-gather over fsdp: 977 KiB in the lock" in shown
+    code, shown = check_changed(**more_bytes, versions={"jax": "0.9.0"})
+    assert (code, "other.lock holds, with notes" in shown, "the lock by jax 0.9.0" in shown) == (0, True, True)
+    for fields, message in (
+        ({"parameters": 7}, "of a model with 7 parameters"),
+        ({"version": 9}, "got lock version 9"),
+        ({"file": "gone.py"}, "gone.py"),
+        ({"platform": "tpu v9:2x2"}, "v9"),
+    ):
+        code, shown = check_changed(**fields)
+        assert (code, message in shown) == (2, True), shown
+    assert main(["check", "prices.json"]) == 2
+    assert "expected a lock" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

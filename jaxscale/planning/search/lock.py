@@ -1,0 +1,220 @@
+"""PlanLock: a plan with the bytes and collectives of its compiled step, to be compared with a later compilation.
+
+A lock belongs to an experiment file. A test that runs `jaxscale check plan.lock` fails when a change to the model, to
+jaxscale or to the rules makes the step need more memory or send more bytes. Another version of the compiler may do so
+as well, and then differences are only notes.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxscale.errors import UserError
+from jaxscale.values import from_json, read_json, to_json
+from jaxscale.values.units import size
+
+if TYPE_CHECKING:
+    from jaxscale.compiler.report import CompileReport
+    from jaxscale.recipe.experiment import Experiment
+    from jaxscale.recipe.plan import Plan
+
+LOCK_VERSION = 1
+TOLERANCE = 0.05
+"""Relative difference of bytes from which a step counts as changed."""
+SMALL = 0.01
+"""Share of all bytes that a step sends below which collectives of one kind are not compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanLock:
+    """A plan of an experiment file, and what its compiled step needed and sent per device.
+
+    Args:
+        file: the experiment file, relative to the folder of the lock.
+        variant: one of the file's VARIANTS.
+        overrides: texts of changed fields of the experiment, by path.
+        platform: text of the platform that the step was compiled for.
+        plan: JSON of the plan.
+        parameters: number of parameters of the model.
+        device_bytes: bytes of device memory.
+        host_bytes: bytes of host memory.
+        sent_bytes: bytes of collectives in a step, by kind and mesh axes, as in "all-gather over fsdp".
+        versions: versions of jax, jaxlib and the compiler, by package.
+    """
+
+    file: str
+    variant: str | None
+    overrides: dict[str, str]
+    platform: str
+    plan: dict[str, Any]
+    parameters: int
+    device_bytes: int
+    host_bytes: int
+    sent_bytes: dict[str, int]
+    versions: dict[str, str]
+
+    def write(self, path: str | Path) -> None:
+        """Write the lock to a JSON file.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        from jaxscale.figures.markup import write_text
+
+        write_text(path, json.dumps({"version": LOCK_VERSION, **to_json(self)}, indent=2) + "\n")
+
+    def differences(self, other: "PlanLock") -> tuple[str, ...]:
+        """Return what a later compilation of the same plan needs or sends otherwise, in sentences.
+
+        Args:
+            other: the lock of the later compilation.
+        """
+        pairs = {
+            "device memory": (self.device_bytes, other.device_bytes),
+            "host memory": (self.host_bytes, other.host_bytes),
+        }
+        total = max(sum(self.sent_bytes.values()), sum(other.sent_bytes.values()))
+        for name in sorted({*self.sent_bytes, *other.sent_bytes}):
+            pair = (self.sent_bytes.get(name, 0), other.sent_bytes.get(name, 0))
+            if max(pair) >= SMALL * total:
+                pairs[name] = pair
+        return tuple(
+            f"{name}: {size(old)} in the lock, {size(new)} now"
+            for name, (old, new) in pairs.items()
+            if abs(new - old) > TOLERANCE * max(old, 1)
+        )
+
+
+def read_lock(path: str | Path) -> PlanLock:
+    """Read a lock.
+
+    Raises:
+        UserError: the file does not exist, is not a lock, or is of a newer version.
+    """
+    fields = read_json(Path(path))
+    if not isinstance(fields, dict) or "sent_bytes" not in fields:
+        raise UserError(f"{path}: expected a lock, as jaxscale plan FILE --lock {Path(path).name} writes it")
+    version = fields.pop("version", None)
+    if version != LOCK_VERSION:
+        raise UserError(
+            f"{path}: got lock version {version!r}, expected {LOCK_VERSION}; write it again with jaxscale plan --lock"
+        )
+    return from_json(PlanLock, fields, str(path))
+
+
+def lock_of(
+    experiment: "Experiment", source: Any, plan: "Plan", platform_text: str, report: "CompileReport", folder: Path
+) -> PlanLock:
+    """Return the lock of a compiled plan.
+
+    Args:
+        experiment: the experiment.
+        source: the `Source` of the experiment.
+        plan: plan whose step was compiled.
+        platform_text: text of the platform.
+        report: the compiler's report.
+        folder: folder to which the path of the experiment file shall be relative.
+
+    Raises:
+        UserError: the compiler reported no bytes.
+    """
+    from jaxscale.planning.program import described_step
+    from jaxscale.platforms.platform import Platform
+
+    if report.device_bytes is None:
+        raise UserError(f"--lock: the compiler reported no bytes: {report.crashed or report.oom}")
+    assert plan.mesh is not None, "a chosen plan has a mesh"
+    sent_bytes: dict[str, int] = collections.defaultdict(int)
+    for each in report.collectives:
+        sent_bytes[f"{each.kind} over {'+'.join(each.axes or ('other groups',))}"] += each.bytes * each.count
+    step = described_step(experiment, Platform.parse(platform_text), plan, plan.mesh.devices)
+    return PlanLock(
+        file=os.path.relpath(Path(source.path).resolve(), folder.resolve()),
+        variant=source.variant,
+        overrides=dict(source.overrides),
+        platform=platform_text,
+        plan=to_json(plan),
+        parameters=step.parameters,
+        device_bytes=report.device_bytes,
+        host_bytes=report.host_bytes or 0,
+        sent_bytes=dict(sent_bytes),
+        versions=dict(report.versions),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LockCheck:
+    """The result of compiling the plan of a lock again.
+
+    Args:
+        lock: the lock.
+        now: the lock that would be written now.
+        path: path of the lock, for display.
+    """
+
+    lock: PlanLock
+    now: PlanLock
+    path: str
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What the step needs or sends otherwise."""
+        return self.lock.differences(self.now)
+
+    @property
+    def is_same_compiler(self) -> bool:
+        """Whether both steps were compiled by the same versions of jax, jaxlib and the compiler."""
+        return self.lock.versions == self.now.versions
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing differs that another compiler does not explain."""
+        return not self.differences or not self.is_same_compiler
+
+    def __str__(self) -> str:
+        answer = "holds" if not self.differences else ("is changed" if self.is_same_compiler else "holds, with notes")
+        lines = [f"{self.path} {answer}: {size(self.now.device_bytes)} per device on {self.now.platform}"]
+        lines += [f"  {difference}" for difference in self.differences]
+        if not self.is_same_compiler:
+            lines.append(f"  compiled by {_versions(self.now.versions)}, the lock by {_versions(self.lock.versions)}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def check_lock(path: str | Path) -> LockCheck:
+    """Compile the plan of a lock again, and compare bytes and collectives.
+
+    Args:
+        path: path of the lock; the experiment file is found relative to it.
+
+    Raises:
+        UserError: the lock cannot be read, its experiment file is missing, its model is another one, or the step does
+            not compile.
+    """
+    from jaxscale.compiler.compile import compile_report
+    from jaxscale.planning.program import step_recipe
+    from jaxscale.platforms.platform import Platform
+    from jaxscale.recipe.plan import Plan
+    from jaxscale.records.source import load_file
+
+    lock, folder = read_lock(path), Path(path).resolve().parent
+    experiment, source = load_file(folder / lock.file, lock.variant, lock.overrides)
+    plan = from_json(Plan, dict(lock.plan), str(path))
+    report = compile_report(step_recipe(experiment, plan, source.remake), Platform.parse(lock.platform))
+    now = lock_of(experiment, source, plan, lock.platform, report, folder)
+    if now.parameters != lock.parameters:
+        raise UserError(
+            f"{path}: is of a model with {lock.parameters:,} parameters, and {lock.file} has {now.parameters:,} now; "
+            "write a new lock with jaxscale plan --lock"
+        )
+    return LockCheck(lock, now, str(path))
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    """Return versions as text."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
