@@ -49,6 +49,8 @@ class Train:
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.
         limit: device memory that the step may need, such as 14GiB; --plan.memory fit chooses what fits.
+        recalibrate: after the run, store the ratio of measured to modeled seconds of a step, by which plan and fit
+            multiply their seconds for this chip from then on.
     """
 
     file: str = word("FILE")
@@ -66,6 +68,7 @@ class Train:
     seed: int | None = flag("INT", "the experiment's")
     name: str | None = flag("NAME", "the experiment's")
     limit: str | None = flag("BYTES", "what programs may use")
+    recalibrate: bool = False
 
     def run(self, fields: Mapping[str, str]) -> int:
         """Check the flags, train the experiment, and return the exit code 0."""
@@ -73,6 +76,10 @@ class Train:
         experiment, source = load_experiment(self, fields)
         if self.plan is not None:
             experiment = dataclasses.replace(experiment, plan=self.chosen_plan(experiment, fields))
+        if self.recalibrate:
+            from jaxscale.planning.search.calibration import check_step_count
+
+            check_step_count(experiment.steps // self.log_every)
         from jaxscale.training.loop import train
 
         default_name = "-".join(filter(None, (experiment.name, self.variant)))
@@ -88,7 +95,24 @@ class Train:
             profile=self.profile,
             source=source,
         )
+        if self.recalibrate:
+            self.store_calibration(experiment, run_dir)
         return 0
+
+    def store_calibration(self, experiment: Any, run_dir: str) -> None:
+        """Store the calibration of this machine's chip from the steps of the run, and print it."""
+        import numpy as np
+
+        from jaxscale.planning.search.calibration import calibrate
+        from jaxscale.recipe.plan import read_plan
+        from jaxscale.records.processes import is_first
+        from jaxscale.records.record import RunRecord
+        from jaxscale.records.storage import run_path
+
+        if is_first():
+            seconds = RunRecord.read(run_dir).rows("train").column("step_seconds")
+            plan = read_plan(run_path(run_dir) / "plan.json")
+            print(calibrate(experiment, plan, platform_of("local"), seconds[np.isfinite(seconds)].tolist()))
 
     def chosen_plan(self, experiment: Any, fields: Mapping[str, str]) -> Any:
         """Choose the best plan for this machine, print the choice, and return the plan; every process has the same.

@@ -23,7 +23,7 @@ from jaxscale.planning.memory_search import NothingFits
 from jaxscale.planning.network_traffic import sent_by_axes
 from jaxscale.planning.pictures import page, stacked, table
 from jaxscale.planning.program import step_recipe
-from jaxscale.planning.search.model_costs import has_rates
+from jaxscale.planning.search.calibration import calibrated, is_timed
 from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
@@ -319,10 +319,10 @@ def seconds_of(experiment: Experiment, platform: Platform, plan: Plan) -> StepSe
         platform: platform that the step should run on.
         plan: a resolved plan, as in an `Estimate`.
     """
-    if not has_rates(platform):
+    if not is_timed(platform):
         return None
     try:
-        return modeled_seconds(experiment, platform, plan)
+        return calibrated(modeled_seconds(experiment, platform, plan), platform)
     except UserError:  # a memory rule without a price, such as the policies of JAX
         return None
 

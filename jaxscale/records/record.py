@@ -235,6 +235,14 @@ class RunRecord:
         return platform_and_kernels(events[-1]) if events else None
 
     @property
+    def step_seconds(self) -> tuple[float | None, float | None]:
+        """Median measured seconds of a step, and the modeled ones of the last compiled step; `None` if unknown."""
+        measured = _median(self.rows("train").column("step_seconds"))
+        modeled = self.events("predicted").column("step_seconds")
+        last_modeled = float(modeled[-1]) if len(modeled) and np.isfinite(modeled[-1]) else None
+        return measured, last_modeled
+
+    @property
     def parameters(self) -> int | None:
         """Number of trained parameters; `None` if unknown."""
         counts = [row["parameters"] for row in self.events("predicted") if type(row.get("parameters")) is int]

@@ -105,6 +105,10 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         flop_text = f", {rate(float(np.nanmedian(flop_rates)), 'FLOP/s')}" if np.isfinite(flop_rates).any() else ""
         mfu_text = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
         rows.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
+    measured, modeled = run.step_seconds
+    if measured and modeled:
+        error_text = f"{modeled / measured - 1:+.0%}"
+        rows.append(("step", f"{duration(measured)} measured, {duration(modeled)} modeled ({error_text})"))
     skip_count = len(run.events("skipped"))
     if skip_count:
         rows.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))

@@ -57,7 +57,10 @@ def compile_step(
     copy_bytes = step.canonical_copy_bytes
     bytes_by_name = device_bytes | {f"host {kind}": kind_bytes for kind, kind_bytes in host_bytes.items()}
     bytes_by_name["checkpoint copy"] = copy_bytes
-    predicted_fields = {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
+    predicted_fields: dict[str, float] = {}
+    predicted_fields |= {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
+    if (seconds := modeled_step_seconds(step)) is not None:
+        predicted_fields["step_seconds"] = seconds
     model_flop = int(step.model_flop(batch))
     journal.log_event(updates, "predicted", model_flop=model_flop, parameters=step.parameters, **predicted_fields)
     if is_first():
@@ -77,3 +80,13 @@ def compile_step(
             f"the step is compiled at every start ({compile_facts.seconds:.1f} s) and not kept in the compile "
             "cache: on several CPU devices, a program with collectives in a loop may hang if loaded from the cache"
         )
+
+
+def modeled_step_seconds(step: "TrainStep") -> float | None:
+    """Return the modeled seconds of a step on its devices; `None` if their rates are neither known nor calibrated."""
+    from jaxscale.planning.fit import seconds_of
+    from jaxscale.platforms.detect import detect
+
+    devices = list(step.mesh.devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
+    seconds = seconds_of(step.experiment, detect(devices), step.plan)
+    return None if seconds is None else seconds.total

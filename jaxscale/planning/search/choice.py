@@ -14,6 +14,7 @@ from jaxscale.figures.markup import framed, write_figure, write_text
 from jaxscale.planning import accuracy
 from jaxscale.planning.pictures import Point, curve, page
 from jaxscale.planning.search.advice import advice_for
+from jaxscale.planning.search.calibration import Calibration, calibration_of
 from jaxscale.planning.search.model_costs import has_rates, rated
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome
 from jaxscale.planning.search.search import Search
@@ -44,6 +45,7 @@ class PlanChoice:
         positions: positions of a row, such as tokens; 1 for images.
         flop: FLOP of the model in a step without recomputation, all devices together.
         advice: what would make a plan fit; "" if one fits.
+        calibration: the calibration by which the seconds are scaled; `None` if there is none.
     """
 
     name: str
@@ -54,6 +56,7 @@ class PlanChoice:
     positions: int
     flop: float
     advice: str = ""
+    calibration: Calibration | None = None
 
     @property
     def best(self) -> JudgedPlan:
@@ -72,14 +75,14 @@ class PlanChoice:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the rates of the chip are known, so that seconds are more than proportions."""
-        return has_rates(self.platform)
+        """Whether the rates of the chip are known, or calibrated, so that seconds are more than proportions."""
+        return has_rates(self.platform) or self.calibration is not None
 
     @property
     def mfu(self) -> float | None:
         """The share of the chips' peak that the model's FLOP take in the modeled seconds; `None` if it is unknown."""
         peak = rated(self.platform).peak("bfloat16" if self.plan.precision == "bfloat16" else "float32")
-        return None if peak is None or not self.is_timed else self.flop / (self.best.seconds.total * peak)
+        return None if peak is None or not has_rates(self.platform) else self.flop / (self.best.seconds.total * peak)
 
     @property
     def positions_per_second(self) -> float:
@@ -117,6 +120,8 @@ class PlanChoice:
             lines.append(f"modeled: {best.seconds}; {self.positions_per_second:,.0f} {unit}/s{mfu_text}")
         else:
             lines.append("the rates of this platform are unknown: plans are ordered by those of a TPU v5e")
+        if self.calibration is not None:
+            lines.append(f"seconds are {self.calibration}")
         used_count, device_count = self.devices, self.platform.devices
         if used_count < device_count:
             lines.append(
@@ -262,7 +267,9 @@ def choose_plan(
     device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument
     host_memory_limit = host_share(parsed_platform) if host_limit_argument is None else host_limit_argument
     search = Search(experiment, parsed_platform, choices, device_limit, host_memory_limit, objective)
-    outcome = search.run(verify, make)
+    outcome, calibration = search.run(verify, make), calibration_of(parsed_platform)
+    if calibration is not None:
+        outcome = outcome.scaled(calibration.factor)
     best = outcome.plans[0]
     costs = search.costs_of(best.plan)
     assert costs is not None, "the plan was chosen by these costs"
@@ -275,6 +282,7 @@ def choose_plan(
         positions=costs.row_positions,
         flop=costs.step_flop,
         advice="" if best.fits else advice_for(search, best),
+        calibration=calibration,
     )
 
 

@@ -136,6 +136,15 @@ class Outcome:
     refusals: tuple[str, ...]
     candidate_count: int
 
+    def scaled(self, factor: float) -> "Outcome":
+        """Return the outcome, with all modeled seconds multiplied by a factor."""
+
+        def scaled_plans(every: tuple[JudgedPlan, ...]) -> tuple[JudgedPlan, ...]:
+            """Return judged plans with their seconds multiplied."""
+            return tuple(dataclasses.replace(judged, seconds=judged.seconds.scaled(factor)) for judged in every)
+
+        return dataclasses.replace(self, plans=scaled_plans(self.plans), rejected=scaled_plans(self.rejected))
+
 
 def bin_of(seconds: float) -> float:
     """Return a number that is equal for seconds that differ by less than `TIE`, and rises with the seconds."""

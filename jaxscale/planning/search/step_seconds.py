@@ -62,6 +62,10 @@ class StepSeconds:
         """The seconds of the step."""
         return sum(self.items.values())
 
+    def scaled(self, factor: float) -> "StepSeconds":
+        """Return the seconds, multiplied by a factor."""
+        return StepSeconds({name: factor * seconds for name, seconds in self.items.items()}, factor * self.hidden)
+
     def __str__(self) -> str:
         shares = ", ".join(
             f"{name} {seconds / self.total:.0%}"
