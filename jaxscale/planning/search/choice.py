@@ -119,7 +119,7 @@ class PlanChoice:
             mfu_text = "" if self.mfu is None else f", {self.mfu:.0%} of the peak"
             lines.append(f"modeled: {best.seconds}; {self.positions_per_second:,.0f} {unit}/s{mfu_text}")
         else:
-            lines.append("the rates of this platform are unknown: plans are ordered by those of a TPU v5e")
+            lines.append("the rates of this platform are unknown: plans are ordered by assumed ones, without seconds")
         if self.calibration is not None:
             lines.append(f"seconds are {self.calibration}")
         used_count, device_count = self.devices, self.platform.devices

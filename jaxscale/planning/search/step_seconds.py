@@ -111,7 +111,7 @@ def modeled_seconds(experiment: Experiment, platform: Platform, plan: Plan) -> S
 
     Args:
         experiment: the experiment to plan for.
-        platform: platform that the step would run on; if its rates are unknown, those of `STAND_IN` count.
+        platform: platform that the step would run on; if its rates are unknown, assumed ones count (`rated`).
         plan: plan with a mesh over which the batch can be split evenly, and a memory rule that is resolved.
 
     Raises:

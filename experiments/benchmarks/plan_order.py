@@ -1,0 +1,117 @@
+"""Order of plans by modeled seconds beside the order by measured ones, on one processor core.
+
+    taskset -c 1 python experiments/benchmarks/plan_order.py          # 20 plans of each of three models
+    python experiments/benchmarks/plan_order.py --tiny                # three plans of one small model
+
+Plans of one device differ in memory rule, microbatches, chunks of the loss and formats of the optimizer state. Their
+steps are timed in turns, by processor seconds, and the median of the rounds counts. Spearman's coefficient compares the
+two orders: 1 if they are equal, about 0 if one says nothing about the other.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from figures import Figure, show
+
+import jaxscale as jx
+from jaxscale.planning.search.step_seconds import modeled_seconds
+
+ROUNDS = 5
+BAR = 0.8
+MEMORY: tuple[dict[str, Any], ...] = tuple({"memory": rule} for rule in ("none", "dots", "full", "sqrt"))
+PLANS: tuple[dict[str, Any], ...] = (
+    *MEMORY,
+    *({"memory": f"save:{budget}MiB"} for budget in (6, 8, 12, 16)),
+    *({"microbatches": count, "memory": rule} for count in (2, 4, 8) for rule in ("none", "full")),
+    *({"state": jx.StatePlan(moments=moments)} for moments in ("int8", "int4")),
+    {"memory": "full", "state": jx.StatePlan(moments="int8")},
+    {"microbatches": 2, "memory": "dots"},
+    {"microbatches": 4, "memory": "save:4MiB"},
+    {"microbatches": 8, "state": jx.StatePlan(moments="int8")},
+)
+CHUNKS: tuple[dict[str, Any], ...] = ({"kernels": "auto,loss_chunk=32"}, {"kernels": "auto,loss_chunk=64"})
+
+
+def experiments(is_tiny: bool) -> list[jx.Experiment]:
+    """Return the experiments, whose data are never read."""
+    text = jx.data.Text("text.txt", context=128)
+    if is_tiny:
+        model: Any = jx.models.Decoder(vocab=64, context=128, layers=2, embed=32, heads=2)
+        return [jx.Experiment("small", model, text, batch=8)]
+    llama = jx.models.Decoder(vocab=512, context=128, layers=6, embed=256, heads=4)
+    gpt = jx.models.Decoder(
+        vocab=4096,
+        context=128,
+        layers=4,
+        embed=192,
+        heads=6,
+        mlp_kind="gelu",
+        norm="layer",
+        positions="learned",
+        tied=True,
+    )
+    vit = jx.models.ViT(image=32, patch=4, classes=10, layers=6, embed=192, heads=3)
+    images = jx.data.Arrays({"images": np.zeros((8, 32, 32, 3), np.float32), "labels": np.zeros(8, np.int32)})
+    return [
+        jx.Experiment("llama", llama, text, batch=8),
+        jx.Experiment("gpt", gpt, text, batch=8),
+        jx.Experiment("vit", vit, images, batch=8),
+    ]
+
+
+def timed(experiment: jx.Experiment, plans: list[jx.Plan]) -> list[float]:
+    """Return the median processor seconds of a step of each plan, in turns."""
+    from jaxscale.state.batches import batch_shapes
+
+    shapes = batch_shapes(experiment)
+    batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
+    steps = [jx.build(experiment, plan) for plan in plans]
+    states = [step.init() for step in steps]
+    placed = [step.place(batch) for step in steps]
+    seconds: list[list[float]] = [[] for _ in plans]
+    for turn in range(ROUNDS + 1):
+        for index, step in enumerate(steps):
+            start = time.process_time()
+            states[index], metrics = step(states[index], placed[index])
+            jax.block_until_ready(metrics)
+            if turn:  # the first one compiles
+                seconds[index].append(time.process_time() - start)
+    return [statistics.median(each) for each in seconds]
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Return Spearman's rank correlation of two lists of numbers."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main() -> bool:
+    """Print the table, and return whether every figure reaches its bar."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="three plans of one small model")
+    arguments = parser.parse_args()
+    platform, figures = jx.Platform.parse("cpu"), []
+    for experiment in experiments(arguments.tiny):
+        is_text = isinstance(experiment.model, jx.models.Decoder)
+        fields = MEMORY[:3] if arguments.tiny else (*PLANS[: 20 - 2 * is_text], *(CHUNKS if is_text else ()))
+        plans = [jx.Plan(mesh="1", **each) for each in fields]
+        modeled = [modeled_seconds(experiment, platform, plan).total for plan in plans]
+        measured = timed(experiment, plans)
+        print(f"\n{experiment.name:45}{'modeled':>10}{'measured':>10}, over the least")
+        for each, model, measurement in zip(fields, modeled, measured, strict=True):
+            text = ", ".join(f"{name} {value}" for name, value in each.items())
+            print(f"  {text:43}{model / min(modeled):9.2f}x{measurement / min(measured):9.2f}x")
+        coefficient = spearman(modeled, measured)
+        figures += [
+            Figure(f"{experiment.name}_plans", len(plans), "plans"),
+            Figure(f"{experiment.name}_spearman", coefficient, "", None if arguments.tiny else BAR, ">="),
+        ]
+    return show(figures, "order of plans, modeled and measured")
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main() else 1)
