@@ -41,6 +41,8 @@ FINALISTS = 4
 """Number of plans that fit, the fastest of different meshes, which are compared in the end."""
 MAX_ESTIMATES = 18
 """Maximum number of estimates of whole steps after which no further candidate is tried."""
+MAX_RIVAL_ESTIMATES = 6
+"""Maximum number of estimates of candidates that can only become runners-up."""
 MAX_BUDGETS = 3
 """Maximum number of budgets of kept activations that are estimated for one candidate."""
 MAX_REFUSALS = 2
@@ -252,9 +254,11 @@ class Search:
         excess_by_family: dict[object, float] = {}  # estimated bytes as a multiple of the closed form's
         refusal_counts: dict[object, int] = {}
         meshes_that_fit: set[object] = set()
+        rival_estimates = 0  # of candidates that are not better than one that fits
         for candidate in candidates:
             is_better = not fitting or self._candidate_order(candidate)[0] < min(map(self._order, fitting))
-            if (not is_better and len(fitting) >= FINALISTS) or len(self.estimates) >= MAX_ESTIMATES:
+            has_rivals = len(fitting) >= FINALISTS or rival_estimates >= MAX_RIVAL_ESTIMATES
+            if (not is_better and has_rivals) or len(self.estimates) >= MAX_ESTIMATES:
                 break
             if not is_better and candidate.layout.mesh in meshes_that_fit:
                 continue
@@ -265,7 +269,9 @@ class Search:
                 and excess_by_family.get(candidate.family, LEAST_EXCESS) * candidate.bytes > self.limit
             ):
                 continue
+            estimate_count = len(self.estimates)
             judged = self.judge(candidate)
+            rival_estimates += 0 if is_better else len(self.estimates) - estimate_count
             if judged is None:
                 refusal_counts[candidate.kind] = refusal_counts.get(candidate.kind, 0) + 1
                 continue
@@ -297,10 +303,11 @@ class Search:
                 break
             self.estimates.append(step_estimate)
             judged = JudgedPlan(step_estimate.plan, seconds, step_estimate, self._fits(step_estimate))
+            is_stuck = best is not None and judged.device_bytes == best.device_bytes  # the budget is not the reason
             if best is None or (judged.fits, -judged.seconds.total) > (best.fits, -best.seconds.total):
                 best = judged
             memory = self._corrected(candidate, plan.memory, judged.device_bytes)
-            if memory is None:
+            if memory is None or is_stuck:
                 break
             plan = dataclasses.replace(plan, memory=memory)
         return best
