@@ -20,7 +20,7 @@ from figures import Figure, show
 import jaxscale as jx
 from jaxscale.planning.search.step_seconds import modeled_seconds
 
-ROUNDS = 5
+ROUNDS = 3
 BAR = 0.8
 MEMORY: tuple[dict[str, Any], ...] = tuple({"memory": rule} for rule in ("none", "dots", "full", "sqrt"))
 PLANS: tuple[dict[str, Any], ...] = (

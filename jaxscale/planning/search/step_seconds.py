@@ -6,7 +6,8 @@
 
 Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur. Messages of
 activations (tensor, sequence and pipe axes) do not: the next product waits for them. The bubble is that of the
-schedule's simulation with equal stages. An update moves state, weights and gradients once through the memory.
+schedule's simulation with equal stages. An update moves state, weights and gradients once through the memory, or takes
+as long as its elementwise operations; several microbatches add up their gradients there.
 
 Left out: operations that XLA cannot fuse outside of blocks, skew between devices, and the host's input.
 """
@@ -35,6 +36,12 @@ INTERFERENCE = 0.1
 """Assumed share of the seconds of hidden communication by which it slows the products beside it."""
 HOST_BANDWIDTH = 200e9
 """Assumed bytes/s between a host's processors and its memory, which the devices of the host share in an update."""
+VECTOR_SHARE = 1 / 32
+"""Assumed share of the peak of products that elementwise operations in float32 reach."""
+UPDATE_OPERATIONS = 20
+"""Assumed elementwise operations per weight of an update by AdamW, with moments in float32."""
+FORMAT_OPERATIONS = {"float32": 0, "fp8": 10, "int8": 12, "dynamic8": 20, "int4": 40}
+"""Assumed elementwise operations per moment to convert it from a format and back."""
 NOTICEABLE = 0.005
 """Share of a step's seconds below which texts leave an item out."""
 OVERLAPPING = ("weights", "gradients")
@@ -212,6 +219,13 @@ def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Pla
     assert bandwidth is not None, "the platform's rates are known"
     # state and float32 weights are read and written, gradients are read, and the compute copy is written
     update_bytes = 2 * state_bytes + (4 + 4 + 4 + 2) * weights
+    operations = (UPDATE_OPERATIONS + 2 * FORMAT_OPERATIONS[layout.state.moments]) * weights
+    vector_rate = VECTOR_SHARE * (platform.chip.peak("float32") or 0.0)
+    vector_seconds = operations / vector_rate if vector_rate and offload.optimizer_state != "host" else 0.0
+    # several microbatches each read their gradients, and read and write the sum of the earlier ones
+    gradient_shards = layout.mesh.fsdp if layout.zero >= 2 else 1
+    summed_count = layout.microbatches - 1
+    sum_bytes = summed_count * 3 * 4 * costs.weights / gradient_shards / layout.mesh.pipe
     link = next((link for link in platform.links if link.name == "pcie"), None)
     copied_bytes = host_seconds = 0.0
     if offload.optimizer_state == "streamed":
@@ -223,4 +237,5 @@ def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Pla
     if offload.weights == "host":  # weights come for both passes of each microbatch
         copied_bytes += 2 * layout.microbatches * 2 * weights
     copy_seconds = 0.0 if link is None else copied_bytes / link.bandwidth
-    return update_bytes / bandwidth + host_seconds, copy_seconds
+    update_seconds = max(update_bytes / bandwidth, vector_seconds) + host_seconds
+    return update_seconds + sum_bytes / bandwidth, copy_seconds

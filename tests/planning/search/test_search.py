@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 import jaxscale as jx
+from jaxscale.compiler.report import CompileReport
 from jaxscale.data import Text
 from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import Decoder, ForeignModel
 from jaxscale.planning.estimate import Estimate
 from jaxscale.planning.search import model_costs, search
 from jaxscale.planning.search.choice import choose_plan, flags_of, summary
 from jaxscale.planning.search.model_costs import SplitCosts, rated
-from jaxscale.planning.search.ranked import TIE, RankedPlan
+from jaxscale.planning.search.ranked import TIE, RankedPlan, bin_of, rounded_down
 from jaxscale.planning.search.search import Search
-from jaxscale.planning.search.space import Choices, Variant, layouts, variants
+from jaxscale.planning.search.space import Choices, Variant, layouts, technique_count, variants
 from jaxscale.planning.search.step_seconds import StepSeconds, bubble_of
 from jaxscale.planning.search.traffic import Sizes
 from jaxscale.planning.timeline import Timeline
@@ -212,9 +214,41 @@ def test_an_optimizer_whose_replicas_send_momenta_gets_replicas():
     assert choice.plan.mesh.replica == 2
 
 
+def test_plans_are_compiled_until_one_fits(monkeypatch):
+    compiled = []
+
+    def compile_report(recipe, platform):
+        """Report that the first two plans take more than estimated."""
+        compiled.append(recipe.keywords["plan"])
+        nbytes = GiB if len(compiled) <= 2 else 2**20
+        return CompileReport(str(platform), argument_bytes=nbytes, output_bytes=0, alias_bytes=0, temp_bytes=0)
+
+    monkeypatch.setattr(search, "compile_report", compile_report)
+    forbidden = ("pipeline", "offload", "tensor", "microbatches")
+    choice = choose_plan(experiment(), "tpu v5e:2x2", limit="200MiB", forbidden=forbidden, verify=1)
+    assert len(compiled) == 3
+    assert choice.plan == compiled[2]
+    assert "fits: 1.00 MiB of 200 MiB per device, according to the compiler" in str(choice)
+    assert str(choice).count("takes 824 MiB too much") == 2
+
+
+def test_a_chip_without_bfloat16_has_seconds_and_simpler_plans_win_ties():
+    t4 = Platform.parse("gpu t4")
+    assert rated(t4).chip.bfloat16 == t4.chip.float32
+    assert rated(t4).links == t4.links
+    full = Variant(MemoryPlan("full"), 64)
+    assert technique_count(Plan(mesh="data:8"), Variant(MemoryPlan("none"))) < technique_count(
+        Plan(mesh="data:8"), full
+    )
+    assert bin_of(1.0) == bin_of(1.001)
+    assert bin_of(1.0) < bin_of(1.05)
+    assert rounded_down(1000 * 2**20 + 5) == 1000 * 2**20
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"forbidden": "pipeline"}, "forbidden: got the text 'pipeline', expected names of settings"),
         ({"forbidden": ("pipelines",)}, "unknown setting 'pipelines'.*did you mean 'pipeline'"),
         ({"fixed": ("zero",), "forbidden": ("zero",)}, "zero: got it fixed and forbidden"),
         ({"fixed": ("mesh",)}, "mesh: got it fixed in a plan without a mesh"),
