@@ -162,11 +162,11 @@ class ChoosePlan:
 
 @dataclasses.dataclass(frozen=True)
 class CheckLock:
-    """Compile the plan of a lock again, and compare its bytes and collectives.
+    """Compile a lock's plan again, and compare.
 
-    A lock is written by plan --lock. The experiment file is found relative to it.
+    A lock is written by plan --lock; its experiment file is found relative to it.
 
-    Differences of more than 5 % count, unless another version of the compiler explains them.
+    Bytes and collectives may differ by 5 %, or more with another compiler.
 
     Exit codes: 0 the lock holds, 3 it does not, 2 a mistake in the arguments.
 
