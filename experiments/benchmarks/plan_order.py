@@ -1,6 +1,6 @@
 """Order of plans by modeled seconds beside the order by measured ones, on one processor core.
 
-    taskset -c 1 python experiments/benchmarks/plan_order.py          # 20 plans of each of three models
+    taskset -c 1 python experiments/benchmarks/plan_order.py          # 20 plans of each of three models, 15 minutes
     python experiments/benchmarks/plan_order.py --tiny                # three plans of one small model
 
 Plans of one device differ in memory rule, microbatches, chunks of the loss and formats of the optimizer state. Their
