@@ -35,8 +35,9 @@ class ChoosePlan:
         platforms: several platforms to compare, separated by commas, as in "tpu v5e:4x4, gpu h100 x 8".
         forbid: settings that are not used, separated by commas: tensor, sequence, replica, zero, microbatches,
             pipeline, memory, offload, loss_chunk or sequence_parallel.
-        objective: with time, the fastest step; with memory, the step that takes the least memory; with cost, the
-            platform with the most tokens for a dollar, which requires --platforms and --prices.
+        objective: with time, the fastest step; with memory, the step that takes the least memory; with chips, the
+            fastest step on the smallest machine, up to the platform, that it fits; with cost, the platform with the
+            most tokens for a dollar, which requires --platforms and --prices.
         prices: JSON file with the price of a chip and hour of each platform, as in {"tpu v5e": 1.2, "gpu h100": 3.0}.
         limit: device memory to plan for, such as 14GiB.
         host_limit: host memory per device to plan for, such as 32GiB.
@@ -54,7 +55,7 @@ class ChoosePlan:
     platform: str = flag("PLATFORM", default="local")
     platforms: str | None = flag("PLATFORMS", "one platform")
     forbid: str | None = flag("SETTINGS", "nothing")
-    objective: Literal["time", "memory", "cost"] = "time"
+    objective: Literal["time", "memory", "chips", "cost"] = "time"
     prices: str | None = flag("PRICES.JSON", "none")
     limit: str | None = flag("BYTES", "what the platform's programs may use")
     host_limit: str | None = flag("BYTES", "an equal share of the host's")
@@ -80,7 +81,7 @@ class ChoosePlan:
             "forbidden": forbidden,
             "limit": bytes_of(self.limit, "--limit"),
             "host_limit": bytes_of(self.host_limit, "--host-limit"),
-            "objective": "memory" if self.objective == "memory" else "time",
+            "objective": "time" if self.objective == "cost" else self.objective,
             "verify": self.compile_count,
             "make": source.remake,
         }

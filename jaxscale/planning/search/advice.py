@@ -1,19 +1,14 @@
 """What is missing if no plan fits: bytes, the setting that frees the most, and the smallest machine that would do."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.planning.estimate import estimate
+from jaxscale.planning.search.machines import MAX_GROWTH, smallest_machine
 from jaxscale.planning.search.ranked import JudgedPlan
 from jaxscale.planning.search.search import Search
-from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan
 from jaxscale.values.units import size
-
-MAX_GROWTH = 64
-"""Largest machine that is tried, as a multiple of the user's."""
 
 
 def advice_for(search: Search, smallest: JudgedPlan) -> str:
@@ -56,47 +51,6 @@ def advice_for(search: Search, smallest: JudgedPlan) -> str:
             f"{search.experiment.batch}"
         )
     return "\n".join(lines)
-
-
-def smallest_machine(search: Search) -> tuple[Platform, JudgedPlan] | None:
-    """Return the smallest larger machine of this kind that an experiment fits, with a plan; `None` if there is none.
-
-    Args:
-        search: a search for the machine on which nothing fits.
-    """
-    assert search.limit is not None
-    for platform in larger(search.platform):
-        larger_search = dataclasses.replace(search, platform=platform)
-        for candidate in larger_search.candidates()[1]:
-            judged = larger_search.judge(candidate) if candidate.bytes <= search.limit else None
-            if judged is not None and judged.fits:
-                return platform, judged
-    return None
-
-
-def larger(platform: Platform) -> Iterator[Platform]:
-    """Yield larger machines of a kind, each at least twice as large as the one before.
-
-    Example:
-        >>> [str(machine) for machine in larger(Platform.parse("tpu v5e:4x4"))][:2]
-        ['tpu v5e:4x8', 'tpu v5e:8x8']
-        >>> [str(machine) for machine in larger(Platform.parse("gpu h100 x 8"))][:2]
-        ['gpu h100 x 16', 'gpu h100 x 32']
-    """
-    if platform.chip.kind == "gpu":
-        count = platform.chips * 2
-        while count <= MAX_GROWTH * platform.chips:
-            yield dataclasses.replace(platform, chips=count)
-            count *= 2
-    elif platform.chip.kind == "tpu":
-        from jaxscale.platforms.tpu import topologies
-
-        last_count = platform.chips
-        for topology in topologies(platform.chip.name):
-            count = math.prod(topology)
-            if 2 * last_count <= count <= MAX_GROWTH * platform.chips:
-                last_count = count
-                yield dataclasses.replace(platform, chips=count, topology=topology)
 
 
 def _savings(search: Search, smallest: JudgedPlan) -> list[tuple[int, str]]:

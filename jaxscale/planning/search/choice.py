@@ -15,6 +15,7 @@ from jaxscale.planning import accuracy
 from jaxscale.planning.pictures import Point, curve, page
 from jaxscale.planning.search.advice import advice_for
 from jaxscale.planning.search.calibration import Calibration, calibration_of
+from jaxscale.planning.search.machines import first_that_fits, smaller
 from jaxscale.planning.search.model_costs import has_rates, rated
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome
 from jaxscale.planning.search.search import Search
@@ -237,7 +238,8 @@ def choose_plan(
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
         host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
-        objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory.
+        objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory; "chips", the
+            fastest plan on the smallest machine that it fits, of the platform's kind and up to its size.
         verify: number of plans that are compiled, the best first; the best of those that fit is chosen.
         make: function that returns the experiment, called in the process that compiles; required with `verify` if the
             experiment is not picklable.
@@ -255,8 +257,8 @@ def choose_plan(
     """
     base = plan_of(experiment, plan)
     parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    if objective not in ("time", "memory"):
-        raise UserError(f"objective: got {objective!r}, expected 'time' or 'memory'")
+    if objective not in ("time", "memory", "chips"):
+        raise UserError(f"objective: got {objective!r}, expected 'time', 'memory' or 'chips'")
     if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
         raise UserError(f"verify: got {verify!r}, expected a whole number of plans to compile, from 0 on")
     for name, settings in (("fixed", fixed), ("forbidden", forbidden)):
@@ -267,6 +269,10 @@ def choose_plan(
     device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument
     host_memory_limit = host_share(parsed_platform) if host_limit_argument is None else host_limit_argument
     search = Search(experiment, parsed_platform, choices, device_limit, host_memory_limit, objective)
+    if objective == "chips":
+        smallest = first_that_fits(search, smaller(parsed_platform))
+        parsed_platform = parsed_platform if smallest is None else smallest[0]
+        search = dataclasses.replace(search, platform=parsed_platform, objective="time", refusals={}, estimates=[])
     outcome, calibration = search.run(verify, make), calibration_of(parsed_platform)
     if calibration is not None:
         outcome = outcome.scaled(calibration.factor)

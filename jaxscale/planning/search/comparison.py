@@ -53,13 +53,15 @@ class PlatformComparison:
 
         Args:
             objective: "time", the least seconds of a step; "memory", the least share of the device memory; "cost", the
-                most positions for a unit of money.
+                most positions for a unit of money; "chips", the fewest chips.
         """
 
         def order(choice: PlanChoice) -> tuple[bool, float]:
             """Return the key by which choices are compared."""
             if not choice.is_timed:  # its seconds are proportions alone
                 return (True, math.inf)
+            if objective == "chips":
+                return (not choice.fits, float(choice.platform.chips * choice.platform.slices))
             if objective == "cost":
                 return (not choice.fits, -self.positions_per_price(choice))
             if objective == "memory":

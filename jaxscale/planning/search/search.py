@@ -98,7 +98,7 @@ class Search:
         Raises:
             UserError: every plan is refused.
         """
-        candidates, smallest_candidates = self.candidates()
+        candidates, smallest_candidates = self.candidates
         fitting, rejected = self._judged(self.ordered(candidates))
         fitting.sort(key=self._order)
         if verify:
@@ -115,8 +115,9 @@ class Search:
             plans = (min(rejected, key=lambda judged: judged.device_bytes),)
         return Outcome(plans, tuple(rejected), tuple(dict.fromkeys(self.refusals.values())), len(candidates))
 
+    @functools.cached_property
     def candidates(self) -> tuple[list[RankedPlan], list[RankedPlan]]:
-        """Return all plausible candidates, and the ones that take the least memory.
+        """All plausible candidates, and the ones that take the least memory.
 
         They use as many devices as the batch, the model and the choices allow. Those with the least memory are one
         with a pipeline and one without, because closed forms are less exact for pipelines.

@@ -121,7 +121,7 @@ def test_the_search_is_not_worse_than_brute_force(case_count, monkeypatch):
         monkeypatch.setattr(search, "split_costs", split_costs)
         choices = Choices(Plan(precision="bfloat16"), forbidden=frozenset(rng.choice([[], ["pipeline"], ["offload"]])))
         finder = Search(made_up_experiment, platform, choices, None, None)
-        candidates, _ = finder.candidates()
+        candidates, _ = finder.candidates
         byte_counts = sorted(candidate.bytes for candidate in candidates)
         limit = int(byte_counts[int(rng.uniform(0.02, 0.9) * len(byte_counts))])
         finder = dataclasses.replace(finder, limit=limit)
@@ -144,7 +144,7 @@ def test_a_search_of_a_real_model_finds_the_fastest_plan_that_fits():
     limit = 20 * 2**20
     finder = Search(experiment(), platform, Choices(base, forbidden=forbidden), limit, None)
     best = finder.run().plans[0]
-    judged = [finder.judge(candidate) for candidate in itertools.islice(finder.ordered(finder.candidates()[0]), 6)]
+    judged = [finder.judge(candidate) for candidate in itertools.islice(finder.ordered(finder.candidates[0]), 6)]
     fitting = [one.seconds.total for one in judged if one is not None and one.fits]
     assert best.fits
     assert best.seconds.total <= min(fitting)
@@ -188,6 +188,15 @@ def test_the_objective_memory_takes_the_least_memory_and_equal_searches_choose_a
     assert least.best.device_bytes < fastest.best.device_bytes
     assert least.best.seconds.total >= fastest.best.seconds.total
     assert str(choose_plan(experiment(), "gpu h100 x 4", forbidden=forbidden)) == str(fastest)
+
+
+def test_the_objective_chips_takes_the_smallest_machine_that_the_model_fits():
+    forbidden = ("pipeline", "tensor", "offload", "replica")
+    choice = choose_plan(experiment(), "gpu h100 x 8", limit="9MiB", objective="chips", forbidden=forbidden)
+    assert choice.fits
+    assert 1 < choice.platform.chips < 8
+    half = Platform.parse(f"gpu h100 x {choice.platform.chips // 2}")
+    assert not choose_plan(experiment(), half, limit="9MiB", objective="memory", forbidden=forbidden).fits
 
 
 def test_when_nothing_fits_the_choice_reports_what_is_missing_and_which_machine_would_do():
@@ -259,7 +268,7 @@ def test_a_chip_without_bfloat16_has_seconds_and_simpler_plans_win_ties():
             {"plan": Plan(mesh="pipe:2", pipeline="1f1b:2x4"), "fixed": ("mesh",), "forbidden": ("pipeline",)},
             "pipeline: got it forbidden, but the fixed mesh pipe:2 has an axis pipe",
         ),
-        ({"objective": "cost"}, "objective: got 'cost', expected 'time' or 'memory'"),
+        ({"objective": "cost"}, "objective: got 'cost', expected 'time', 'memory' or 'chips'"),
         ({"verify": -1}, "verify: got -1, expected a whole number"),
         ({"plan": Plan(mesh="fsdp:3"), "fixed": ("mesh",)}, "every plan is refused: no mesh divides the batch"),
     ],
