@@ -53,7 +53,7 @@ def read(argv: Sequence[str]) -> Arguments:
         {'optimizer.name': 'muon', 'optimizer.rank': '4'}
         >>> read(["tarin"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        jaxscale.errors.UserError: unknown subcommand 'tarin': expected one of convert-state, ...; did you mean 'train'?
+        jaxscale.errors.UserError: unknown subcommand 'tarin': expected one of check, ...; did you mean 'train'?
     """
     if not argv or argv[0] in HELP:
         return Arguments(None, is_help=True)

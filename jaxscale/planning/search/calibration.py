@@ -104,7 +104,10 @@ def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured: 
     path = calibration_file()
     if path is None:
         raise UserError("recalibrate: there is no folder for the calibration; set JAXSCALE_CACHE to a writable one")
-    modeled, median = modeled_seconds(experiment, platform, plan).total, statistics.median(measured)
+    used_platform = platform
+    if platform.chip.kind != "tpu" and plan.mesh is not None:  # a run may use some of the devices
+        used_platform = dataclasses.replace(platform, chips=max(1, plan.mesh.devices // platform.chip.devices))
+    modeled, median = modeled_seconds(experiment, used_platform, plan).total, statistics.median(measured)
     jaxlib_version = importlib.metadata.version("jaxlib")
     calibration = Calibration(median / modeled, len(measured), experiment.name, jaxlib_version)
     content: dict[str, Any] = read_json(path) if path.exists() else {}
