@@ -85,8 +85,12 @@ def timed(experiment: jx.Experiment, plans: list[jx.Plan]) -> list[float]:
 
 def spearman(first: list[float], second: list[float]) -> float:
     """Return Spearman's rank correlation of two lists of numbers."""
-    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def ranks(values: list[float]) -> list[float]:
+    """Return the rank of each number, from 0 on; equal numbers have the mean of their ranks."""
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
 def main() -> bool:
