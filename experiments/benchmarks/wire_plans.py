@@ -21,6 +21,7 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from figures import Figure, show
 
@@ -50,7 +51,7 @@ MODELS: Mapping[str, jx.models.Decoder] = {
 }
 BATCH = {"narrow": 32, "tied": 32, "wide": 16, "learned": 32, "grouped": 32}
 HELD_OUT = ("learned", "grouped")
-PLANS: Mapping[str, Mapping[str, object]] = {  # of the narrow model
+PLANS: Mapping[str, Mapping[str, Any]] = {  # of the narrow model
     "fsdp:8": {"mesh": "fsdp:8"},
     "fsdp:8, zero 1, 2 microbatches": {"mesh": "fsdp:8", "zero": 1, "microbatches": 2},
     "fsdp:8, zero 2, 2 microbatches": {"mesh": "fsdp:8", "zero": 2, "microbatches": 2},
@@ -76,7 +77,7 @@ PLANS: Mapping[str, Mapping[str, object]] = {  # of the narrow model
     "fsdp:4, zero 1, pipeline 1f1b:2x4": {"mesh": "fsdp:4", "zero": 1, "pipeline": "1f1b:2x4"},
     "fsdp:4, zero 3, pipeline 1f1b:2x4": {"mesh": "fsdp:4", "zero": 3, "pipeline": "1f1b:2x4"},
 }  # fmt: skip
-TABLE_PLANS: Mapping[str, Mapping[str, object]] = {
+TABLE_PLANS: Mapping[str, Mapping[str, Any]] = {
     "fsdp:8, zero 3": {"mesh": "fsdp:8", "zero": 3},
     "fsdp:8, zero 2, 2 microbatches": {"mesh": "fsdp:8", "zero": 2, "microbatches": 2},
     "fsdp:8, zero 1": {"mesh": "fsdp:8", "zero": 1},
@@ -86,7 +87,7 @@ TABLE_PLANS: Mapping[str, Mapping[str, object]] = {
     "data:8": {"mesh": "data:8"},
     "fsdp:4,sequence:2, zero 3": {"mesh": "fsdp:4,sequence:2", "zero": 3},
 }
-HELD_OUT_PLANS: Mapping[str, Mapping[str, object]] = {
+HELD_OUT_PLANS: Mapping[str, Mapping[str, Any]] = {
     "data:4,fsdp:2, zero 2, 4 microbatches": {"mesh": "data:4,fsdp:2", "zero": 2, "microbatches": 4},
     "fsdp:8, zero 3, full": {"mesh": "fsdp:8", "zero": 3, "memory": "full"},
     "data:2,fsdp:2,tensor:2, zero 3, s. p.": {"mesh": "data:2,fsdp:2,tensor:2", "zero": 3, "sequence_parallel": True},
@@ -103,13 +104,13 @@ Bytes = dict[tuple[str, str], float]
 """Bytes by the kind and the axes of collectives."""
 
 
-def plan_of(fields: Mapping[str, object], platform: Platform) -> Plan:
+def plan_of(fields: Mapping[str, Any], platform: Platform) -> Plan:
     """Return a plan of the tables; XLA:CPU sums nothing in bfloat16, so its plans are float32."""
     precision = "float32" if platform.chip.kind == "cpu" else "bfloat16"
-    return Plan(**({"precision": precision} | dict(fields)))  # type: ignore[arg-type]
+    return dataclasses.replace(Plan(precision=precision), **fields)
 
 
-def cases() -> list[tuple[str, str, Mapping[str, object]]]:
+def cases() -> list[tuple[str, str, Mapping[str, Any]]]:
     """Return the cases: name of the model, text of the plan, and its fields."""
     plans_by_model = {"narrow": PLANS, "tied": TABLE_PLANS, "wide": TABLE_PLANS}
     plans_by_model |= dict.fromkeys(HELD_OUT, HELD_OUT_PLANS)

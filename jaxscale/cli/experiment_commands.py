@@ -296,6 +296,11 @@ def check_page(path: str) -> None:
     """Raise UserError if no page can be written to a path, before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
+    check_writable("--out", path)
+
+
+def check_writable(flag_name: str, path: str) -> None:
+    """Raise UserError if no file can be written to the path that a flag gives, before its content is computed."""
     file = Path(path)
     try:
         is_new = not file.exists()
@@ -303,9 +308,9 @@ def check_page(path: str) -> None:
         if is_new:
             file.unlink()
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
+        raise UserError(f"{flag_name} {path} cannot be written: {error.strerror}; give another path") from None
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise UserError(f"--out {path} cannot be the name of a file ({error}); give another path") from None
+        raise UserError(f"{flag_name} {path} cannot be the name of a file ({error}); give another path") from None
 
 
 @runtime_checkable

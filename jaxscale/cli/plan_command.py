@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxscale.cli.experiment_commands import bytes_of, check_page, load_experiment, named_platform, platform_of
+from jaxscale.cli.experiment_commands import (
+    bytes_of,
+    check_page,
+    check_writable,
+    load_experiment,
+    named_platform,
+    platform_of,
+)
 from jaxscale.cli.flags import flag, word
 from jaxscale.errors import UserError
 
@@ -131,6 +138,9 @@ class ChoosePlan:
         bytes_of(self.limit, "--limit")
         bytes_of(self.host_limit, "--host-limit")
         check_settings(fixed, forbidden)
+        for flag_name, path in (("--save", self.save), ("--lock", self.lock)):
+            if path is not None:
+                check_writable(flag_name, path)
         if self.verify < 0:
             raise UserError(f"--verify: got {self.verify}, expected a number of plans to compile, from 0 on")
         texts = [self.platform] if self.platforms is None else [t for t in self.platforms.split(",") if t.strip()]

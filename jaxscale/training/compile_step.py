@@ -59,7 +59,12 @@ def compile_step(
     bytes_by_name["checkpoint copy"] = copy_bytes
     predicted_fields: dict[str, float] = {}
     predicted_fields |= {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
-    if (seconds := modeled_step_seconds(step)) is not None:
+    try:
+        seconds = modeled_step_seconds(step)
+    except UserError as error:  # a damaged calibration is no reason not to train
+        seconds = None
+        journal.say(f"the step has no modeled seconds: {error}")
+    if seconds is not None:
         predicted_fields["step_seconds"] = seconds
     model_flop = int(step.model_flop(batch))
     journal.log_event(updates, "predicted", model_flop=model_flop, parameters=step.parameters, **predicted_fields)
@@ -83,7 +88,11 @@ def compile_step(
 
 
 def modeled_step_seconds(step: "TrainStep") -> float | None:
-    """Return the modeled seconds of a step on its devices; `None` if their rates are neither known nor calibrated."""
+    """Return the modeled seconds of a step on its devices; `None` if their rates are neither known nor calibrated.
+
+    Raises:
+        UserError: the file of calibrations is damaged.
+    """
     from jaxscale.planning.fit import seconds_of
     from jaxscale.platforms.detect import detect
 

@@ -1,12 +1,14 @@
-"""The subcommand plan: a plan to train by, a comparison of machines, prices, and a run with --plan auto."""
+"""The subcommand plan: a plan to train by, machines, prices, locks, runs with --plan auto and --recalibrate."""
 
 import json
 
+import jaxlib
 import pytest
 
 from jaxscale.cli import main
 from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
+from jaxscale.planning.search.calibration import calibration_of
 from jaxscale.planning.search.prices import read_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import read_plan
@@ -118,3 +120,70 @@ def test_mistakes_in_prices(folder, content, message):
 def test_a_platform_without_a_price_is_named(folder):
     with pytest.raises(UserError, match="no price for 'tpu v5p', only for gpu h100, tpu v5e"):
         read_prices("prices.json").of(Platform.parse("tpu v5p:2x2x1"))
+
+
+def test_a_run_stores_the_factor_by_which_later_seconds_are_multiplied(folder, capsys, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_CACHE", str(folder / "cache"))
+    assert main(["train", "toy.py", "--steps", "19", "--recalibrate", "--out", "short"]) == 2
+    assert "got 19 measured steps, expected at least 20" in capsys.readouterr().err
+    assert not (folder / "short").exists()
+    assert main(["train", "toy.py", "--out", "run", "--recalibrate", "--plan.mesh", "data:2", "--steps", "20"]) == 0
+    shown = capsys.readouterr().out
+    calibration = calibration_of(Platform.parse("cpu x 2"))
+    assert f"stored the factor {calibration.factor:.3g} for cpu" in shown
+    assert "modeled (" not in shown  # this run had no calibration yet
+    assert calibration.steps == 20
+    assert main(["train", "toy.py", "--out", "later", "--plan.mesh", "data:2", "--steps", "2"]) == 0
+    assert "modeled (" in capsys.readouterr().out
+    assert main(["fit", "toy.py", "--platform", "cpu x 2", "--plan.mesh", "data:2"]) == 0
+    fitted = capsys.readouterr().out
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    measured = sorted(row["step_seconds"] for row in rows if row["kind"] == "train")
+    assert "modeled: " in fitted
+    assert main(["plan", "toy.py", "--platform", "cpu x 2", "--plan.mesh", "data:2", "--plan.microbatches", "1"]) == 0
+    planned = capsys.readouterr().out
+    assert f"seconds are scaled by {calibration.factor:.3g}, as measured in 20 steps of toy" in planned
+    assert "of the peak" not in planned
+    modeled = [
+        row["step_seconds"]
+        for line in (folder / "later" / "metrics.jsonl").read_text().splitlines()
+        if (row := json.loads(line)).get("name") == "predicted"
+    ]
+    assert modeled == [pytest.approx((measured[9] + measured[10]) / 2)]
+
+
+def test_a_calibration_of_another_version_or_chip_does_not_count(folder, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_CACHE", str(folder / "cache"))
+    entry = {"factor": 2.0, "steps": 20, "experiment": "toy", "jaxlib": "0.0.1"}
+    (folder / "cache").mkdir()
+    path = folder / "cache" / "calibration.json"
+    path.write_text(json.dumps({"cpu": entry}))
+    assert calibration_of(Platform.parse("cpu x 2")) is None
+    assert calibration_of(Platform.parse("gpu h100")) is None
+    path.write_text(json.dumps({"cpu": entry | {"jaxlib": jaxlib.__version__, "factor": -1.0}}))
+    with pytest.raises(UserError, match=r"got a factor of -1\.0, expected a number above 0"):
+        calibration_of(Platform.parse("cpu"))
+
+
+def test_a_damaged_calibration_is_reported_and_stops_no_run(folder, capsys, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_CACHE", str(folder / "cache"))
+    (folder / "cache").mkdir()
+    (folder / "cache" / "calibration.json").write_text("[]")
+    assert main(["train", "toy.py", "--out", "run"]) == 0
+    assert "got a list, expected calibrations by chip" in " ".join("".join(capsys.readouterr()).split())
+    assert main(["plan", "toy.py", "--platform", "cpu", "--forbid", "microbatches,memory"]) == 2
+    assert "expected calibrations by chip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lock", "nowhere/plan.lock"], "--lock nowhere/plan.lock cannot be written"),
+        (["--save", "nowhere/plan.json"], "--save nowhere/plan.json cannot be written"),
+        (["--plan.microbatches", "3"], "3 microbatches do not divide the batch of 8 rows"),
+        (["--plan.mesh", "data:4"], "mesh data:4 takes 4 devices, and there are 2"),
+    ],
+)
+def test_what_no_plan_can_do_is_refused_with_its_reason(folder, capsys, words, message):
+    assert main(["plan", "toy.py", "--platform", "gpu h100 x 2", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -3,7 +3,7 @@
     factor = median of a run's measured seconds of a step / modeled seconds of the same step
 
 The factor changes no order of plans. It corrects the seconds that are shown, and gives seconds to a chip whose rates
-are unknown, such as a CPU, whose plans are ordered by the rates of another.
+are unknown, such as a CPU, whose plans are ordered by assumed ones.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
+from jaxscale.records.storage import write_whole
 from jaxscale.values import from_json, read_json, to_json
 from jaxscale.values.units import duration
 
@@ -61,8 +62,7 @@ def calibration_of(platform: Platform) -> Calibration | None:
     path = calibration_file()
     if path is None or not path.exists():
         return None
-    content = read_json(path)
-    entry = content.get(_chip_name(platform)) if isinstance(content, dict) else None
+    entry = _stored(path).get(_chip_name(platform))
     if entry is None:
         return None
     calibration = from_json(Calibration, entry, str(path))
@@ -110,9 +110,12 @@ def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured: 
     modeled, median = modeled_seconds(experiment, used_platform, plan).total, statistics.median(measured)
     jaxlib_version = importlib.metadata.version("jaxlib")
     calibration = Calibration(median / modeled, len(measured), experiment.name, jaxlib_version)
-    content: dict[str, Any] = read_json(path) if path.exists() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**content, _chip_name(platform): to_json(calibration)}, indent=2) + "\n")
+    content = _stored(path) | {_chip_name(platform): to_json(calibration)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"recalibrate: {path} cannot be written: {error.strerror}; set JAXSCALE_CACHE") from error
     return (
         f"measured {duration(median)} a step, modeled {duration(modeled)}: stored the factor {calibration.factor:.3g} "
         f"for {_chip_name(platform)} and jaxlib {jaxlib_version} in {path}"
@@ -139,6 +142,14 @@ def calibration_file() -> Path | None:
         return (Path(base_text) if base_text else Path.home() / ".cache" / "jaxscale") / "calibration.json"
     except RuntimeError:  # there is no home
         return None
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """Return the content of the file of calibrations, by chip; empty if there is no file."""
+    content = read_json(path) if path.exists() else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: got a {type(content).__name__}, expected calibrations by chip; remove the file")
+    return content
 
 
 def _chip_name(platform: Platform) -> str:

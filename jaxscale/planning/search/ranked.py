@@ -15,7 +15,7 @@ from jaxscale.recipe.plan import Plan
 
 KiB, MiB = 2**10, 2**20
 TIE = 0.02
-"""Relative difference of modeled seconds below which the plan with fewer techniques is preferred."""
+"""Step of the scale on which modeled seconds are compared; within a step, plans with fewer techniques come first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Outcome:
 
 
 def bin_of(seconds: float) -> float:
-    """Return a number that is equal for seconds that differ by less than `TIE`, and rises with the seconds."""
+    """Return the number of the step, `TIE` wide on a logarithmic scale, in which seconds lie."""
     return math.floor(math.log(max(seconds, 1e-12)) / TIE)
 
 

@@ -136,8 +136,8 @@ class Search:
         """
         # first by lower bounds, which are not above the figures, and then by the figures themselves
         heap: list[tuple[tuple[float, ...], str, int]] = []
+        is_by_bytes = self.objective == "memory"
         for number, candidate in enumerate(candidates):
-            is_by_bytes = self.objective == "memory"
             bound = (candidate.bytes,) if is_by_bytes else (bin_of(candidate.computation_seconds),)
             heap.append((bound, "", number))
         heapq.heapify(heap)
@@ -352,7 +352,12 @@ class Search:
         """Return why there is no plan at all."""
         if exchanges_updates(self.experiment, self.choices.base) and self.platform.devices == 1:
             return "its replicas exchange updates, but there is one device; choose more devices, or no codec"
-        batch_text = f"no mesh divides the batch of {self.experiment.batch} rows over the devices"
+        base, batch = self.choices.base, self.experiment.batch
+        if "mesh" in self.choices.fixed and base.mesh and base.mesh.devices > self.platform.devices:
+            return f"mesh {base.mesh} takes {base.mesh.devices} devices, and there are {self.platform.devices}"
+        if "microbatches" in self.choices.fixed and batch % base.microbatches:
+            return f"{base.microbatches} microbatches do not divide the batch of {batch} rows"
+        batch_text = f"no mesh divides the batch of {batch} rows over the devices"
         return "; ".join(dict.fromkeys(self.refusals.values())) or "; ".join(sorted(self.layout_refusals)) or batch_text
 
     def _compiled(self, judged: JudgedPlan, make: Callable[[], Experiment] | None) -> JudgedPlan:

@@ -97,8 +97,7 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     mesh = layout.mesh
     assert mesh is not None
     items = computation(layout, variant, kept, costs, platform)
-    # the backward pass of the head takes two parts of three, or three of four if its products run again
-    head_forward = items["head"] / (3 if variant.loss_chunk is None else 4)
+    head_forward = items["head"] / head_passes(variant)
     compute_by_pass = {
         "forward": items["forward"] + head_forward,
         "backward": items["backward"] + items["recomputation"] + items["head"] - head_forward,
@@ -127,8 +126,8 @@ def modeled_seconds(experiment: Experiment, platform: Platform, plan: Plan) -> S
     mesh, known_platform = plan.mesh, rated(platform)
     assert mesh is not None
     costs = split_costs(experiment, known_platform, plan, mesh.tensor, mesh.sequence)
-    kept = costs.kept(plan.memory, experiment.batch / mesh.batch_shards / plan.microbatches)
-    return step_seconds(plan, Variant.of(plan), kept, costs, known_platform)
+    rows = experiment.batch / mesh.batch_shards / plan.microbatches  # of one microbatch on a device
+    return step_seconds(plan, Variant.of(plan), costs.kept(plan.memory, rows), costs, known_platform)
 
 
 def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform) -> dict[str, float]:
@@ -148,8 +147,6 @@ def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, p
     has_rerun = layout.pipeline is not None and layout.stages_keep == "input"
     forward, backward = share * costs.forward_seconds, share * costs.backward_seconds
     recomputation = layout.microbatches * kept.seconds / mesh.pipe + (forward if has_rerun else 0.0)
-    # the head belongs to one stage, for which the others wait; a chunked loss computes its products again
-    head_passes = 3 if variant.loss_chunk is None else 4
     bubble = 0.0 if layout.pipeline is None else bubble_of(layout.pipeline)
     update, copies = _update(layout, variant.offload, costs, platform)
     # each product of the forward pass has two in the backward pass
@@ -159,12 +156,17 @@ def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, p
         "forward": forward,
         "backward": backward,
         "recomputation": recomputation,
-        "head": head_passes * costs.head_seconds * rows / costs.rows,
+        "head": head_passes(variant) * costs.head_seconds * rows / costs.rows,
         "bubble": bubble / (1 - bubble) * (forward + backward + recomputation),
         "launches": launch_count * LAUNCH_SECONDS,
         "update": update,
         "host copies": copies,
     }
+
+
+def head_passes(variant: Variant) -> int:
+    """Return how many times as long as its forward pass the head takes: a chunked loss computes its products again."""
+    return 3 if variant.loss_chunk is None else 4
 
 
 def bubble_of(pipeline: PipelinePlan) -> float:
