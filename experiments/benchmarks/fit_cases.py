@@ -3,12 +3,18 @@
     python experiments/benchmarks/fit_cases.py             # judge the estimates of what was recorded
     python experiments/benchmarks/fit_cases.py --write     # and write the errors on held-out cases, which fit prints
     python experiments/benchmarks/fit_cases.py --record    # compile what is not in fit_cases.jsonl yet
-    python experiments/benchmarks/fit_cases.py --tiny      # judge three cases
+    python experiments/benchmarks/fit_cases.py --tiny      # judge three cases of each design
 
 A case is one value of each factor: a model, a platform, a mesh, a ZeRO stage, a number of microbatches, a memory rule
 and a number format. The cases are chosen greedily: each is the valid one, out of `CANDIDATES` drawn at random, that
-covers the most pairs of values that no earlier case has. A case is held out, so that nothing may be fitted on it, if
-the SHA-256 of its name is divisible by 3.
+covers the most pairs of values that no earlier case has. There are three designs:
+
+small   models of 2 to 6 layers, most of whose steps need less than 1 GiB.
+sized   models from ResNet-50 to 3 billion parameters. A candidate counts if its estimate is between `LEAST_BYTES` and
+        the chip's memory, where an error decides whether a step fits.
+later   the same with another seed, compiled after the last change of the rules by which bytes are estimated.
+
+The rules were read off compiled programs of the designs "small" and "sized"; nothing was fitted on "later".
 
 Recording needs libtpu and the CUDA plugin (extras aot-tpu and aot-gpu), and about 45 s of one core per case.
 
@@ -17,12 +23,13 @@ References:
 """
 
 import argparse
+import collections
 import dataclasses
-import hashlib
 import itertools
 import json
 import random
 import statistics
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +37,7 @@ from typing import Any
 from figures import Figure, show
 
 from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
 from jaxscale.planning.estimate import of_step
@@ -40,9 +48,8 @@ from jaxscale.state.batches import batch_shapes
 
 MODELS = Path(__file__).with_name("fit_models.py")
 RECORDING = Path(__file__).with_name("fit_cases.jsonl")
-SEED = 23
-COUNT = 54
 CANDIDATES = 40
+LEAST_BYTES = 2 << 30
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": (
@@ -62,7 +69,18 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "precision=bfloat16 state.master=split",
     ),
 }  # fmt: skip
-"""The values of each factor."""
+"""The values of each factor of the design "small"."""
+
+SIZED_FACTORS = FACTORS | {
+    "model": ("gpt2_medium", "llama_1b", "llama_3b", "vit_large", "resnet50", "plain_large", "experts_large"),
+    "platform": (
+        "tpu v5e:2x4", "tpu v5e:4x4", "tpu v5p:2x2x1", "tpu v6e:2x2", "tpu v6e:2x4", "tpu 7x:2x2x1", "gpu h100 x 8",
+        "gpu h200 x 8", "gpu b200 x 8",
+    ),
+    "memory": ("none", "full", "dots", "save:2GiB"),
+    "batch": ("1", "2", "4"),
+}  # fmt: skip
+"""The values of each factor of the design "sized"; the batch is a multiple of the model's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,28 +92,27 @@ class Case:
         platform: text of the platform.
         mesh: text of the mesh.
         fields: other fields of the plan, such as "zero=1 microbatches=2".
+        batch: rows of the global batch; `None` for the model's.
     """
 
     model: str
     platform: str
     mesh: str
     fields: str
+    batch: int | None = None
 
     @property
     def overrides(self) -> dict[str, str]:
         """Texts of the experiment's fields, by name."""
         text_by_name = dict(word.split("=", 1) for word in self.fields.split())
-        return {"plan.mesh": self.mesh} | {f"plan.{name}": text for name, text in text_by_name.items()}
+        batch_override = {} if self.batch is None else {"batch": str(self.batch)}
+        return batch_override | {"plan.mesh": self.mesh} | {f"plan.{name}": text for name, text in text_by_name.items()}
 
     @property
     def name(self) -> str:
         """The case in one line."""
-        return f"{self.model} {self.platform} {self.mesh} {self.fields}"
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether nothing may be fitted on this case."""
-        return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
+        batch_text = "" if self.batch is None else f" batch={self.batch}"
+        return f"{self.model} {self.platform} {self.mesh} {self.fields}{batch_text}"
 
 
 def case_of(values: dict[str, str]) -> Case:
@@ -107,34 +124,59 @@ def case_of(values: dict[str, str]) -> Case:
     remaining_count = Platform.parse(values["platform"]).devices // fixed_count
     mesh = ",".join(f"{axis}:{size_text or remaining_count}" for axis, _, size_text in axes)
     fields = [f"{name}={values[name]}" for name in ("zero", "microbatches", "memory")]
-    return Case(values["model"], values["platform"], mesh, " ".join((*fields, values["format"])))
+    batch = None
+    if "batch" in values:
+        batch = int(values["batch"]) * load_file(MODELS, values["model"], {})[0].batch
+    return Case(values["model"], values["platform"], mesh, " ".join((*fields, values["format"])), batch)
 
 
 def is_valid(case: Case) -> bool:
-    """Return whether the case's step can be built."""
+    """Return whether the case's step can be built, and whether its estimate is of the size that its design asks for."""
+    platform = Platform.parse(case.platform)
     try:
         experiment, _ = load_file(MODELS, case.model, case.overrides)
-        described_step(experiment, Platform.parse(case.platform))
+        step = described_step(experiment, platform)
     except UserError:
         return False
-    return True
+    if case.batch is None:
+        return True
+    estimated_bytes = of_step(step, batch_shapes(experiment), platform).device_bytes
+    return LEAST_BYTES <= estimated_bytes <= (usable_bytes(platform) or 0)
 
 
-def designed_cases(count: int = COUNT, seed: int = SEED) -> list[Case]:
-    """Draw the cases of the design.
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """Cases to draw.
 
     Args:
-        count: number of cases.
+        factors: the values of each factor.
         seed: seed of the draws.
-
-    Returns:
-        The cases, in the order in which they were chosen.
+        count: number of cases.
     """
-    generator = random.Random(seed)
+
+    factors: dict[str, tuple[str, ...]]
+    seed: int
+    count: int
+
+
+DESIGNS = {
+    "small": Design(FACTORS, 23, 54),
+    "sized": Design(SIZED_FACTORS, 2026, 24),
+    "later": Design(SIZED_FACTORS, 2027, 24),
+}
+HELD_OUT = "later"
+"""The design on whose cases nothing was fitted."""
+
+
+def designed_cases(design: Design) -> Iterator[Case]:
+    """Draw the cases of a design, in the order in which they are chosen."""
+    generator = random.Random(design.seed)
     covered_pairs: set[frozenset[tuple[str, str]]] = set()
     cases: list[Case] = []
-    while len(cases) < count:
-        candidates = [{name: generator.choice(values) for name, values in FACTORS.items()} for _ in range(CANDIDATES)]
+    while len(cases) < design.count:
+        candidates = [
+            {name: generator.choice(values) for name, values in design.factors.items()} for _ in range(CANDIDATES)
+        ]
         pairs_of_candidates = [
             {frozenset(pair) for pair in itertools.combinations(candidate.items(), 2)} for candidate in candidates
         ]
@@ -144,8 +186,8 @@ def designed_cases(count: int = COUNT, seed: int = SEED) -> list[Case]:
             if case not in cases and is_valid(case):
                 cases.append(case)
                 covered_pairs |= pairs_of_candidates[index]
+                yield case
                 break
-    return cases
 
 
 def recorded_rows() -> dict[Case, dict[str, Any]]:
@@ -157,12 +199,16 @@ def recorded_rows() -> dict[Case, dict[str, Any]]:
 def record() -> None:
     """Compile the cases that are not recorded yet, and append each one as soon as it is compiled."""
     known_cases = recorded_rows()
-    for case in designed_cases():
+    recorded_counts = collections.Counter(row["design"] for row in known_cases.values())
+    # a design whose cases are all recorded is not drawn again: which candidates are valid may have changed
+    open_designs = {name: design for name, design in DESIGNS.items() if recorded_counts[name] < design.count}
+    pairs = ((name, case) for name, design in open_designs.items() for case in designed_cases(design))
+    for design_name, case in pairs:
         if case in known_cases:
             continue
         _, source = load_file(MODELS, case.model, case.overrides)
         report = compile_report(partial(lowered_step, make=source.remake), case.platform)
-        row: dict[str, Any] = {"case": dataclasses.asdict(case)}
+        row: dict[str, Any] = {"design": design_name, "case": dataclasses.asdict(case)}
         if report.device_bytes is None:
             row["refused"] = str(report.crashed or report.oom)[:200]
         else:
@@ -192,13 +238,14 @@ def main() -> None:
         record()
         return
     rows = {case: row for case, row in recorded_rows().items() if "device" in row}
+    cases_by_design = {name: [case for case, row in rows.items() if row["design"] == name] for name in DESIGNS}
     error_by_case: dict[Case, float] = {}
-    for case, row in list(rows.items())[: 3 if args.tiny else None]:
-        error_by_case[case] = relative_error(case, row["device"])
-        print(f"{error_by_case[case]:+8.1%}  {'held out' if case.is_held_out else '':8}  {case.name}", flush=True)
     figures = []
-    for which, is_held_out in (("held out", True), ("others", False)):
-        errors = [error for case, error in error_by_case.items() if case.is_held_out == is_held_out]
+    for which, cases in cases_by_design.items():
+        for case in cases[: 3 if args.tiny else None]:
+            error_by_case[case] = relative_error(case, rows[case]["device"])
+            print(f"{error_by_case[case]:+8.1%}  {which:5}  {case.name}", flush=True)
+        errors = [error_by_case[case] for case in cases if case in error_by_case]
         if not errors:
             continue
         figures += [
@@ -213,9 +260,8 @@ def main() -> None:
         sections = json.loads(accuracy.FILE.read_text())
         sections["held out"] = {}
         for kind in ("tpu", "gpu"):
-            errors = [
-                abs(e) for case, e in error_by_case.items() if case.is_held_out and case.platform.startswith(kind)
-            ]
+            held_out_cases = [case for case in cases_by_design[HELD_OUT] if case.platform.startswith(kind)]
+            errors = [abs(error_by_case[case]) for case in held_out_cases]
             sections["held out"][kind] = {
                 "programs": len(errors),
                 "median": statistics.median(errors),

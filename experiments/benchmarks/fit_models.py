@@ -229,11 +229,11 @@ class PlainModule(nnx.Module):
         return self.head(self.norm(x))
 
 
-def _plain(name: str, context: int, layers: int, batch: int) -> Experiment:
+def _plain(name: str, context: int, layers: int, batch: int, vocab: int = 8192, width: int = 768) -> Experiment:
     """A foreign model of Flax's own layers."""
     from jaxscale.models.foreign import ForeignModel, language_model
 
-    model = ForeignModel(make=lambda rngs: PlainModule(8192, 768, layers, rngs), score=language_model())
+    model = ForeignModel(make=lambda rngs: PlainModule(vocab, width, layers, rngs), score=language_model())
     data = Text(path="text.txt", tokenizer="byte", context=context)
     return Experiment(name=name, model=model, data=data, batch=batch, plan=PLAN)
 
@@ -265,6 +265,50 @@ def experts() -> Experiment:
     return _text("experts", Mixture(vocab=8192, context=512, layers=4, embed=768, experts=4, mlp=1536), 64)
 
 
+def gpt2_medium() -> Experiment:
+    """A GPT-2 of 24 layers, 1,024 wide (355M parameters), with a padded vocabulary."""
+    model = Decoder(
+        vocab=50_304, context=1024, layers=24, embed=1024, heads=16, kv_heads=16, norm="layer", mlp_kind="gelu",
+        positions="learned", tied=True, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    return _text("gpt2_medium", model, 64)
+
+
+def llama_1b() -> Experiment:
+    """A Llama of 16 layers, 2,048 wide, heads of 64 lanes, a vocabulary of 128,256."""
+    model = Decoder(vocab=128_256, context=4096, layers=16, embed=2048, heads=32, kv_heads=8, mlp=8192, tied=True)
+    return _text("llama_1b", model, 16)
+
+
+def llama_3b() -> Experiment:
+    """A Llama of 28 layers, 3,072 wide, heads of 128 lanes, a vocabulary of 128,256."""
+    model = Decoder(vocab=128_256, context=2048, layers=28, embed=3072, heads=24, kv_heads=8, mlp=8192, tied=True)
+    return _text("llama_3b", model, 16)
+
+
+def vit_large() -> Experiment:
+    """A vision transformer of 24 layers on 224 pixels."""
+    model = ViT(classes=1000, image=224, patch=16, layers=24, embed=1024, heads=16, mlp=4096)
+    return Experiment(name="vit_large", model=model, data=Pixels(model.image), batch=256, plan=PLAN)
+
+
+def resnet50() -> Experiment:
+    """A ResNet-50 on 224 pixels."""
+    model = ResNet(classes=1000, stages=(3, 4, 6, 3), bottleneck=True)
+    return Experiment(name="resnet50", model=model, data=Pixels(224), batch=512, plan=PLAN)
+
+
+def plain_large() -> Experiment:
+    """A foreign decoder of 12 layers of Flax's own, 1,024 wide."""
+    return _plain("plain_large", 1024, 12, 64, vocab=32_000, width=1024)
+
+
+def experts_large() -> Experiment:
+    """Twelve layers of eight experts."""
+    model = Mixture(context=2048, layers=12, embed=1536, heads=12, experts=8, mlp=4096)
+    return _text("experts_large", model, 32)
+
+
 def experiment() -> Experiment:
     """The smallest of them."""
     return small()
@@ -285,4 +329,12 @@ VARIANTS = {
     "image": image,
     "convolutions": convolutions,
     "experts": experts,
+    # of its design "sized"
+    "gpt2_medium": gpt2_medium,
+    "llama_1b": llama_1b,
+    "llama_3b": llama_3b,
+    "vit_large": vit_large,
+    "resnet50": resnet50,
+    "plain_large": plain_large,
+    "experts_large": experts_large,
 }

@@ -17,6 +17,7 @@ from jaxscale.programs import regions, tiles
 from jaxscale.programs.elementwise import ELEMENTWISE
 from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.placements import Placements
+from jaxscale.programs.rounded import is_rounded
 
 COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter")
 """Collectives of a pipelined step."""
@@ -60,6 +61,8 @@ class Compiler:
             ring of devices (TPUs with flat slices).
         has_scattered_gradients: whether gradients are scattered while they are summed (ZeRO 2 and 3).
         gathered_share: share of a gathered weight that is in memory at any one time.
+        rounds_operands: whether an array of float32 is stored in bfloat16 if only matrix products of the default
+            precision read it, whose operands a TPU rounds to that type.
         adds_in_place: whether a matrix product that is only added to another one is computed into the other's array, as
             those of LoRA's adapters are on TPU and GPU.
     """
@@ -67,6 +70,7 @@ class Compiler:
     product_fusion: Literal["no", "all", "local"] = "no"
     has_scattered_gradients: bool = False
     gathered_share: float = 1.0
+    rounds_operands: bool = False
     adds_in_place: bool = False
 
 
@@ -109,6 +113,7 @@ class Arrays:
         # stacked outputs are written into arrays of the caller; caller values are in memory of the caller
         self._stacked_outputs = set() if first_stacked_index is None else set(program.outputs[first_stacked_index:])
         self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPING) if is_branch else set()
+        self._literals: set[int] = set()
         self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
         for operation in program.operations:
             self._add_results(operation)
@@ -184,11 +189,13 @@ class Arrays:
         if not is_gathered:
             in_place_values = regions.in_place_results(operation, self._caller_values, self.program)
         self._caller_values |= in_place_values
+        if operation.kind == "broadcast_in_dim" or operation.kind in ELEMENTWISE:
+            self._literals.update(operation.outputs if self._literals.issuperset(operands) else ())
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
         is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
             self.sources_by_value[value] = operand_sources
-            if value in in_place_values or self._is_sunk_constant(operation, value):
+            if value in in_place_values or self._is_sunk_constant(value):
                 self.sources_by_value[value] = frozenset()
             elif not is_whole_array and (are_arrays or (not is_view and self._needs_array(value))):
                 self.sources_by_value[value] = frozenset((value,))
@@ -201,6 +208,9 @@ class Arrays:
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """The bytes of a result as an array; a product that all readers convert to one type is stored in that type."""
         result_bytes = self._bytes_of(value)
+        if self.compiler.rounds_operands and is_rounded(value, self.program):
+            # a loop over microbatches reads a weight in bfloat16, and the update reads it in float32
+            return result_bytes * 3 // 2 if operation.kind == tiles.RETILE else result_bytes // 2
         if (
             self.compiler.adds_in_place
             and operation.kind == "dot_general"
@@ -274,11 +284,17 @@ class Arrays:
         if all(self.program.operations[index].kind != "conv_general_dilated" for index in product_indices):
             return False
         shape = self.program.avals[value].shape
-        return sum(self.program.avals[source].shape == shape for source in self.sources_by_value[value]) > 1
+        arrays = set(self.sources_by_value[value])
+        for operation in self.program.operations:
+            # a sum that is kept for the backward pass is an array of its own
+            if operation.kind == "reduce_precision" and not arrays.isdisjoint(operation.outputs):
+                arrays |= self.sources_of(operation.inputs)
+                arrays.difference_update(operation.outputs)
+        return sum(self.program.avals[array].shape == shape for array in arrays) > 1
 
-    def _is_sunk_constant(self, operation: Operation, value: int) -> bool:
-        """Whether a value is a broadcast literal that only loops read, unsliced; XLA moves it into their bodies."""
-        if operation.kind != "broadcast_in_dim" or operation.inputs[0] is not None or value in self.output_values:
+    def _is_sunk_constant(self, value: int) -> bool:
+        """Whether only loops read a value computed from literals, unsliced; XLA moves it into their bodies."""
+        if value not in self._literals or value in self.output_values:
             return False
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if not readers or any(reader.loop_body is None for reader in readers):

@@ -15,7 +15,8 @@ from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.late import with_late_gradients
 from jaxscale.programs.looped import with_looped_copies
 from jaxscale.programs.placements import Placements, place
-from jaxscale.programs.tiles import kernel_tiles, with_retiled_inputs
+from jaxscale.programs.rounded import with_rounded_copies
+from jaxscale.programs.tiles import prescribed_tiles, with_retiled_inputs
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
@@ -86,14 +87,17 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     if platform.chip.kind == "gpu":
         program = with_late_gradients(program)
     elif platform.chip.kind == "tpu":
-        program = with_looped_copies(program) if step.plan.zero in (1, 2) else program
+        if step.plan.zero in (1, 2):
+            program = with_looped_copies(program)
+        elif step.plan.zero == 0:
+            program = with_rounded_copies(program)
         program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
     keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
     paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
     for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
     input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
-    tiles = kernel_tiles(program) if platform.chip.kind == "tpu" else None
+    tiles = prescribed_tiles(program) if platform.chip.kind == "tpu" else None
     placements = place(program, input_dims, step.mesh.shape, tiles=tiles)
     return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
@@ -107,6 +111,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
         product_fusion,
         has_scattered_gradients=plan.zero > 1,
         gathered_share=accuracy.factors(platform.chip.kind).gather,
+        rounds_operands=platform.chip.kind == "tpu",
         adds_in_place=platform.chip.kind != "cpu",
     )
 

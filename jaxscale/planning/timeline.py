@@ -17,7 +17,7 @@ from jaxscale.planning.compile_pieces import Piece
 from jaxscale.planning.fusion import COLLECTIVES, NAME_KEEPING, PRODUCTS, Arrays, Compiler
 from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.programs.kinds import kinds_of
-from jaxscale.programs.late import late_arrays
+from jaxscale.programs.late import late_arrays, products_of_gradients
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
@@ -194,13 +194,14 @@ class _Sweep:
         return last_reads | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_reads(self, last_reads: Mapping[int, int]) -> dict[int, int]:
-        """For each array that a product around a ring reads late, the index of the last operation that needs it."""
-        if self.arrays.compiler.product_fusion != "local":
+        """For each array that a gradient's product reads late, the index of the last operation that needs it."""
+        arrays = self.arrays
+        if arrays.compiler.product_fusion == "no":
             return {}
-        ring_products = [
-            index for index in self.arrays.placements.summed_products if self.arrays.is_ring_product(index)
-        ]
-        late_reads = late_arrays(self.arrays.program, ring_products, self.arrays.has_array_results)
+        late_products = [index for index in arrays.placements.summed_products if arrays.is_ring_product(index)]
+        if arrays.compiler.product_fusion == "all":
+            late_products = [] if arrays.is_inner else products_of_gradients(arrays.program)
+        late_reads = late_arrays(arrays.program, late_products, arrays.has_array_results)
         return {value: max(index, last_reads.get(value, -1)) for value, index in late_reads.items()}
 
     def _reused_arrays(

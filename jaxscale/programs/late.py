@@ -56,6 +56,29 @@ def late_arrays(
     return last_reader_by_array
 
 
+def products_of_gradients(program: FlatProgram) -> list[int]:
+    """Return the indices of the products before the blocks' backward pass that this pass does not depend on.
+
+    Such a product is the gradient of a head's weight.
+
+    Args:
+        program: program of a step with a loop over layers.
+    """
+    operations = program.operations
+    loop_indices = [i for i, op in enumerate(operations) if op.loop_body is not None and op.params.get("reverse")]
+    if not loop_indices:
+        return []
+    needed_values = {value for index in loop_indices for value in operations[index].inputs}
+    indices: list[int] = []
+    for index in reversed(range(loop_indices[0])):
+        operation = operations[index]
+        if not needed_values.isdisjoint(operation.outputs):
+            needed_values.update(operation.inputs)
+        elif operation.is_backward and operation.kind in FORMULAS:
+            indices.append(index)
+    return indices
+
+
 def with_late_gradients(program: FlatProgram) -> FlatProgram:
     """Return a program in which operations that no product of the backward pass needs run after that pass.
 
@@ -93,7 +116,8 @@ def _with_late_operations(operations: list[Operation]) -> list[Operation]:
     late_operations: list[Operation] = []
     late_values: set[int] = set()
     for operation in operations:
-        if operation.is_backward and needed_values.isdisjoint(operation.outputs):
+        is_unneeded = operation.is_backward and needed_values.isdisjoint(operation.outputs)
+        if is_unneeded and (operation.kind in FORMULAS or not late_values.isdisjoint(operation.inputs)):
             late_operations.append(operation)
             late_values.update(operation.outputs)
         else:

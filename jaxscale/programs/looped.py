@@ -2,8 +2,7 @@
 
 A weight in float32 that such a loop reads unconverted is also overwritten at the end of the step, so XLA gives the loop
 a copy. Weights that are converted before the loop need none. The rule was read off three compiled steps with ZeRO 1 and
-2, whose new weights are gathered at the end, and the caller applies it to such steps alone. Left out: the copies in
-bfloat16 that XLA makes for the products.
+2, whose new weights are gathered at the end, and the caller applies it to such steps alone.
 """
 
 import dataclasses

@@ -111,7 +111,7 @@ def place(
         program: a flat program.
         input_dims: mesh axes along the dims of each input; inputs without an entry are unsharded.
         axis_sizes: number of devices along each mesh axis.
-        tiles: the tiles that kernels prescribe (`kernel_tiles`); `None` if memory is not tiled, as on a GPU.
+        tiles: the tiles that kernels prescribe (`prescribed_tiles`); `None` if memory is not tiled, as on a GPU.
 
     Example:
         >>> import jax, jax.numpy as jnp

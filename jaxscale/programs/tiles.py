@@ -1,9 +1,13 @@
-"""Bytes of padding to tiles in a TPU's memory: XLA chooses an array's layout, except where a kernel prescribes it.
+"""Bytes of padding to tiles in a TPU's memory: XLA chooses an array's layout, except around kernels and convolutions.
 
 A TPU stores an array in tiles of 8 x 128 elements along two of its dims. XLA takes the dims that waste least, but the
 operands and results of a Pallas kernel are tiled along their last two dims, so that heads of width 64 take twice their
 bytes. Transposes and copies that lead to a kernel or come from one cost nothing, because XLA gives their other side the
-same layout; the same holds for the arrays that a loop keeps for a kernel in its body.
+same layout; the same holds for the arrays that a loop keeps for a kernel in its body. A matrix product's result, such
+as queries, keys and values to which no rotation is applied, has a layout of its own, and is copied for the kernel.
+
+The activations of a convolution are tiled along the batch and the features, in the order that wastes less. Elementwise
+operations and pooling keep that layout.
 
 TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
 8 x 128. XLA therefore copies each such argument that a product or a loop reads, as the weights of a plan whose
@@ -11,15 +15,17 @@ parameters are in two-byte types (`with_retiled_inputs`).
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.programs.elementwise import ELEMENTWISE
 from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
 
-TileDims = tuple[int, int]
-"""The dims along which an array is divided into 8 and into 128 elements."""
+TileDims = tuple[tuple[int, int], ...]
+"""Pairs of dims of which XLA chooses one: the dims along which an array is divided into 8 and into 128 elements."""
 
 SMALL_COUNT = 2**16
 """Number of elements below which padding to whole tiles is ignored."""
@@ -39,25 +45,34 @@ SAME_LAYOUT = (
 )  # fmt: skip
 """Operations whose operand and result have one layout."""
 
+POOLING = ("reduce_window_max", "reduce_window_sum", "reduce_window", "select_and_scatter_add", "pad")
+"""Operations that keep the layout of a convolution's activations, as elementwise operations do."""
+
 
 def padding(shape: Sequence[int], tile_dims: TileDims | None = None) -> float:
     """Return the factor by which padding to tiles of 8 x 128 elements enlarges an array.
 
     Args:
         shape: shape of the array on one device.
-        tile_dims: dims of the tiles; `None` for those two of the last three dims that give the least factor.
+        tile_dims: pairs of dims of which the one with the least factor counts; `None` for all pairs of the last four
+            dims. A first dim of fewer than 8 elements has tiles of 1, 2 or 4.
 
     Example:
-        >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
+        >>> padding((8, 2048, 1024)), round(padding((16, 257, 257)), 3), padding((2,))
         (1.0, 1.494, 1.0)
-        >>> padding((16, 12, 512, 64)), padding((16, 12, 512, 64), (2, 3))
+        >>> padding((16, 12, 512, 64)), padding((16, 12, 512, 64), ((2, 3),))
         (1.0, 2.0)
     """
     if len(shape) < 2 or math.prod(shape) < SMALL_COUNT:
         return 1.0
-    last_dims = range(max(len(shape) - 3, 0), len(shape))
-    pairs = [(i, j) for i in last_dims for j in last_dims if i != j] if tile_dims is None else [tile_dims]
-    return min(_padded(shape[i], 8) * _padded(shape[j], 128) for i, j in pairs)
+    last_dims = range(max(len(shape) - 4, 0), len(shape))
+    pairs = tuple((i, j) for i in last_dims for j in last_dims if i != j) if tile_dims is None else tile_dims
+    return min(_padded(shape[i], min(8, _power_of_2(shape[i]))) * _padded(shape[j], 128) for i, j in pairs)
+
+
+def _power_of_2(size: int) -> int:
+    """Return the least power of two that is not less than a size."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def _padded(size: int, multiple: int) -> float:
@@ -67,11 +82,11 @@ def _padded(size: int, multiple: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Tiles:
-    """The dims of the tiles of the values whose layout a kernel prescribes.
+    """The dims of the tiles of the values whose layout a kernel or a convolution prescribes.
 
     Args:
         program: a flat program.
-        dims_by_value: dims of the tiles, by the value's number.
+        dims_by_value: pairs of dims of the tiles, by the value's number.
         loop_tiles: tiles in the body of each loop, by the loop's index among the operations.
         branch_tiles: tiles in the branches of each `cond`, by the `cond`'s index among the operations.
     """
@@ -81,9 +96,25 @@ class Tiles:
     loop_tiles: "dict[int, Tiles]" = dataclasses.field(default_factory=dict)
     branch_tiles: "dict[int, tuple[Tiles, ...]]" = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def product_results(self) -> frozenset[int]:
+        """The results of matrix products, what is computed from them elementwise, and the stacks that loops return."""
+        results: set[int] = set()
+        for index, operation in enumerate(self.program.operations):
+            if operation.kind == "dot_general":
+                results.update(operation.outputs)
+            elif operation.kind in ELEMENTWISE or operation.kind in (*SAME_LAYOUT, "reshape"):
+                if not results.isdisjoint(operation.inputs):  # a bias is added by the product
+                    results.update(operation.outputs)
+            elif operation.loop_body is not None:
+                body_results, body_outputs = self.loop_tiles[index].product_results, operation.loop_body.outputs
+                pairs = zip(operation.outputs, body_outputs, strict=True)
+                results.update(value for value, inner_value in pairs if inner_value in body_results)
+        return frozenset(results)
 
-def kernel_tiles(program: FlatProgram) -> Tiles:
-    """Return the tiles of the values of a program whose layout a kernel prescribes.
+
+def prescribed_tiles(program: FlatProgram) -> Tiles:
+    """Return the tiles of the values of a program whose layout a kernel or a convolution prescribes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -94,27 +125,56 @@ def kernel_tiles(program: FlatProgram) -> Tiles:
         ...     y_ref[...] = x_ref[...]
         >>> kernel = pl.pallas_call(copy, out_shape=x)
         >>> program = flatten(jax.make_jaxpr(lambda x: kernel(x.transpose(0, 2, 1).reshape(x.shape)))(x))
-        >>> sorted(kernel_tiles(program).dims_by_value.values())
-        [(1, 2), (1, 2)]
+        >>> sorted(prescribed_tiles(program).dims_by_value.values())
+        [((1, 2),), ((1, 2),)]
     """
     tiles = Tiles(program)
     for index, operation in enumerate(program.operations):
         if operation.loop_body is not None:
-            tiles.loop_tiles[index] = kernel_tiles(operation.loop_body)
-            _prescribe_outside_loop(operation, tiles.loop_tiles[index], tiles)
+            tiles.loop_tiles[index] = prescribed_tiles(operation.loop_body)
         elif operation.branches:
-            tiles.branch_tiles[index] = tuple(map(kernel_tiles, operation.branches))
+            tiles.branch_tiles[index] = tuple(map(prescribed_tiles, operation.branches))
         elif operation.kind == "pallas_call":
             operands = [value for value in operation.inputs if value is not None]
             for value in (*operands, *operation.outputs):
                 rank = len(getattr(program.avals[value], "shape", ()))
                 if rank >= 2:
-                    tiles.dims_by_value[value] = (rank - 2, rank - 1)
+                    tiles.dims_by_value[value] = ((rank - 2, rank - 1),)
+    for index, body_tiles in tiles.loop_tiles.items():
+        _prescribe_outside_loop(program.operations[index], body_tiles, tiles)
     for operation in program.operations:  # from kernels to the readers of their results
         _prescribe_neighbor(operation, tiles, is_forward=True)
     for operation in reversed(program.operations):  # from kernels to what their operands are computed from
         _prescribe_neighbor(operation, tiles, is_forward=False)
+    _prescribe_around_convolutions(tiles)
     return tiles
+
+
+def _prescribe_around_convolutions(tiles: Tiles) -> None:
+    """Tile the activations of convolutions along batch and features."""
+    operations, dims_by_value = tiles.program.operations, tiles.dims_by_value
+    convolutions = [operation for operation in operations if operation.kind == "conv_general_dilated"]
+    for operation in convolutions:
+        specs = operation.params["dimension_numbers"]
+        values = (*operation.inputs[:2], operation.outputs[0])
+        for value, (first_dim, second_dim, *_) in zip(
+            values, (specs.lhs_spec, specs.rhs_spec, specs.out_spec), strict=True
+        ):
+            if value is not None:
+                dims_by_value.setdefault(value, ((first_dim, second_dim), (second_dim, first_dim)))
+    if not convolutions:
+        return
+    for ordered_operations in (operations, operations[::-1]):
+        for operation in ordered_operations:
+            if operation.kind not in ELEMENTWISE and operation.kind not in (*SAME_LAYOUT, *POOLING):
+                continue
+            values = [value for value in (*operation.inputs, *operation.outputs) if value is not None]
+            rank = len(getattr(tiles.program.avals[operation.outputs[0]], "shape", ()))
+            equal_rank = [v for v in values if len(getattr(tiles.program.avals[v], "shape", ())) == rank]
+            source = next((value for value in equal_rank if value in dims_by_value), None)
+            if source is not None:
+                for value in equal_rank:
+                    dims_by_value.setdefault(value, dims_by_value[source])
 
 
 def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:
@@ -130,26 +190,29 @@ def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tile
         *((value, body.outputs[index], int(index >= len(states))) for index, value in enumerate(operation.outputs)),
     ]
     for value, inner_value, added_dims in pairs:
-        if value is not None and inner_value in body_tiles.dims_by_value:
-            sublane_dim, lane_dim = body_tiles.dims_by_value[inner_value]
-            tiles.dims_by_value.setdefault(value, (sublane_dim + added_dims, lane_dim + added_dims))
+        if value is not None and inner_value in body_tiles.dims_by_value and value not in tiles.product_results:
+            tile_dims = body_tiles.dims_by_value[inner_value]
+            if len(tile_dims) > 1:  # a convolution's activations are copied from the array outside
+                continue
+            shifted_dims = tuple((first + added_dims, second + added_dims) for first, second in tile_dims)
+            tiles.dims_by_value.setdefault(value, shifted_dims)
 
 
 def _prescribe_neighbor(operation: Operation, tiles: Tiles, *, is_forward: bool) -> None:
-    """Give the result of a transpose or a copy the layout of its operand, or the operand that of the result."""
-    if operation.kind not in ("transpose", *SAME_LAYOUT) or operation.inputs[0] is None:
+    """Give the result of a transpose, copy, pad or slice the operand's layout, or the operand the result's."""
+    if operation.kind not in ("transpose", "pad", "slice", *SAME_LAYOUT) or operation.inputs[0] is None:
         return
     operand, result = operation.inputs[0], operation.outputs[0]
     source, target = (operand, result) if is_forward else (result, operand)
-    if source not in tiles.dims_by_value or target in tiles.dims_by_value:
+    if source not in tiles.dims_by_value or target in tiles.dims_by_value or target in tiles.product_results:
         return
-    sublane_dim, lane_dim = tiles.dims_by_value[source]
+    tile_dims = tiles.dims_by_value[source]
     if operation.kind == "transpose":
         order: Sequence[int] = operation.params["permutation"]
         positions: Mapping[int, int] = {dim: position for position, dim in enumerate(order)}
         dim_of = positions.__getitem__ if is_forward else order.__getitem__
-        sublane_dim, lane_dim = dim_of(sublane_dim), dim_of(lane_dim)
-    tiles.dims_by_value[target] = (sublane_dim, lane_dim)
+        tile_dims = tuple((dim_of(first), dim_of(second)) for first, second in tile_dims)
+    tiles.dims_by_value[target] = tile_dims
 
 
 def with_retiled_inputs(program: FlatProgram) -> FlatProgram:

@@ -83,6 +83,32 @@ def test_a_residual_stream_that_a_convolution_reads_is_an_array(fuses, stored):
     assert ("add" in array_kinds, "max" in array_kinds) == (True, stored == "max")
 
 
+def test_a_residual_stream_is_an_array_beside_its_kept_sum():
+    def conv(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def fn(x, kernel, keeps_sum):
+        y = conv(x, kernel)
+        y = y + conv(jnp.maximum(y, 1.0), kernel)
+        y = jax.lax.reduce_precision(y, 8, 23) if keeps_sum else y
+        return y, conv(jnp.maximum(y, 0.0), kernel)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 8, 8, 32), (3, 3, 32, 32))]
+    for keeps_sum in (False, True):
+        arrays = arrays_of(lambda x, kernel, keeps=keeps_sum: fn(x, kernel, keeps), *shapes, fuses="all")
+        last_product = [op for op in arrays.program.operations if op.kind == "conv_general_dilated"][-1]
+        assert last_product.inputs[0] in arrays.array_bytes
+
+
+def test_what_is_computed_from_literals_alone_is_no_array():
+    def fn(x, w):
+        halves = jnp.full((32, 32), 0.5) * jnp.full((32, 32), 3.0)
+        return jax.lax.scan(lambda x, w: (jnp.sin(x) @ w + halves, None), x, w)[0]
+
+    arrays = arrays_of(fn, X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), fuses="all")
+    assert sorted(arrays.array_bytes.values()) == [KB]  # the loop's state
+
+
 def loop_bytes(step):
     """Bytes of the arrays of a loop's body with a state of 4 KB."""
     arrays = arrays_of(lambda x, w: jax.lax.scan(step, x, w)[0], X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32))

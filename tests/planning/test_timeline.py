@@ -51,6 +51,29 @@ def test_a_loop_keeps_what_it_stacks_and_frees_the_rest():
     assert found.peak_bytes == (5 + 1 + 1) * KB  # the stack, the state, and the next state while it is made
 
 
+def test_logits_stay_alive_through_the_blocks_of_a_tpu_unless_microbatches_run_in_a_loop():
+    head, blocks = jax.ShapeDtypeStruct((32, 320), jnp.float32), jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)
+
+    def gradients(x, head, blocks):
+        def loss(head, blocks):
+            y = jax.lax.scan(lambda x, block: (jnp.sin(x @ block), None), x, blocks)[0]
+            return jnp.exp(y @ head).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(head, blocks)
+
+    def accumulated(x, head, blocks):
+        zeros = (jnp.zeros_like(head), jnp.zeros_like(blocks))
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, gradients(x, head, blocks)), None)  # noqa: E731
+        return jax.lax.scan(add, zeros, x)[0]
+
+    logits_bytes = 64 * 320 * 4
+    for fn, shape, is_late in ((gradients, (64, 32), True), (accumulated, (2, 64, 32), False)):
+        moments = peak(fn, jax.ShapeDtypeStruct(shape, jnp.float32), head, blocks, fuses="all").moments
+        sizes_by_moment = [{item.bytes for item in moment.items} for moment in moments if moment.is_backward]
+        assert logits_bytes in sizes_by_moment[0]
+        assert (logits_bytes in sizes_by_moment[-1]) == is_late  # the last one belongs to the blocks, or to the sums
+
+
 def test_remat_keeps_less():
     def net(keep):
         def block(x, w):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.programs.flat import FlatProgram, flatten
-from jaxscale.programs.late import late_arrays, with_late_gradients
+from jaxscale.programs.late import late_arrays, products_of_gradients, with_late_gradients
 
 ARRAYS = ("dot_general", "scan", "reduce_sum")
 
@@ -43,6 +43,13 @@ def test_without_a_loop_of_blocks_nothing_waits() -> None:
     program = flatten(jax.make_jaxpr(jax.grad(lambda x, head: jnp.sum(jnp.exp(x @ head)), (0, 1)))(*shapes))
     rings = range(len(program.operations))
     assert late_arrays(program, rings, lambda one: one.kind in ARRAYS) == {}
+
+
+def test_the_gradient_of_a_head_is_a_product_that_the_blocks_do_not_need(program: FlatProgram) -> None:
+    (index,) = products_of_gradients(program)
+    assert sorted(program.avals[program.operations[index].outputs[0]].shape) == [4, 32]
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (4, 32))]
+    assert products_of_gradients(flatten(jax.make_jaxpr(lambda x, head: x @ head)(*shapes))) == []  # no blocks
 
 
 def blocks(x, weights):
@@ -89,3 +96,18 @@ def test_a_loop_over_layers_keeps_its_order():
     program = flat_gradients(layer_loop)
     late_program = with_late_gradients(program)
     assert [op.outputs for op in late_program.operations] == [op.outputs for op in program.operations]
+
+
+def test_a_sum_over_rows_for_a_bias_is_computed_with_the_gradient_that_it_reads():
+    def loss(weights, biases, x):
+        for weight, bias in zip(weights, biases, strict=True):
+            x = jnp.tanh(x @ weight + bias)
+        return x.sum()
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 32, 32), (3, 1, 32), (16, 32))]
+    program = with_late_gradients(flatten(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*shapes)))
+    backward = [operation for operation in program.operations if operation.is_backward]
+    kinds = [op.kind for op in backward if op.kind in ("dot_general", "reduce_sum")]
+    late_products = kinds[-3:]
+    assert late_products == ["dot_general"] * 3  # the gradients of the weights
+    assert "reduce_sum" in kinds[:3]  # the first bias, before the first product

@@ -5,7 +5,7 @@ from jax.experimental import pallas as pl
 
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.programs.tiles import kernel_tiles, with_retiled_inputs
+from jaxscale.programs.tiles import prescribed_tiles, with_retiled_inputs
 
 WIDE = 2 * 12 * 512 * 64 * 4  # bytes of the array in the tests, of which half the lanes are empty
 
@@ -22,7 +22,7 @@ def placed(function, *shapes):
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     program = flatten(jaxpr)
     unsharded = [((),) * len(shape) for shape in shapes]
-    return program, place(program, unsharded, {}, tiles=kernel_tiles(program))
+    return program, place(program, unsharded, {}, tiles=prescribed_tiles(program))
 
 
 def test_operands_and_results_of_a_kernel_are_tiled_along_their_last_two_dims():
@@ -67,3 +67,59 @@ def test_two_byte_weights_are_copied_once_before_the_products_and_loops_that_rea
         copied = retiled.operations[kinds.index("retile")].outputs[0]
         assert copied in retiled.operations[kinds.index("scan")].inputs
         assert program.inputs[1] in retiled.operations[kinds.index("add")].inputs
+
+
+def test_a_product_before_a_kernel_keeps_its_layout_and_what_is_rotated_does_not():
+    def products(x, w, b):
+        return kernel((x @ w + b).reshape(8, 512, 12, 64).transpose(0, 2, 1, 3))
+
+    def rotated(x, w, b):
+        first, second = jnp.split((x @ w + b).reshape(8, 512, 12, 64), 2, axis=-1)
+        return kernel(jnp.concatenate([second, first], axis=-1).transpose(0, 2, 1, 3))
+
+    shapes = (8, 512, 64), (64, 768), (1, 1, 768)
+    for fn, factor in ((products, 1.0), (rotated, 2.0)):
+        program, placements = placed(fn, *shapes)
+        operand = next(op for op in program.operations if op.kind == "transpose").inputs[0]
+        assert placements.value_bytes(operand) == factor * 8 * 512 * 768 * 4
+
+
+def test_padding_for_a_kernel_does_not_change_the_layout():
+    def fn(x):
+        padded = jnp.pad(x * 2.0, ((0, 0), (0, 0), (0, 0), (0, 48)))
+        return kernel(padded)[..., :80]
+
+    program, placements = placed(fn, (2, 12, 512, 80))
+    multiply, result = program.operations[0].outputs[0], program.outputs[0]
+    assert placements.value_bytes(multiply) == placements.value_bytes(result) == 2 * 12 * 512 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "features", "factor"),
+    [(64, 256, 1.0), (64, 64, 2.0), (128, 64, 1.0), (8, 64, 2.0), (2, 128, 1.0), (3, 128, 4 / 3)],
+)
+def test_a_convolutions_activations_are_tiled_along_batch_and_features(batch, features, factor):
+    def fn(x, weight):
+        dims = ("NHWC", "HWIO", "NHWC")
+        conv = lambda x: jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=dims)  # noqa: E731
+        return conv(jnp.maximum(conv(x), 0.0))
+
+    program, placements = placed(fn, (batch, 56, 56, features), (1, 1, features, features))
+    results = [value for operation in program.operations for value in operation.outputs]
+    activations = [value for value in results if program.avals[value].shape == (batch, 56, 56, features)]
+    assert len(activations) >= 3  # two convolutions, and the maximum between them
+    assert {placements.value_bytes(value) for value in activations} == {factor * batch * 56 * 56 * features * 4}
+
+
+def test_the_images_of_a_loop_over_microbatches_are_copied_into_a_convolutions_layout():
+    def fn(images, weight):
+        dims = ("NHWC", "HWIO", "NHWC")
+
+        def step(total, images):
+            return total + jax.lax.conv_general_dilated(images, weight, (2, 2), "SAME", dimension_numbers=dims), None
+
+        return jax.lax.scan(step, jnp.zeros((8, 32, 32, 64)), images * 2.0)[0]
+
+    program, placements = placed(fn, (4, 8, 64, 64, 3), (3, 3, 3, 64))
+    scaled = next(operation for operation in program.operations if operation.kind == "mul").outputs[0]
+    assert placements.value_bytes(scaled) < 2.1 * 4 * 8 * 64 * 64 * 3 * 4  # not 128 lanes for 3 features
