@@ -92,6 +92,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
         elif step.plan.zero == 0:
             program = with_rounded_copies(program)
         program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
+        program = with_late_gradients(program) if _delays_gradients(step, platform) else program
     keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
     paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
     for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):
@@ -102,11 +103,23 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
 
+def _delays_gradients(step: TrainStep, platform: Platform) -> bool:
+    """Whether XLA:TPU finishes the gradients of blocks outside of loops late, because it sums them around a ring."""
+    plan = step.plan
+    has_rings = _is_flat(platform) and step.mesh.shape.get("fsdp", 1) > 2
+    return has_rings and plan.zero > 1 and plan.microbatches == 1
+
+
+def _is_flat(platform: Platform) -> bool:
+    """Whether the platform is a slice of a TPU whose chips are connected in two dimensions."""
+    return platform.chip.kind == "tpu" and platform.topology is not None and len(platform.topology) == 2
+
+
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
     """The properties of a platform's compiler under a plan, as observed in compiled programs."""
     product_fusion: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
-        product_fusion = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
+        product_fusion = "local" if _is_flat(platform) else "all"
     return Compiler(
         product_fusion,
         has_scattered_gradients=plan.zero > 1,
