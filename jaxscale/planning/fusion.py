@@ -114,6 +114,7 @@ class Arrays:
         self._stacked_outputs = set() if first_stacked_index is None else set(program.outputs[first_stacked_index:])
         self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPING) if is_branch else set()
         self._literals: set[int] = set()
+        self._summands: dict[int, frozenset[int]] = {}  # by array that `jax.checkpoint` keeps
         self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
         for operation in program.operations:
             self._add_results(operation)
@@ -191,6 +192,8 @@ class Arrays:
         self._caller_values |= in_place_values
         if operation.kind == "broadcast_in_dim" or operation.kind in ELEMENTWISE:
             self._literals.update(operation.outputs if self._literals.issuperset(operands) else ())
+        if operation.kind == "reduce_precision":
+            self._summands[operation.outputs[0]] = operand_sources
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
         is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
@@ -284,13 +287,13 @@ class Arrays:
         if all(self.program.operations[index].kind != "conv_general_dilated" for index in product_indices):
             return False
         shape = self.program.avals[value].shape
-        arrays = set(self.sources_by_value[value])
-        for operation in self.program.operations:
-            # a sum that is kept for the backward pass is an array of its own
-            if operation.kind == "reduce_precision" and not arrays.isdisjoint(operation.outputs):
-                arrays |= self.sources_of(operation.inputs)
-                arrays.difference_update(operation.outputs)
-        return sum(self.program.avals[array].shape == shape for array in arrays) > 1
+        # a sum that is kept for the backward pass is an array of its own
+        summands = {
+            array
+            for source in self.sources_by_value[value]
+            for array in self._summands.get(source, frozenset((source,)))
+        }
+        return sum(self.program.avals[array].shape == shape for array in summands) > 1
 
     def _is_sunk_constant(self, value: int) -> bool:
         """Whether only loops read a value computed from literals, unsliced; XLA moves it into their bodies."""
