@@ -8,6 +8,10 @@ a copy. Weights that are converted before the loop need none. The rule was read 
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 from jaxscale.programs.flat import FlatProgram, Operation
 from jaxscale.programs.kinds import has_both_passes
@@ -31,14 +35,30 @@ def with_looped_copies(program: FlatProgram) -> FlatProgram:
         >>> [operation.kind for operation in with_looped_copies(program).operations]
         ['broadcast_in_dim', 'retile', 'scan', 'sub']
     """
+    return with_copied_inputs(program, lambda value, _loop: _is_copied(value, program))
+
+
+def with_copied_inputs(
+    program: FlatProgram, is_copied: Callable[[int, Operation], bool], dtype: str | None = None
+) -> FlatProgram:
+    """Return a program that copies some inputs before a loop with both passes reads them.
+
+    Args:
+        program: program of a step.
+        is_copied: function of an input and the loop that returns whether the input is copied.
+        dtype: type of the copies; `None` for that of the inputs.
+    """
     new_numbers = itertools.count(max(program.avals, default=0) + 1)
     avals = dict(program.avals)
     operations: list[Operation] = []
     for operation in program.operations:
         if operation.loop_body is not None and has_both_passes(operation.loop_body):
             operands = dict.fromkeys(value for value in operation.inputs if value is not None)
-            copy_by_input = {value: next(new_numbers) for value in operands if _is_copied(value, program)}
-            avals |= {copy: avals[value] for value, copy in copy_by_input.items()}
+            copies = [value for value in operands if value in program.inputs and is_copied(value, operation)]
+            copy_by_input = dict(zip(copies, new_numbers, strict=False))
+            for value, copy in copy_by_input.items():
+                aval = avals[value]
+                avals[copy] = aval if dtype is None else jax.ShapeDtypeStruct(aval.shape, dtype)
             operations += [Operation(RETILE, (value,), (copy,), {}) for value, copy in copy_by_input.items()]
             new_inputs = tuple(
                 value if value is None else copy_by_input.get(value, value) for value in operation.inputs
@@ -48,10 +68,12 @@ def with_looped_copies(program: FlatProgram) -> FlatProgram:
     return dataclasses.replace(program, operations=operations, avals=avals)
 
 
+def is_large(aval: Any) -> bool:
+    """Return whether an abstract value is a large array of float32 of at least two dims."""
+    shape = getattr(aval, "shape", ())
+    return len(shape) >= 2 and math.prod(shape) >= SMALL_COUNT and str(aval.dtype) == "float32"
+
+
 def _is_copied(value: int, program: FlatProgram) -> bool:
     """Return whether a value is a large input in float32 that another operation reads, too."""
-    if value not in program.inputs:
-        return False
-    aval = program.avals[value]
-    is_large = len(getattr(aval, "shape", ())) >= 2 and math.prod(aval.shape) >= SMALL_COUNT
-    return is_large and str(aval.dtype) == "float32" and len(program.readers[value]) > 1
+    return is_large(program.avals[value]) and len(program.readers[value]) > 1

@@ -5,15 +5,11 @@ operation that computes the value, also out of loops: what a block keeps in floa
 takes two bytes an element, and a loop over microbatches reads weights from copies in bfloat16.
 """
 
-import dataclasses
-import itertools
-import math
-
 import jax
 
 from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
-from jaxscale.programs.kinds import has_both_passes
-from jaxscale.programs.tiles import RETILE, SMALL_COUNT
+from jaxscale.programs.looped import is_large, with_copied_inputs
+from jaxscale.programs.tiles import RETILE
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Matrix products and convolutions."""
@@ -76,30 +72,9 @@ def with_rounded_copies(program: FlatProgram) -> FlatProgram:
         >>> [operation.kind for operation in with_rounded_copies(program).operations]
         ['broadcast_in_dim', 'retile', 'scan', 'sub']
     """
-    new_numbers = itertools.count(max(program.avals, default=0) + 1)
-    avals = dict(program.avals)
-    operations: list[Operation] = []
-    for operation in program.operations:
-        if operation.loop_body is not None and has_both_passes(operation.loop_body):
-            operands = dict.fromkeys(
-                value for value in operation.inputs if value is not None and value in program.inputs
-            )
-            weights = [value for value in operands if _is_large(value, program) and _rounds(operation, value, program)]
-            copy_by_input = dict(zip(weights, new_numbers, strict=False))
-            avals |= {
-                copy: jax.ShapeDtypeStruct(avals[value].shape, "bfloat16") for value, copy in copy_by_input.items()
-            }
-            operations += [Operation(RETILE, (value,), (copy,), {}) for value, copy in copy_by_input.items()]
-            new_inputs = tuple(
-                value if value is None else copy_by_input.get(value, value) for value in operation.inputs
-            )
-            operation = dataclasses.replace(operation, inputs=new_inputs)
-        operations.append(operation)
-    return dataclasses.replace(program, operations=operations, avals=avals)
 
+    def is_rounded_copy(value: int, loop: Operation) -> bool:
+        """Whether the products of a loop alone read a large input of float32."""
+        return is_large(program.avals[value]) and _rounds(loop, value, program)
 
-def _is_large(value: int, program: FlatProgram) -> bool:
-    """Return whether a value of float32 has at least two dims and enough elements to matter."""
-    aval = program.avals[value]
-    shape = getattr(aval, "shape", ())
-    return len(shape) >= 2 and math.prod(shape) >= SMALL_COUNT and str(aval.dtype) == "float32"
+    return with_copied_inputs(program, is_rounded_copy, "bfloat16")
