@@ -1,10 +1,11 @@
-"""The models whose train steps `fit_accuracy.py` and `pipeline_fit.py` compile, as variants of one experiment file.
+"""The models whose train steps the benchmarks of estimates compile, as variants of one experiment file.
 
     jaxscale fit experiments/benchmarks/fit_models.py wide --platform "tpu v5e:2x2"
 
 A dense decoder in three sizes, a vision transformer, and a mixture of experts with dense dispatch (GShard, Lepikhin et
-al. 2020, arXiv:2006.16668): one-hot tensors bring each token to its experts and back, up to a capacity. All are scans
-of 4 to 8 layers. A decoder that compiles soon is for pipelines alone.
+al. 2020, arXiv:2006.16668): one-hot tensors bring each token to its experts and back, up to a capacity. The models of
+`fit_cases.py` are small ones of 2 to 6 layers, and others from a ResNet-50 to a Llama of 3 billion parameters. A
+decoder that compiles soon is for pipelines alone.
 """
 
 import dataclasses
@@ -145,6 +146,10 @@ def _text(name: str, model: Any, batch: int) -> Experiment:
     return Experiment(name=name, model=model, data=data, batch=batch, plan=PLAN)
 
 
+def _images(name: str, model: Any, size: int, batch: int) -> Experiment:
+    return Experiment(name=name, model=model, data=Pixels(size), batch=batch, plan=PLAN)
+
+
 def small() -> Experiment:
     """A dense decoder of 4 layers, 1,024 wide."""
     return _text("small", Decoder(vocab=32_000, context=2048, layers=4, embed=1024, heads=8, mlp=4096), 32)
@@ -169,7 +174,7 @@ def mixture() -> Experiment:
 def vit() -> Experiment:
     """A vision transformer of 8 layers on 224 pixels."""
     model = ViT(classes=1000, image=224, patch=14, layers=8, embed=1024, heads=16, mlp=4096)
-    return Experiment(name="vit", model=model, data=Pixels(model.image), batch=256, plan=PLAN)
+    return _images("vit", model, model.image, 256)
 
 
 def little() -> Experiment:
@@ -251,13 +256,13 @@ def unrolled() -> Experiment:
 def image() -> Experiment:
     """A vision transformer of 6 layers on 128 pixels."""
     model = ViT(classes=1000, image=128, patch=8, layers=6, embed=768, heads=12, mlp=3072)
-    return Experiment(name="image", model=model, data=Pixels(model.image), batch=128, plan=PLAN)
+    return _images("image", model, model.image, 128)
 
 
 def convolutions() -> Experiment:
     """A ResNet of bottlenecks on 128 pixels."""
     model = ResNet(classes=1000, stages=(2, 2, 2, 2), bottleneck=True)
-    return Experiment(name="convolutions", model=model, data=Pixels(128), batch=256, plan=PLAN)
+    return _images("convolutions", model, 128, 256)
 
 
 def experts() -> Experiment:
@@ -289,13 +294,13 @@ def llama_3b() -> Experiment:
 def vit_large() -> Experiment:
     """A vision transformer of 24 layers on 224 pixels."""
     model = ViT(classes=1000, image=224, patch=16, layers=24, embed=1024, heads=16, mlp=4096)
-    return Experiment(name="vit_large", model=model, data=Pixels(model.image), batch=256, plan=PLAN)
+    return _images("vit_large", model, model.image, 256)
 
 
 def resnet50() -> Experiment:
     """A ResNet-50 on 224 pixels."""
     model = ResNet(classes=1000, stages=(3, 4, 6, 3), bottleneck=True)
-    return Experiment(name="resnet50", model=model, data=Pixels(224), batch=512, plan=PLAN)
+    return _images("resnet50", model, 224, 512)
 
 
 def plain_large() -> Experiment:

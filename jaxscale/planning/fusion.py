@@ -15,7 +15,7 @@ from typing import Literal
 
 from jaxscale.programs import regions, tiles
 from jaxscale.programs.elementwise import ELEMENTWISE
-from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
+from jaxscale.programs.flat import VIEWS, FlatProgram, Operation, carries, loop_parts
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.rounded import is_rounded
 
@@ -40,12 +40,6 @@ ARRAY_RESULTS = (
     tiles.RETILE,
 )  # fmt: skip
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
-
-VIEWS = (
-    "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
-    "enter", "leave",
-)  # fmt: skip
-"""Operations that leave the bytes of their operand unchanged."""
 
 NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
 """Operations whose result is listed under the name of the operand."""

@@ -25,6 +25,12 @@ Atom = int | Constant
 CALLEE_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Names of the parameters that contain the program of a call."""
 
+VIEWS = (
+    "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
+    "enter", "leave",
+)  # fmt: skip
+"""Operations that leave the bytes of their operand unchanged."""
+
 LOOPS = ("scan", "while")
 """Primitives that run a loop."""
 

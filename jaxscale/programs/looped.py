@@ -68,7 +68,7 @@ def with_copied_inputs(
     return dataclasses.replace(program, operations=operations, avals=avals)
 
 
-def is_large(aval: Any) -> bool:
+def is_large_float32(aval: Any) -> bool:
     """Return whether an abstract value is a large array of float32 of at least two dims."""
     shape = getattr(aval, "shape", ())
     return len(shape) >= 2 and math.prod(shape) >= SMALL_COUNT and str(aval.dtype) == "float32"
@@ -76,4 +76,4 @@ def is_large(aval: Any) -> bool:
 
 def _is_copied(value: int, program: FlatProgram) -> bool:
     """Return whether a value is a large input in float32 that another operation reads, too."""
-    return is_large(program.avals[value]) and len(program.readers[value]) > 1
+    return is_large_float32(program.avals[value]) and len(program.readers[value]) > 1

@@ -7,18 +7,10 @@ takes two bytes an element, and a loop over microbatches reads weights from copi
 
 import jax
 
-from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
-from jaxscale.programs.looped import is_large, with_copied_inputs
+from jaxscale.programs.flat import VIEWS, FlatProgram, Operation, loop_parts
+from jaxscale.programs.flop import FORMULAS
+from jaxscale.programs.looped import is_large_float32, with_copied_inputs
 from jaxscale.programs.tiles import RETILE
-
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""Matrix products and convolutions."""
-
-VIEWS = (
-    "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
-    "enter", "leave", "transpose", RETILE,
-)  # fmt: skip
-"""Operations whose result is rounded like the operand."""
 
 
 def is_rounded(value: int, program: FlatProgram) -> bool:
@@ -39,11 +31,11 @@ def is_rounded(value: int, program: FlatProgram) -> bool:
 
 def _rounds(reader: Operation, value: int, program: FlatProgram) -> bool:
     """Return whether a reader of a value is a product of the default precision, or leads to such products alone."""
-    if reader.kind in PRODUCTS:
+    if reader.kind in FORMULAS:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
         return all(entry in (None, jax.lax.Precision.DEFAULT) for entry in precisions)
-    if reader.kind in VIEWS:
+    if reader.kind in (*VIEWS, "transpose", RETILE):
         return is_rounded(reader.outputs[0], program)
     if reader.loop_body is None:
         return False
@@ -64,17 +56,15 @@ def with_rounded_copies(program: FlatProgram) -> FlatProgram:
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxscale.programs.flat import flatten
-        >>> def step(weight, xs):
-        ...     gradient = jax.grad(lambda weight, x: jnp.sum(jnp.sin(x @ weight)))
-        ...     add = lambda total, x: (total + gradient(weight, x), None)
-        ...     return weight - jax.lax.scan(add, jnp.zeros_like(weight), xs)[0]
-        >>> program = flatten(jax.make_jaxpr(step)(jnp.ones((256, 256)), jnp.ones((2, 8, 256))))
-        >>> [operation.kind for operation in with_rounded_copies(program).operations]
-        ['broadcast_in_dim', 'retile', 'scan', 'sub']
+        >>> gradient = jax.grad(lambda weight, x: jnp.sum(jnp.sin(x @ weight)))
+        >>> step = lambda weight, xs: jax.lax.scan(lambda sum, x: (sum + gradient(weight, x), None), 0 * weight, xs)[0]
+        >>> program = with_rounded_copies(flatten(jax.make_jaxpr(step)(jnp.ones((256, 256)), jnp.ones((2, 8, 256)))))
+        >>> [str(program.avals[op.outputs[0]].dtype) for op in program.operations if op.kind == "retile"]
+        ['bfloat16']
     """
 
     def is_rounded_copy(value: int, loop: Operation) -> bool:
         """Whether the products of a loop alone read a large input of float32."""
-        return is_large(program.avals[value]) and _rounds(loop, value, program)
+        return is_large_float32(program.avals[value]) and _rounds(loop, value, program)
 
     return with_copied_inputs(program, is_rounded_copy, "bfloat16")

@@ -62,8 +62,10 @@ def test_logits_stay_alive_through_the_blocks_of_a_tpu_unless_microbatches_run_i
         return jax.grad(loss, argnums=(0, 1))(head, blocks)
 
     def accumulated(x, head, blocks):
+        def add(sums, x):
+            return jax.tree.map(jnp.add, sums, gradients(x, head, blocks)), None
+
         zeros = (jnp.zeros_like(head), jnp.zeros_like(blocks))
-        add = lambda sums, x: (jax.tree.map(jnp.add, sums, gradients(x, head, blocks)), None)  # noqa: E731
         return jax.lax.scan(add, zeros, x)[0]
 
     logits_bytes = 64 * 320 * 4

@@ -100,8 +100,9 @@ def test_padding_for_a_kernel_does_not_change_the_layout():
 )
 def test_a_convolutions_activations_are_tiled_along_batch_and_features(batch, features, factor):
     def fn(x, weight):
-        dims = ("NHWC", "HWIO", "NHWC")
-        conv = lambda x: jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=dims)  # noqa: E731
+        def conv(x):
+            return jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
         return conv(jnp.maximum(conv(x), 0.0))
 
     program, placements = placed(fn, (batch, 56, 56, features), (1, 1, features, features))
