@@ -9,9 +9,9 @@ assumes that the logits, which are larger, stay alive. Left out: rings that XLA 
 
 XLA's latency-hiding scheduler for GPUs orders operations from the last to the first. An operation is ready when all its
 readers are placed, so that gradients of weights are placed first, which means late in the program, and their operands
-stay alive until then. A loop over layers limits this to the layer; blocks outside of loops have no such limit. One
-step on a TPU did the same with gradients that are summed around a ring. A sum over rows, such as the gradient of a
-bias, is computed with the operation that reads the same array. Left out: the order of a program that would not fit, in which the
+stay alive until then. A loop over layers limits this to the layer; blocks outside of loops have no such limit. One step
+on a TPU did the same with gradients that are summed around a ring. A sum over rows, such as the gradient of a bias, is
+computed with the operation that reads the same array. Left out: the order of a program that would not fit, in which the
 scheduler saves memory instead.
 
 On TPUs without flat slices, the gradient of a head's weight was late in most steps without a loop over microbatches,
