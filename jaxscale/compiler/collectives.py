@@ -83,13 +83,23 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
         [('all-reduce', ('data',), 16)]
     """
     program = HloProgram(program) if isinstance(program, str) else program
+    return [collective for op_collectives in located_collectives(program, mesh).values() for collective in op_collectives]
+
+
+def located_collectives(program: HloProgram, mesh: Any) -> dict[tuple[str, str], list[Collective]]:
+    """Return the collectives of a compiled program by the names of their computation and instruction.
+
+    Args:
+        program: the program.
+        mesh: the mesh that the program was compiled for, or a mapping from axis name to size.
+    """
     mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     # number of devices along each mesh axis inside a slice, and the axes that cross slices
     sizes, slice_axes = megascale.split_axes(mesh_sizes, megascale.slices_of(program.text))
     device_count = math.prod(sizes.values())
     axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuation_names = _continuations(program)
-    program_collectives = []
+    by_instruction: dict[tuple[str, str], list[Collective]] = {}
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
@@ -101,7 +111,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
             axes, dtype = slice_axes, op.arrays[0][0]
             bytes_by_kind_and_dtype = [((send_kind, dtype), nbytes) for nbytes in _message_sizes(computation, op)]
         elif kind == "collective-permute":
-            pairs = _pairs(op)
+            pairs = permuted_pairs(op)
             axes = _permuted_axes(pairs, sizes)
             group_size, is_sending = device_count, any(source != target for source, target in pairs)
         elif kind is not None:
@@ -110,11 +120,13 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
             is_sending = group_size > 1
         if kind is not None and is_sending:
             bytes_by_kind_and_dtype = _bytes_by_kind(program, computation, op, kind, group_size).items()
-        for (array_kind, dtype), nbytes in bytes_by_kind_and_dtype:
-            program_collectives.append(
-                Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known)
-            )
-    return program_collectives
+        op_collectives = [
+            Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known)
+            for (array_kind, dtype), nbytes in bytes_by_kind_and_dtype
+        ]
+        if op_collectives:
+            by_instruction[computation.name, op.name] = op_collectives
+    return by_instruction
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
@@ -187,7 +199,7 @@ def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
-def _pairs(op: Op) -> list[tuple[int, int]]:
+def permuted_pairs(op: Op) -> list[tuple[int, int]]:
     """Return a pair (source device, target device) for each transfer of a collective-permute."""
     pairs_text = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
     return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs_text)]

@@ -23,6 +23,7 @@ from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.live import Live, live_at_the_peak
 from jaxscale.compiler.report import CompileReport, out_of_memory, program_hash
+from jaxscale.compiler.schedule import schedule_of
 from jaxscale.compiler.target import Target
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
@@ -156,7 +157,7 @@ def _compile(
 
 
 def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
-    """Return the report's fields read from the program's text: FLOP and collectives, or why they are missing."""
+    """Return the report's fields read from the program's text: FLOP, collectives and schedule, or why they are missing."""
     import jax
 
     try:
@@ -164,6 +165,7 @@ def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
         program = HloProgram(text)
         flop_counts = program_flop(program)
         collective_list = tuple(collectives(program, mesh))
+        schedule = schedule_of(program, mesh)
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
@@ -172,6 +174,7 @@ def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
         "unknown_loops": flop_counts.unknown_loops,
         "silent_kernels": flop_counts.silent_kernels,
         "collectives": collective_list,
+        "schedule": schedule,
         "program_hash": program_hash(text),
     }
 

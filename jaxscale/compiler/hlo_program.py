@@ -157,7 +157,7 @@ class HloProgram:
         return self._executions[name]
 
     def trip_count(self, loop: Op) -> int | None:
-        """Return a while loop's trip count, from XLA's annotation or its condition's only bound; None if unknown."""
+        """Return a while loop's trip count, from XLA's annotation or its counter's bound and step; None if unknown."""
         if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(trip_count)
         condition_name = loop.attribute(r"condition=%?([\w.\-]+)")
@@ -169,7 +169,26 @@ class HloProgram:
                     bounds.add(int(op.operands[0]))
                 if op.opcode == "compare":
                     directions.update(re.findall(r"direction=(\w+)", op.attributes))
-        return bounds.pop() if len(bounds) == 1 and directions == {"LT"} else None
+        if len(bounds) != 1 or directions != {"LT"}:
+            return None
+        return math.ceil(bounds.pop() / self._counter_step(loop))
+
+    def _counter_step(self, loop: Op) -> int:
+        """Return by how much a trip of a loop raises the counter that its condition reads; 1 if it cannot be read.
+
+        XLA:TPU unrolls loops of collectives beside products, and their counters rise by more than 1.
+        """
+        condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+        body = self.computations[loop.attribute(r"\bbody=%?([\w.\-]+)") or ""]
+        indices = [op.attribute(r"index=(\d+)") for op in condition.instructions.values() if "element" in op.opcode]
+        if len(indices) != 1 or indices[0] is None or body.root is None or body.root.opcode != "tuple":
+            return 1
+        counter = body.skip_back(body.instructions[body.root.operands[int(indices[0])]], ("copy", "bitcast"))
+        if counter.opcode != "add":
+            return 1
+        terms = [body.instructions[name] for name in counter.operands]
+        steps = [int(term.operands[0]) for term in terms if term.opcode == "constant"]
+        return max(1, steps[0]) if len(steps) == 1 else 1
 
 
 def _whole_lines(text: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxscale.compiler.collectives import Collective
+from jaxscale.compiler.schedule import Schedule
 from jaxscale.values import from_json, to_json
 
 LiveKind = Literal["argument", "output", "kept", "transient", "constant"]
@@ -157,7 +158,8 @@ class CompileReport:
         unknown_loops: number of loops whose trip count the program does not specify; `flop` counts their bodies once.
         silent_kernels: number of custom kernels that do not declare their cost; they are missing from `flop`.
         collectives: transfers between devices, by kind, mesh axes and bytes.
-        unread: why `flop` and `collectives` of a compiled program are missing.
+        schedule: events of the program with their estimated cycles; None if its compiler estimates none.
+        unread: why `flop`, `collectives` and `schedule` of a compiled program are missing.
         oom: the compiler's out-of-memory error.
         crashed: why the compiler failed, if not for lack of memory: a signal, a time-out or an internal error.
         live: buffers alive at the peak, largest first; None without `explain`.
@@ -183,6 +185,7 @@ class CompileReport:
     unknown_loops: int = 0
     silent_kernels: int = 0
     collectives: tuple[Collective, ...] = ()
+    schedule: Schedule | None = None
     unread: str | None = None
     oom: OutOfMemory | None = None
     crashed: str | None = None

@@ -20,7 +20,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 from jaxscale.values import read_json
 
-FORMAT = 6
+FORMAT = 7
 """Version of the format of reports; increased when the meaning of reports changes."""
 
 

@@ -56,6 +56,7 @@ class Chip:
         memory: bytes of device memory; None if unknown.
         usable_memory: bytes of device memory that a program may use; None if not measured.
         memory_bandwidth: bytes/s between the memory and the chip; None if unknown.
+        clock: cycles/s in which the chip's compiler estimates the time of instructions; None if it does not.
         devices: number of JAX devices that one chip has when a program runs.
         chips_per_host: number of chips in one host machine; None if unknown.
         host_memory: bytes of main memory of the host; None if unknown.
@@ -75,10 +76,16 @@ class Chip:
     memory: int | None = None
     usable_memory: int | None = None
     memory_bandwidth: float | None = None
+    clock: float | None = None
     devices: int = 1
     chips_per_host: int | None = None
     host_memory: int | None = None
     links: tuple[Link, ...] = ()
+
+    @property
+    def device_bandwidth(self) -> float | None:
+        """The bytes/s between memory and chip that one JAX device has; None if unknown."""
+        return None if self.memory_bandwidth is None else self.memory_bandwidth / self.devices
 
     def peak(self, dtype: str) -> float | None:
         """Return the FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.

@@ -1,4 +1,4 @@
-"""Seconds of work on a chip by the roofline model: the time for the FLOP or for the bytes, whichever is longer.
+"""Seconds of work on a device by the roofline model: the time for the FLOP or for the bytes, whichever is longer.
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
@@ -22,7 +22,7 @@ DEFAULT_EFFICIENCY = 0.6
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:
-    """Return the FLOP/s that products of `dtype` operands reach on a chip; `None` if the chip's rates are unknown.
+    """Return the FLOP/s that products of `dtype` operands reach on one device; `None` if the chip's rates are unknown.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -32,11 +32,11 @@ def rate(chip: Chip | None, dtype: str) -> float | None:
     if chip is None or chip.memory_bandwidth is None:
         return None
     peak = chip.peak(dtype) or chip.bfloat16
-    return None if peak is None else peak * EFFICIENCY.get(chip.name, DEFAULT_EFFICIENCY)
+    return None if peak is None else peak * EFFICIENCY.get(chip.name, DEFAULT_EFFICIENCY) / chip.devices
 
 
 def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
-    """Return the seconds of one operation by roofline; 0 if the chip's rates are unknown.
+    """Return the seconds of one operation on one device by roofline; 0 if the chip's rates are unknown.
 
     Args:
         chip: chip that runs the operation; `None` for an unknown chip.
@@ -45,6 +45,6 @@ def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bf
         dtype: type of the operands of the products.
     """
     flop_rate = rate(chip, dtype)
-    if flop_rate is None or chip is None or chip.memory_bandwidth is None:
+    if flop_rate is None or chip is None or chip.device_bandwidth is None:
         return 0.0
-    return max(flop / flop_rate, bytes_moved / chip.memory_bandwidth)
+    return max(flop / flop_rate, bytes_moved / chip.device_bandwidth)

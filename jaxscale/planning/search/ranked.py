@@ -105,6 +105,8 @@ class JudgedPlan:
         estimate: estimate of the step's bytes.
         fits: whether the step fits device and host: according to the compiler if there is a report.
         report: the compiler's report; `None` if the step was not compiled.
+        compiler_seconds: seconds of a step by the compiler's estimates; `None` if the step was not compiled, or if its
+            compiler estimates none.
     """
 
     plan: Plan
@@ -112,6 +114,7 @@ class JudgedPlan:
     estimate: Estimate
     fits: bool
     report: CompileReport | None = None
+    compiler_seconds: StepSeconds | None = None
 
     @property
     def device_bytes(self) -> int:

@@ -21,6 +21,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.program import step_recipe
+from jaxscale.planning.search.compiler_seconds import compiler_seconds
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome, RankedPlan, bin_of, rounded_down
 from jaxscale.planning.search.space import (
@@ -366,4 +367,5 @@ class Search:
         has_failed = report.oom is not None or report.crashed is not None
         device_bytes = judged.estimate.device_bytes if report.device_bytes is None else report.device_bytes
         fits = not has_failed and (self.limit is None or device_bytes <= self.limit)
-        return dataclasses.replace(judged, fits=fits, report=report)
+        clocked = compiler_seconds(report.schedule, judged.plan, self.platform)
+        return dataclasses.replace(judged, fits=fits, report=report, compiler_seconds=clocked)

@@ -217,12 +217,12 @@ def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Pla
     assert layout.mesh is not None
     shard_count = (layout.mesh.fsdp if layout.zero else 1) * layout.mesh.pipe
     weights, state_bytes = costs.weights / shard_count, costs.state_bytes / shard_count
-    bandwidth = platform.chip.memory_bandwidth
+    bandwidth, device_count = platform.chip.device_bandwidth, platform.chip.devices
     assert bandwidth is not None, "the platform's rates are known"
     # state and float32 weights are read and written, gradients are read, and the compute copy is written
     update_bytes = 2 * state_bytes + (4 + 4 + 4 + 2) * weights
     operations = (UPDATE_OPERATIONS + 2 * FORMAT_OPERATIONS[layout.state.moments]) * weights
-    vector_rate = VECTOR_SHARE * (platform.chip.peak("float32") or 0.0)
+    vector_rate = VECTOR_SHARE * (platform.chip.peak("float32") or 0.0) / device_count
     vector_seconds = operations / vector_rate if vector_rate and offload.optimizer_state != "host" else 0.0
     # several microbatches each read their gradients, and read and write the sum of the earlier ones
     gradient_shards = layout.mesh.fsdp if layout.zero >= 2 else 1
@@ -234,10 +234,10 @@ def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Pla
         copied_bytes = 2 * state_bytes
     elif offload.optimizer_state == "host":  # gradients go to the host, which updates, and weights come back
         copied_bytes = (4 + 4) * weights
-        host_seconds = update_bytes * (platform.chip.chips_per_host or 1) / HOST_BANDWIDTH
+        host_seconds = update_bytes * (platform.chip.chips_per_host or 1) * device_count / HOST_BANDWIDTH
         update_bytes = 0.0
     if offload.weights == "host":  # weights come for both passes of each microbatch
         copied_bytes += 2 * layout.microbatches * 2 * weights
-    copy_seconds = 0.0 if link is None else copied_bytes / link.bandwidth
+    copy_seconds = 0.0 if link is None else copied_bytes * device_count / link.bandwidth
     update_seconds = max(update_bytes / bandwidth, vector_seconds) + host_seconds
     return update_seconds + sum_bytes / bandwidth, copy_seconds

@@ -1,0 +1,135 @@
+"""Plans that the search chose, beside rivals that were fixed before it: bytes and seconds by the compiler.
+
+    python experiments/benchmarks/plan_rivals.py --record     # search, and compile what plan_rivals.jsonl lacks; aot-tpu
+    python experiments/benchmarks/plan_rivals.py              # judge what was recorded
+    python experiments/benchmarks/plan_rivals.py --tiny       # judge the first pair
+
+`plan_rivals.json` names six pairs of a model and a TPU slice, and four plans for each that somebody with experience
+might write. They were committed before any of these searches was run. A choice is compiled until it fits, at most three
+times. Seconds are those of libtpu's schedule: the cycles that it estimates, kernels by their declared FLOP, collectives
+by their bytes and links. No chip was timed. Plans that do not fit have no say.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, show
+
+import jaxscale as jx
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.report import CompileReport
+from jaxscale.compiler.usable import usable_bytes
+from jaxscale.planning.program import step_recipe
+from jaxscale.planning.search.choice import summary
+from jaxscale.planning.search.compiler_seconds import compiler_seconds
+from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
+
+FOLDER = Path(__file__).parent
+PAIRS = FOLDER / "plan_rivals.json"
+RECORDING = FOLDER / "plan_rivals.jsonl"
+VERIFY = 3
+"""Number of plans of a search that are compiled."""
+FASTER = 0.05
+"""Share by which a rival may be faster than the choice."""
+Row = dict[str, Any]
+
+
+def row_of(
+    pair: Row, plan: jx.Plan, modeled: StepSeconds, report: CompileReport, clocked: StepSeconds | None, **more: Any
+) -> Row:
+    """Return what is recorded of a compiled plan."""
+    platform = jx.Platform.parse(pair["platform"])
+    limit = usable_bytes(platform)
+    return {
+        "pair": name_of(pair),
+        "plan": summary(plan),
+        "fits": report.oom is None and report.crashed is None and report.fits(limit or 0),
+        "bytes": report.device_bytes,
+        "modeled": modeled.total,
+        "modeled_items": dict(modeled.items),
+        "clocked": None if clocked is None else clocked.total,
+        "clocked_items": None if clocked is None else dict(clocked.items),
+        "flop": report.flop,
+        "failure": report.crashed,
+        "versions": dict(report.versions),
+        **more,
+    }
+
+
+def name_of(pair: Row) -> str:
+    """Return the name of a pair of model and platform."""
+    return f"{pair.get('variant', Path(pair['file']).stem)} on {pair['platform']}"
+
+
+def recorded() -> list[Row]:
+    """Return what was recorded so far."""
+    return [json.loads(line) for line in RECORDING.read_text().splitlines()] if RECORDING.exists() else []
+
+
+def write(row: Row) -> None:
+    """Append a row to the recording."""
+    with RECORDING.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    seconds_text = "no seconds" if row["clocked"] is None else f"{row['clocked']:.3f} s"
+    print(f"{row['pair']}: {row['plan']}: fits {row['fits']}, {seconds_text}", flush=True)
+
+
+def record() -> None:
+    """Search and compile what was not recorded yet."""
+    for pair in json.loads(PAIRS.read_text()):
+        rows = [row for row in recorded() if row["pair"] == name_of(pair)]
+        path, platform = FOLDER.parent / pair["file"], jx.Platform.parse(pair["platform"])
+        experiment, source = jx.load_file(str(path), pair.get("variant"), {"batch": str(pair["batch"])})
+        if not any(row["is_choice"] for row in rows):
+            choice = jx.choose_plan(experiment, platform, verify=VERIFY, make=source.remake)
+            outcome = choice.outcome
+            compiled = [judged for judged in (*outcome.plans, *outcome.rejected) if judged.report is not None]
+            for judged in compiled:
+                report, is_choice = judged.report, judged is choice.best
+                assert report is not None
+                more = {"is_choice": is_choice, "rival": None, "compiles": len(compiled)}
+                write(row_of(pair, judged.plan, judged.seconds, report, judged.compiler_seconds, **more))
+        for number, fields in enumerate(pair["rivals"]):
+            if any(row["rival"] == number for row in rows):
+                continue
+            plan = dataclasses.replace(experiment.plan, **fields)
+            report = compile_report(step_recipe(experiment, plan, source.remake), platform)
+            clocked, modeled = compiler_seconds(report.schedule, plan, platform), modeled_seconds(experiment, platform, plan)
+            write(row_of(pair, plan, modeled, report, clocked, is_choice=False, rival=number, compiles=1))
+
+
+def main() -> bool:
+    """Record or judge; return whether every figure reaches its bar."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="search, and compile what was not recorded yet")
+    parser.add_argument("--tiny", action="store_true", help="judge the first pair")
+    arguments = parser.parse_args()
+    if arguments.record:
+        record()
+        return True
+    rows = recorded()
+    names = list(dict.fromkeys(row["pair"] for row in rows))[: 1 if arguments.tiny else None]
+    figures = [Figure("pairs", len(names), "pairs", None if arguments.tiny else 6, ">=")]
+    for name in names:
+        group = [row for row in rows if row["pair"] == name]
+        choice = next(row for row in group if row["is_choice"])
+        print(f"\n{name}{'':20}GiB   modeled   by the compiler")
+        for row in sorted(group, key=lambda row: row["clocked"] or 1e9):
+            mark = "choice" if row["is_choice"] else "search" if row["rival"] is None else "rival"
+            gib_text = f"{row['bytes'] / 2**30:6.1f}" if row["bytes"] else "     -"
+            clocked_text = "does not fit" if not row["fits"] else f"{row['clocked']:.3f} s"
+            print(f"  {mark:7}{row['plan'][:70]:70}{gib_text}{row['modeled']:9.3f} s   {clocked_text}")
+        rivals = [row["clocked"] for row in group if row["rival"] is not None and row["fits"]]
+        label = name.replace(" ", "_")
+        figures.append(Figure(f"{label}_fits", float(choice["fits"]), "", 1, ">="))
+        figures.append(Figure(f"{label}_compiles", choice["compiles"], "plans", VERIFY))
+        if rivals:
+            figures.append(Figure(f"{label}_rival_faster_by", 1 - min(rivals) / choice["clocked"], "share", FASTER))
+    return show(figures, "choices of the search beside fixed rivals")
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main() else 1)

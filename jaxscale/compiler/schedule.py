@@ -1,0 +1,235 @@
+"""The schedule of a compiled TPU program, as events with the cycles that libtpu estimates.
+
+libtpu prints instructions in the order in which they run, and estimates the cycles of products, fusions and copies. It
+gives no cycles for collectives, asynchronous copies, gathers and Pallas kernels; of these, the schedule lists what is
+known: bytes, mesh axes, and the FLOP that a kernel declares. So other modules can give each of them a time, and see what
+runs beside it. Other compilers print no cycles, and their programs have no schedule.
+
+A collective starts and ends in one of four spellings:
+
+    all-reduce                               the program waits for it
+    collective-permute-start, -done          the instructions in between run beside it
+    fusion with AsyncCollectiveStart, ...    the same; the fusions in between each do a part of it
+    fusion of an all-reduce and a slice      a reduce-scatter, for which the program waits
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from jaxscale.compiler.collectives import Collective, located_collectives, permuted_pairs
+from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, callees
+
+EventKind = Literal["compute", "kernel", "memory", "start", "done", "loop"]
+_CYCLES = r'"estimated_cycles":"(\d+)"'
+_HOST = "S(5)"  # memory space of the host, in the layout of an array
+# instructions that take no time, or whose time is that of others
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
+_FREE |= {"opt-barrier", "optimization-barrier", "async-update", "iota", "send-done", "recv"}
+_COPIES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "async"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One event of a schedule.
+
+    Args:
+        kind: "compute", the device computes for `cycles`; "kernel", a kernel runs; "memory", an instruction without an
+            estimate moves `bytes`; "start", a transfer starts; "done", the program waits for the transfers that
+            started under this `name`; "loop", the computation `name` runs `trips` times.
+        cycles: estimated cycles of the device.
+        flop: FLOP that a kernel declares.
+        bytes: bytes of the whole array of a collective, as in `Collective`; bytes that a copy moves, or that an
+            instruction or kernel reads and writes.
+        name: name of the instruction that started a transfer, or of the computation of a loop.
+        trips: number of executions of a loop's body.
+        transfer: kind of collective; "host copy" between device and host, "memory copy" within the device.
+        axes: mesh axes of a collective; `None` if no set of axes matches its groups.
+        direction: 1 or -1 if a permute sends to the next or the previous device; 0 for any other transfer.
+    """
+
+    kind: EventKind
+    cycles: int = 0
+    flop: int = 0
+    bytes: int = 0
+    name: str = ""
+    trips: int = 1
+    transfer: str = ""
+    axes: tuple[str, ...] | None = ()
+    direction: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The events of a compiled program, in the order in which one device runs them.
+
+    Args:
+        entry: name of the computation with which a run starts.
+        computations: events by the name of their computation; bodies of fusions are left out.
+    """
+
+    entry: str
+    computations: Mapping[str, tuple[Event, ...]]
+
+    def cycles(self, name: str | None = None) -> int:
+        """Return the estimated cycles of one run of a computation, loops included; by default those of the program."""
+        events = self.computations[self.entry if name is None else name]
+        return sum(e.trips * self.cycles(e.name) if e.kind == "loop" else e.cycles for e in events)
+
+
+def schedule_of(program: HloProgram, mesh: Any) -> Schedule | None:
+    """Return the schedule of a compiled program; `None` if its compiler estimates no cycles.
+
+    Args:
+        program: the program, with its instructions in the order of their execution.
+        mesh: the mesh that the program was compiled for, or a mapping from axis name to size.
+
+    Example:
+        >>> text = '''
+        ... ENTRY %main (x: f32[512,512]) -> f32[512,512] {
+        ...   %x = f32[512,512]{1,0} parameter(0)
+        ...   %y = f32[512,512]{1,0} fusion(%x), kind=kOutput, backend_config={"estimated_cycles":"900"}
+        ...   ROOT %z = f32[512,512]{1,0} all-reduce(%y), replica_groups=[1,2]<=[2], to_apply=%add
+        ... }
+        ... '''
+        >>> schedule = schedule_of(HloProgram(text), {"data": 2})
+        >>> [(event.kind, event.cycles or event.bytes) for event in schedule.computations["main"]]
+        [('compute', 900), ('start', 1048576), ('done', 0)]
+    """
+    entry_name = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
+    if entry_name is None or re.search(_CYCLES, program.text) is None:
+        return None
+    reader = _Reader(program, located_collectives(program, mesh))
+    computations: dict[str, tuple[Event, ...]] = {}
+    names = [entry_name]
+    for name in names:  # grows by the loops in these
+        computations[name] = tuple(_joined(reader.events(program.computations[name])))
+        names += [event.name for event in computations[name] if event.kind == "loop" and event.name not in names]
+    return Schedule(entry_name, computations)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """A program, with its collectives by the names of their computation and instruction."""
+
+    program: HloProgram
+    by_instruction: Mapping[tuple[str, str], Sequence[Collective]]
+
+    def events(self, computation: Computation) -> Iterator[Event]:
+        """Yield the events of a computation."""
+        starts_by_channel: dict[str, str] = {}  # names of the fusions that start a collective
+        for op in computation.instructions.values():
+            if op.opcode == "while":
+                yield Event("loop", name=_loop_body(op), trips=self.program.trip_count(op) or 1)
+                continue
+            if op.opcode in ("call", "conditional"):
+                branches = [name for name in callees(op.attributes) if name in self.program.computations]
+                yield Event("loop", name=max(branches, key=self._cycles_within))
+                continue
+            is_done, is_start = op.opcode.endswith("-done"), op.opcode.endswith("-start")
+            is_copy = op.opcode.removesuffix("-start") in _COPIES
+            if is_done and op.opcode != "send-done":
+                yield Event("done", name=op.operands[0])
+                continue
+            if op.opcode == "recv-done":  # from another slice
+                continue
+            inner, marker = self._within(computation, op)
+            if marker == "AsyncCollectiveDone":
+                channel = next(iter(self._channels(op)), "")
+                yield Event("done", name=starts_by_channel.get(channel, op.name))
+                continue
+            if inner:
+                yield from (self._start(op, one, program_op) for one, program_op in inner)
+                starts_by_channel |= dict.fromkeys(self._channels(op), op.name)
+                if not is_start and marker != "AsyncCollectiveStart":
+                    yield Event("done", name=op.name)
+            elif is_start and is_copy:
+                yield _copy(computation, op)
+            else:
+                yield from _work(computation, op)
+
+    def _within(self, computation: Computation, op: Op) -> tuple[list[tuple[Collective, Op]], str]:
+        """Return the collectives of an instruction and of those it fuses, and the mark of an asynchronous fusion."""
+        located = [(computation.name, op), *self._fused(op)]
+        found = [(one, inner) for name, inner in located for one in self.by_instruction.get((name, inner.name), ())]
+        targets = [inner.attribute(r'custom_call_target="(AsyncCollective\w+)"') for _, inner in located]
+        return found, next((target for target in targets if target), "")
+
+    def _channels(self, op: Op) -> set[str]:
+        """Return the channels of the collectives that a fusion contains."""
+        channels = [fused.attribute(r"\bchannel_id=(\d+)") for _, fused in self._fused(op)]
+        return {channel for channel in channels if channel is not None}
+
+    def _fused(self, op: Op) -> list[tuple[str, Op]]:
+        """Return the instructions inside a fusion or an asynchronous call, with the name of their computation."""
+        if op.opcode not in ("fusion", "async-start"):
+            return []
+        names = [name for name in callees(op.attributes) if name in self.program.computations]
+        return [(name, fused) for name in names for fused in self.program.computations[name].instructions.values()]
+
+    @staticmethod
+    def _start(op: Op, one: Collective, program_op: Op) -> Event:
+        """Return the start of a collective of an instruction; `program_op` is the instruction that has its pairs."""
+        pairs = [(source, target) for source, target in permuted_pairs(program_op) if source != target]
+        direction = 0 if not pairs else 1 if pairs[0][1] > pairs[0][0] else -1
+        return Event(
+            "start", bytes=one.bytes, name=op.name, transfer=one.kind, axes=one.axes, direction=direction
+        )
+
+    def _cycles_within(self, name: str) -> int:
+        """Return the estimated cycles of a computation, with the loops and calls in it."""
+        total = 0
+        for op in self.program.computations[name].instructions.values():
+            total += int(op.attribute(_CYCLES) or 0)
+            if op.opcode in ("while", "call", "conditional"):
+                trips = (self.program.trip_count(op) or 1) if op.opcode == "while" else 1
+                bodies = [_loop_body(op)] if op.opcode == "while" else callees(op.attributes)
+                total += trips * max(map(self._cycles_within, bodies), default=0)
+        return total
+
+
+def _loop_body(op: Op) -> str:
+    """Return the name of the body of a while loop."""
+    name = op.attribute(r"\bbody=%?([\w.\-]+)")
+    assert name is not None, f"a loop in an unknown spelling: {op.attributes[:80]}"
+    return name
+
+
+def _copy(computation: Computation, op: Op) -> Event:
+    """Return the start of an asynchronous copy."""
+    is_update = op.opcode.startswith("dynamic-update-slice")
+    done = next((use for use, _ in computation.uses(op.name) if use.opcode.endswith("-done")), op)
+    moved = computation.instructions[op.operands[1]] if is_update and len(op.operands) > 1 else done
+    transfer = "host copy" if _HOST in op.type else "memory copy"
+    return Event("start", bytes=moved.bytes, name=op.name, transfer=transfer)
+
+
+def _work(computation: Computation, op: Op) -> Iterator[Event]:
+    """Yield the event of an instruction that is neither a loop nor a transfer, if it takes time."""
+    cycles = op.attribute(_CYCLES)
+    if cycles is not None:
+        yield Event("compute", cycles=int(cycles))
+    elif op.opcode == "custom-call":
+        flop = op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)')
+        moved = op.attribute(r'"cost_estimate":\{[^}]*?"bytes_accessed":"?(\d+)')
+        if flop is not None or moved is not None:
+            yield Event("kernel", flop=int(flop or 0), bytes=int(moved or 0))
+        elif 'custom_call_target="tpu_custom_call"' in op.attributes:  # a kernel that declares nothing
+            yield Event("kernel", bytes=2 * op.bytes)
+    elif op.opcode not in _FREE and "S(6)" not in op.type:  # a scalar in the memory of the control unit
+        yield Event("memory", bytes=2 * op.bytes)
+
+
+def _joined(events: Iterator[Event]) -> Iterator[Event]:
+    """Yield events, with neighbors of computation or of memory joined into one."""
+    last: Event | None = None
+    for event in events:
+        if last is not None and last.kind == event.kind and event.kind in ("compute", "memory"):
+            last = dataclasses.replace(last, cycles=last.cycles + event.cycles, bytes=last.bytes + event.bytes)
+            continue
+        if last is not None:
+            yield last
+        last = event
+    if last is not None:
+        yield last
