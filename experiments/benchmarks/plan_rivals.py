@@ -1,6 +1,6 @@
 """Plans that the search chose, beside rivals that were fixed before it: bytes and seconds by the compiler.
 
-    python experiments/benchmarks/plan_rivals.py --record     # search, and compile what plan_rivals.jsonl lacks; aot-tpu
+    python experiments/benchmarks/plan_rivals.py --record     # search and compile; needs the extra aot-tpu
     python experiments/benchmarks/plan_rivals.py              # judge what was recorded
     python experiments/benchmarks/plan_rivals.py --tiny       # judge the first pair
 
@@ -97,7 +97,10 @@ def record() -> None:
                 continue
             plan = dataclasses.replace(experiment.plan, **fields)
             report = compile_report(step_recipe(experiment, plan, source.remake), platform)
-            clocked, modeled = compiler_seconds(report.schedule, plan, platform), modeled_seconds(experiment, platform, plan)
+            clocked, modeled = (
+                compiler_seconds(report.schedule, plan, platform),
+                modeled_seconds(experiment, platform, plan),
+            )
             write(row_of(pair, plan, modeled, report, clocked, is_choice=False, rival=number, compiles=1))
 
 

@@ -83,7 +83,9 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
         [('all-reduce', ('data',), 16)]
     """
     program = HloProgram(program) if isinstance(program, str) else program
-    return [collective for op_collectives in located_collectives(program, mesh).values() for collective in op_collectives]
+    return [
+        collective for op_collectives in located_collectives(program, mesh).values() for collective in op_collectives
+    ]
 
 
 def located_collectives(program: HloProgram, mesh: Any) -> dict[tuple[str, str], list[Collective]]:

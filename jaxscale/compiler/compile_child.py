@@ -157,7 +157,7 @@ def _compile(
 
 
 def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
-    """Return the report's fields read from the program's text: FLOP, collectives and schedule, or why they are missing."""
+    """Return the report's fields read from the program's text (FLOP, collectives, schedule), or why there are none."""
     import jax
 
     try:

@@ -2,8 +2,8 @@
 
 libtpu prints instructions in the order in which they run, and estimates the cycles of products, fusions and copies. It
 gives no cycles for collectives, asynchronous copies, gathers and Pallas kernels; of these, the schedule lists what is
-known: bytes, mesh axes, and the FLOP that a kernel declares. So other modules can give each of them a time, and see what
-runs beside it. Other compilers print no cycles, and their programs have no schedule.
+known: bytes, mesh axes, and the FLOP that a kernel declares. Other compilers print no cycles; their programs have no
+schedule.
 
 A collective starts and ends in one of four spellings:
 
@@ -20,8 +20,10 @@ from typing import Any, Literal
 
 from jaxscale.compiler.collectives import Collective, located_collectives, permuted_pairs
 from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, callees
+from jaxscale.platforms.megascale import CollectiveKind
 
 EventKind = Literal["compute", "kernel", "memory", "start", "done", "loop"]
+TransferKind = Literal[CollectiveKind, "memory copy", "host copy"]
 _CYCLES = r'"estimated_cycles":"(\d+)"'
 _HOST = "S(5)"  # memory space of the host, in the layout of an array
 # instructions that take no time, or whose time is that of others
@@ -44,7 +46,8 @@ class Event:
             instruction or kernel reads and writes.
         name: name of the instruction that started a transfer, or of the computation of a loop.
         trips: number of executions of a loop's body.
-        transfer: kind of collective; "host copy" between device and host, "memory copy" within the device.
+        transfer: kind of collective; "host copy" between device and host, "memory copy" within the device; `None` if
+            the event starts no transfer.
         axes: mesh axes of a collective; `None` if no set of axes matches its groups.
         direction: 1 or -1 if a permute sends to the next or the previous device; 0 for any other transfer.
     """
@@ -55,7 +58,7 @@ class Event:
     bytes: int = 0
     name: str = ""
     trips: int = 1
-    transfer: str = ""
+    transfer: TransferKind | None = None
     axes: tuple[str, ...] | None = ()
     direction: int = 0
 
@@ -173,9 +176,7 @@ class _Reader:
         """Return the start of a collective of an instruction; `program_op` is the instruction that has its pairs."""
         pairs = [(source, target) for source, target in permuted_pairs(program_op) if source != target]
         direction = 0 if not pairs else 1 if pairs[0][1] > pairs[0][0] else -1
-        return Event(
-            "start", bytes=one.bytes, name=op.name, transfer=one.kind, axes=one.axes, direction=direction
-        )
+        return Event("start", bytes=one.bytes, name=op.name, transfer=one.kind, axes=one.axes, direction=direction)
 
     def _cycles_within(self, name: str) -> int:
         """Return the estimated cycles of a computation, with the loops and calls in it."""
@@ -201,7 +202,7 @@ def _copy(computation: Computation, op: Op) -> Event:
     is_update = op.opcode.startswith("dynamic-update-slice")
     done = next((use for use, _ in computation.uses(op.name) if use.opcode.endswith("-done")), op)
     moved = computation.instructions[op.operands[1]] if is_update and len(op.operands) > 1 else done
-    transfer = "host copy" if _HOST in op.type else "memory copy"
+    transfer: TransferKind = "host copy" if _HOST in op.type else "memory copy"
     return Event("start", bytes=moved.bytes, name=op.name, transfer=transfer)
 
 

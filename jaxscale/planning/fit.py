@@ -24,6 +24,7 @@ from jaxscale.planning.network_traffic import sent_by_axes
 from jaxscale.planning.pictures import page, stacked, table
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.search.calibration import calibrated, is_timed
+from jaxscale.planning.search.compiler_seconds import clock_text, compiler_seconds
 from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
@@ -90,6 +91,18 @@ class Fit:
     def verified(self) -> bool:
         """Whether the compiler reported the bytes."""
         return self.report is not None and self.report.device_bytes is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiler made a program of the step."""
+        return self.report is not None and self.report.temp_bytes is not None
+
+    @property
+    def compiler_seconds(self) -> StepSeconds | None:
+        """The seconds of the compiled step by its compiler's estimates; `None` if it has none."""
+        if self.report is None:
+            return None
+        return compiler_seconds(self.report.schedule, self.estimate.plan, self.platform)
 
     @property
     def device_bytes(self) -> int:
@@ -170,6 +183,7 @@ class Fit:
             *self.estimate.notes,
             *lines_of(self.estimate.kernels),
             *([f"modeled: {self.seconds}"] if self.seconds is not None else []),
+            *([clock_text(self.compiler_seconds, plan, self.platform)] if self.is_compiled else []),
             *([_simulation_line(self.simulation)] if self.simulation is not None else []),
             self.verdict,
             *([self.remedy] if self.remedy else []),

@@ -15,6 +15,7 @@ from jaxscale.planning import accuracy
 from jaxscale.planning.pictures import Point, curve, page
 from jaxscale.planning.search.advice import advice_for
 from jaxscale.planning.search.calibration import Calibration, calibration_of
+from jaxscale.planning.search.compiler_seconds import clock_text
 from jaxscale.planning.search.machines import first_that_fits, smaller
 from jaxscale.planning.search.model_costs import has_rates, rated
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome
@@ -112,16 +113,6 @@ class PlanChoice:
             line += f" (may be off by {margin:.0%}; --verify 1 asks the compiler)"
         return line
 
-    @property
-    def clock_text(self) -> str:
-        """The seconds of the best plan by the compiler's estimates, as text, or why there are none."""
-        if self.best.compiler_seconds is not None:
-            return f"by the compiler's clock: {self.best.compiler_seconds}"
-        if self.platform.chip.clock is None:
-            return "by the compiler's clock: no seconds; only the compiler of TPUs estimates cycles"
-        reason = "ranks of a pipeline run different branches" if self.plan.pipeline else "its program has no estimates"
-        return f"by the compiler's clock: no seconds; {reason}"
-
     def __str__(self) -> str:
         best = self.best
         lines = [f"{self.name} on {self.platform}: {summary(self.plan)}", self.verdict]
@@ -133,7 +124,8 @@ class PlanChoice:
             lines.append("the rates of this platform are unknown: plans are ordered by assumed ones, without seconds")
         if self.calibration is not None:
             lines.append(f"seconds are {self.calibration}")
-        lines += [self.clock_text] if best.report is not None and best.report.crashed is None else []
+        is_compiled = best.report is not None and best.report.crashed is None
+        lines += [clock_text(best.compiler_seconds, best.plan, self.platform)] if is_compiled else []
         used_count, device_count = self.devices, self.platform.devices
         if used_count < device_count:
             lines.append(

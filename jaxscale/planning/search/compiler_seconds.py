@@ -8,7 +8,7 @@
 
 Transfers over the same links follow one another. A loop runs as often as its trip count says, and every trip starts
 with idle links. Left out: what a transfer takes from the memory's bandwidth beside a product, and skew between devices.
-libtpu estimates no cycles of a pipeline's ranks: each runs other branches, so that a pipelined step has no such seconds.
+A pipelined step has no such seconds, because its ranks run different branches.
 """
 
 import collections
@@ -49,6 +49,28 @@ def compiler_seconds(schedule: Schedule | None, plan: Plan, platform: Platform) 
     run = timer.run(schedule.entry)
     waits = {name: seconds for name, seconds in run.waits.items() if seconds}
     return StepSeconds({COMPUTE: run.compute, **waits}, run.hidden)
+
+
+def clock_text(seconds: StepSeconds | None, plan: Plan, platform: Platform) -> str:
+    """Return the seconds of a compiled step by its compiler's estimates as text, or why there are none.
+
+    Args:
+        seconds: result of `compiler_seconds`.
+        plan: plan of the step.
+        platform: platform that the step was compiled for.
+
+    Example:
+        >>> clock_text(StepSeconds({COMPUTE: 0.02}), Plan(mesh="fsdp:4"), Platform.parse("tpu v5e:2x2"))
+        "by the compiler's clock: 20.0 ms a step: products and fusions 100%"
+    """
+    reason = "the program has no estimates"
+    if seconds is not None:
+        return f"by the compiler's clock: {seconds}"
+    if platform.chip.clock is None:
+        reason = "only the compiler of TPUs estimates cycles"
+    elif plan.pipeline is not None:
+        reason = "the ranks of a pipeline run different branches"
+    return f"by the compiler's clock: no seconds; {reason}"
 
 
 @dataclasses.dataclass
@@ -138,6 +160,7 @@ class _Timer:
         if event.transfer == "host copy":
             link = next((link for link in self.platform.links if link.name == "pcie"), None)
             return 0.0 if link is None else event.bytes * chip.devices / link.bandwidth
+        assert event.transfer is not None, "the event starts a transfer"
         return collective_seconds(event.transfer, event.bytes, self._axes(event), self.mesh, self.platform)
 
     def _axes(self, event: Event) -> tuple[str, ...]:
@@ -158,4 +181,6 @@ class _Timer:
         """Return the name of the item of the seconds for which a program waits."""
         if event.transfer == "memory copy":
             return "memory"
-        return "host copies" if event.transfer == "host copy" else f"{event.transfer} over {'+'.join(self._axes(event))}"
+        return (
+            "host copies" if event.transfer == "host copy" else f"{event.transfer} over {'+'.join(self._axes(event))}"
+        )
