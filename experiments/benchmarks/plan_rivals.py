@@ -12,7 +12,9 @@ by their bytes and links. No chip was timed. Plans that do not fit have no say.
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,14 @@ Row = dict[str, Any]
 
 
 def row_of(
-    pair: Row, plan: jx.Plan, modeled: StepSeconds, report: CompileReport, clocked: StepSeconds | None, **more: Any
+    pair: Row,
+    plan: jx.Plan,
+    modeled: StepSeconds,
+    report: CompileReport,
+    clocked: StepSeconds | None,
+    rival: int | None,
 ) -> Row:
-    """Return what is recorded of a compiled plan."""
+    """Return what is recorded of a compiled plan; `rival` is `None` if the search compiled it, otherwise its number."""
     platform = jx.Platform.parse(pair["platform"])
     limit = usable_bytes(platform)
     return {
@@ -55,7 +62,7 @@ def row_of(
         "flop": report.flop,
         "failure": report.crashed,
         "versions": dict(report.versions),
-        **more,
+        "rival": rival,
     }
 
 
@@ -83,15 +90,13 @@ def record() -> None:
         rows = [row for row in recorded() if row["pair"] == name_of(pair)]
         path, platform = FOLDER.parent / pair["file"], jx.Platform.parse(pair["platform"])
         experiment, source = jx.load_file(str(path), pair.get("variant"), {"batch": str(pair["batch"])})
-        if not any(row["is_choice"] for row in rows):
+        if not any(row["rival"] is None for row in rows):
             choice = jx.choose_plan(experiment, platform, verify=VERIFY, make=source.remake)
             outcome = choice.outcome
             compiled = [judged for judged in (*outcome.plans, *outcome.rejected) if judged.report is not None]
             for judged in compiled:
-                report, is_choice = judged.report, judged is choice.best
-                assert report is not None
-                more = {"is_choice": is_choice, "rival": None, "compiles": len(compiled)}
-                write(row_of(pair, judged.plan, judged.seconds, report, judged.compiler_seconds, **more))
+                assert judged.report is not None
+                write(row_of(pair, judged.plan, judged.seconds, judged.report, judged.compiler_seconds, rival=None))
         for number, fields in enumerate(pair["rivals"]):
             if any(row["rival"] == number for row in rows):
                 continue
@@ -101,7 +106,12 @@ def record() -> None:
                 compiler_seconds(report.schedule, plan, platform),
                 modeled_seconds(experiment, platform, plan),
             )
-            write(row_of(pair, plan, modeled, report, clocked, is_choice=False, rival=number, compiles=1))
+            write(row_of(pair, plan, modeled, report, clocked, rival=number))
+
+
+def _order(row: Row) -> tuple[bool, float]:
+    """Return the key by which plans are sorted: those that fit, by the compiler's clock."""
+    return not row["fits"], row["clocked"] or math.inf
 
 
 def main() -> bool:
@@ -115,22 +125,33 @@ def main() -> bool:
         return True
     rows = recorded()
     names = list(dict.fromkeys(row["pair"] for row in rows))[: 1 if arguments.tiny else None]
+    pair_count = same_order_count = 0  # of plans of one pair that differ by more than `FASTER` by the compiler
     figures = [Figure("pairs", len(names), "pairs", None if arguments.tiny else 6, ">=")]
     for name in names:
         group = [row for row in rows if row["pair"] == name]
-        choice = next(row for row in group if row["is_choice"])
+        searched = [row for row in group if row["rival"] is None]
+        choice = min(searched, key=_order)
         print(f"\n{name}{'':20}GiB   modeled   by the compiler")
-        for row in sorted(group, key=lambda row: row["clocked"] or 1e9):
-            mark = "choice" if row["is_choice"] else "search" if row["rival"] is None else "rival"
+        for row in sorted(group, key=_order):
+            mark = "choice" if row is choice else "search" if row["rival"] is None else "rival"
             gib_text = f"{row['bytes'] / 2**30:6.1f}" if row["bytes"] else "     -"
             clocked_text = "does not fit" if not row["fits"] else f"{row['clocked']:.3f} s"
             print(f"  {mark:7}{row['plan'][:70]:70}{gib_text}{row['modeled']:9.3f} s   {clocked_text}")
         rivals = [row["clocked"] for row in group if row["rival"] is not None and row["fits"]]
         label = name.replace(" ", "_")
         figures.append(Figure(f"{label}_fits", float(choice["fits"]), "", 1, ">="))
-        figures.append(Figure(f"{label}_compiles", choice["compiles"], "plans", VERIFY))
+        figures.append(Figure(f"{label}_compiles", len(searched), "plans", VERIFY))
+        timed = [(row["modeled"], row["clocked"]) for row in group if row["fits"] and row["clocked"]]
+        for (modeled, clocked), (other_modeled, other_clocked) in itertools.combinations(timed, 2):
+            if abs(clocked / other_clocked - 1) > FASTER:
+                pair_count += 1
+                same_order_count += (modeled < other_modeled) == (clocked < other_clocked)
         if rivals:
             figures.append(Figure(f"{label}_rival_faster_by", 1 - min(rivals) / choice["clocked"], "share", FASTER))
+    figures += [
+        Figure("pairs_of_plans_that_differ", pair_count, "pairs"),
+        Figure("of_these_in_the_modeled_order", same_order_count, "pairs"),
+    ]
     return show(figures, "choices of the search beside fixed rivals")
 
 

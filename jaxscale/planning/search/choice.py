@@ -21,7 +21,7 @@ from jaxscale.planning.search.model_costs import has_rates, rated
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome
 from jaxscale.planning.search.search import Search
 from jaxscale.planning.search.space import Choices
-from jaxscale.planning.search.step_seconds import NOTICEABLE
+from jaxscale.planning.search.step_seconds import NOTICEABLE, StepSeconds
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
@@ -139,7 +139,7 @@ class PlanChoice:
             lines += ["", f"the best of {self.outcome.candidate_count} plans; the next ones:"]
             lines += [
                 f"  {summary(judged.plan):{width}}  {size(judged.device_bytes):>9}  "
-                f"{judged.seconds.total / best.seconds.total:5.2f}x  {self.loss_of(judged)}"
+                f"{self._ratio(judged):5.2f}x  {self.loss_of(judged)}"
                 for judged in rivals
             ]
         if self.outcome.refusals:
@@ -156,16 +156,28 @@ class PlanChoice:
         others = [judged for judged in first_of_mesh.values() if judged is not self.best]
         return (*self.outcome.plans[1:], *others)[:MAX_ROWS]
 
+    def _ratio(self, judged: JudgedPlan) -> float:
+        """The seconds of a plan over those of the best one."""
+        seconds, best_seconds = self._comparable(judged)
+        return seconds.total / best_seconds.total
+
+    def _comparable(self, judged: JudgedPlan) -> tuple[StepSeconds, StepSeconds]:
+        """The seconds of a plan and of the best one: by the compiler's clock if both were compiled, or else modeled."""
+        if judged.compiler_seconds is None or self.best.compiler_seconds is None:
+            return judged.seconds, self.best.seconds
+        return judged.compiler_seconds, self.best.compiler_seconds
+
     def loss_of(self, judged: JudgedPlan) -> str:
         """Why a plan lost against the best one, in a few words."""
         if not judged.fits:
             has_excess = self.limit is not None and judged.device_bytes > self.limit
             return f"takes {size(judged.device_bytes - (self.limit or 0))} too much" if has_excess else "does not fit"
-        best_items, items = self.best.seconds.items, judged.seconds.items
+        seconds, best_seconds = self._comparable(judged)
+        best_items, items = best_seconds.items, seconds.items
         excess = {name: items.get(name, 0.0) - best_items.get(name, 0.0) for name in {*items, *best_items}}
         name = max(excess, key=lambda item: (excess[item], item))
-        is_noticeable = excess[name] > NOTICEABLE * self.best.seconds.total
-        excess_text = duration(excess[name]) if self.is_timed else f"{excess[name] / self.best.seconds.total:.0%}"
+        is_noticeable = excess[name] > NOTICEABLE * best_seconds.total
+        excess_text = duration(excess[name]) if self.is_timed else f"{excess[name] / best_seconds.total:.0%}"
         return f"{excess_text} more for {name}" if is_noticeable else "about as fast"
 
     def svg(self) -> str:
@@ -181,16 +193,14 @@ class PlanChoice:
     def html(self) -> str:
         """A self-contained HTML page with the choice, the compared plans and the seconds and bytes of the best one."""
         best = self.best
-        second_rows = [
-            (name, duration(seconds) if self.is_timed else "", f"{seconds / best.seconds.total:.1%}")
-            for name, seconds in best.seconds.items.items()
-        ]
         sections = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Plans by bytes and modeled seconds", self.svg()),
-            ("Seconds of a step, modeled", markup.table(second_rows, ("item", "seconds", "share"), numeric=(1, 2))),
+            ("Seconds of a step, modeled", _seconds_table(best.seconds, self.is_timed)),
             ("Bytes per device, by estimate", f"<pre>{escape(str(best.estimate))}</pre>"),
         ]
+        if best.compiler_seconds is not None:
+            sections.insert(3, ("Seconds of a step, by the compiler", _seconds_table(best.compiler_seconds)))
         return page(f"{self.name} on {self.platform}", sections)
 
     def _repr_html_(self) -> str:
@@ -211,6 +221,15 @@ class PlanChoice:
             UserError: the file cannot be written.
         """
         write_figure(path, self.svg, self.html)
+
+
+def _seconds_table(seconds: StepSeconds, is_timed: bool = True) -> str:
+    """Return an HTML table of the seconds of a step by item; of their shares alone if the chip's rates are unknown."""
+    rows = [
+        (name, duration(item_seconds) if is_timed else "", f"{item_seconds / seconds.total:.1%}")
+        for name, item_seconds in seconds.items.items()
+    ]
+    return markup.table(rows, ("item", "seconds", "share"), numeric=(1, 2))
 
 
 def choose_plan(

@@ -3,8 +3,8 @@
 Closed forms (`step_seconds`, `step_bytes`) rank all layouts and variants (`space`). In this order, candidates are built
 and estimated in full (`planning.estimate`), which applies every rule of combination, until enough of them fit. A layout
 that does not fit without recomputation gets the optimal rule of the bytes that are left (`save:BYTES`, or
-`chain:BYTES`), and the estimates correct this budget. With `verify`, the compiler judges the best plans, and the first
-that fits is the choice.
+`chain:BYTES`), and the estimates correct this budget. With `verify`, the compiler judges the best plans: the fastest
+that fits is the choice, by the compiler's estimates if it makes them (`compiler_seconds`).
 
 References:
     Zheng et al. 2022, "Alpa" (arXiv:2201.12023); Miao et al. 2022, "Galvatron" (arXiv:2211.13878).
@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxscale.compiler.compile import compile_report
@@ -341,13 +342,19 @@ class Search:
     def _verified(
         self, fitting: list[JudgedPlan], verify: int, make: Callable[[], Experiment] | None
     ) -> list[JudgedPlan]:
-        """Compile the first plans, and further ones until one fits; return all, the compiled ones first."""
+        """Compile the first plans, and further ones until one fits; return all, the compiled ones first.
+
+        They are in the order of their seconds by the compiler's estimates, if all that fit have them.
+        """
         compiled: list[JudgedPlan] = []
         for judged in fitting:
             if len(compiled) >= verify and any(one.fits for one in compiled):
                 break
             compiled.append(self._compiled(judged, make))
-        return sorted(compiled, key=self._order) + fitting[len(compiled) :]
+        compiled.sort(key=self._order)
+        if self.objective == "time" and all(one.compiler_seconds is not None for one in compiled if one.fits):
+            compiled.sort(key=lambda one: math.inf if one.compiler_seconds is None else one.compiler_seconds.total)
+        return compiled + fitting[len(compiled) :]
 
     def _reasons(self) -> str:
         """Return why there is no plan at all."""

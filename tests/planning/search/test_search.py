@@ -9,6 +9,7 @@ import pytest
 
 import jaxscale as jx
 from jaxscale.compiler.report import CompileReport
+from jaxscale.compiler.schedule import Event, Schedule
 from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
@@ -24,6 +25,7 @@ from jaxscale.planning.search.step_seconds import StepSeconds, bubble_of
 from jaxscale.planning.search.traffic import Sizes
 from jaxscale.planning.timeline import Timeline
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs import roofline
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.plan import OffloadPlan, Plan, read_plan
 from jaxscale.recipe.requests import Facts
@@ -239,6 +241,44 @@ def test_plans_are_compiled_until_one_fits(monkeypatch):
     assert choice.plan == compiled[2]
     assert "fits: 1.00 MiB of 200 MiB per device, according to the compiler" in str(choice)
     assert str(choice).count("takes 824 MiB too much") == 2
+
+
+def test_compiled_plans_are_ordered_by_the_compiler_s_clock(monkeypatch):
+    """The last of three compiled plans is the fastest by its program, and its text compares the others with it."""
+    compiled = []
+
+    def compile_report(recipe, platform):
+        """Report fewer cycles for each further plan."""
+        compiled.append(recipe.keywords["plan"])
+        events = (Event("compute", cycles=int(1.5e6) * (4 - len(compiled))), Event("kernel", flop=10**9))
+        schedule = Schedule("main", {"main": events}) if platform.chip.kind == "tpu" else None
+        fields = {"argument_bytes": 2**20, "output_bytes": 0, "alias_bytes": 0, "temp_bytes": 0}
+        return CompileReport(str(platform), schedule=schedule, **fields)
+
+    monkeypatch.setattr(search, "compile_report", compile_report)
+    forbidden = ("pipeline", "offload", "tensor", "microbatches")
+    choice = choose_plan(experiment(), "tpu v5e:2x2", forbidden=forbidden, verify=3)
+    assert len(compiled) == 3
+    assert choice.plan == compiled[2]
+    assert "by the compiler's clock: 1.01 ms a step: products and fusions 99%, kernels 1%" in str(choice)
+    assert "1.99x  1.00 ms more for products and fusions" in str(choice)
+    assert "2.99x  2.00 ms more for products and fusions" in str(choice)
+    assert "Seconds of a step, by the compiler<" in choice.html()
+    by_bytes = choose_plan(experiment(), "tpu v5e:2x2", forbidden=forbidden, verify=3, objective="memory")
+    assert by_bytes.best.report is not None
+    del compiled[:]
+    on_gpu = choose_plan(experiment(), "gpu h100 x 4", forbidden=forbidden, verify=1)
+    assert on_gpu.plan == compiled[0]
+    assert "by the compiler's clock: no seconds; only the compiler of TPUs estimates cycles" in str(on_gpu)
+
+
+def test_devices_that_share_a_chip_do_not_exceed_its_peak():
+    """The modeled seconds of a TPU 7x, whose devices are half a chip, stay below the efficiency of its products."""
+    model = Decoder(vocab=4096, context=2048, layers=2, embed=4096, heads=32)
+    wide = jx.Experiment("wide", model, Text("text.txt", context=2048), batch=64)
+    fixed = ("mesh", "zero", "memory", "microbatches", "pipeline", "offload", "loss_chunk")
+    choice = choose_plan(wide, "tpu 7x:2x2x1", Plan(mesh="fsdp:8", zero=3, precision="bfloat16"), fixed=fixed)
+    assert roofline.DEFAULT_EFFICIENCY / 2 < choice.mfu < roofline.DEFAULT_EFFICIENCY
 
 
 def test_a_chip_without_bfloat16_has_seconds_and_simpler_plans_win_ties():
