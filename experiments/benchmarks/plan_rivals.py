@@ -84,9 +84,11 @@ def write(row: Row) -> None:
     print(f"{row['pair']}: {row['plan']}: fits {row['fits']}, {seconds_text}", flush=True)
 
 
-def record() -> None:
-    """Search and compile what was not recorded yet."""
+def record(word: str) -> None:
+    """Search and compile what was not recorded yet, of the pairs with a word in their name."""
     for pair in json.loads(PAIRS.read_text()):
+        if word not in name_of(pair):
+            continue
         rows = [row for row in recorded() if row["pair"] == name_of(pair)]
         path, platform = FOLDER.parent / pair["file"], jx.Platform.parse(pair["platform"])
         experiment, source = jx.load_file(str(path), pair.get("variant"), {"batch": str(pair["batch"])})
@@ -118,10 +120,11 @@ def main() -> bool:
     """Record or judge; return whether every figure reaches its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="search, and compile what was not recorded yet")
+    parser.add_argument("--pair", default="", help="with --record: a word in the names of the pairs to record")
     parser.add_argument("--tiny", action="store_true", help="judge the first pair")
     arguments = parser.parse_args()
     if arguments.record:
-        record()
+        record(arguments.pair)
         return True
     rows = recorded()
     names = list(dict.fromkeys(row["pair"] for row in rows))[: 1 if arguments.tiny else None]

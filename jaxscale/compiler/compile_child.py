@@ -134,7 +134,8 @@ def _compile(
     import jax
 
     with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
-        dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if explain else {}
+        has_dump = explain or devices[0].platform == "tpu"  # jaxlib cannot print every program of libtpu
+        dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if has_dump else {}
         start = time.perf_counter()
         try:
             compiled, message = lowered.compile(compiler_options={**options, **dump_options} or None), ""
@@ -142,6 +143,7 @@ def _compile(
             compiled, message = None, str(error)
         fields["seconds"] = time.perf_counter() - start
         live_buffers = _live_buffers(dump_folder, devices) if explain else None
+        text_fields = {} if compiled is None else _fields_from_text(compiled, _mesh(compiled, devices), dump_folder)
     live_fields = {} if live_buffers is None else {"live": live_buffers.tensors, "timeline": live_buffers.timeline}
     if compiled is None:
         return _failure_report(message, fields, live_fields)
@@ -151,17 +153,17 @@ def _compile(
         **fields,
         **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
         **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
-        **_fields_from_text(compiled, _mesh(compiled, devices)),
+        **text_fields,
         **live_fields,
     )
 
 
-def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
+def _fields_from_text(compiled: Any, mesh: Any, dump_folder: str) -> dict[str, Any]:
     """Return the report's fields read from the program's text (FLOP, collectives, schedule), or why there are none."""
     import jax
 
     try:
-        text = compiled.as_text()
+        text = _text(compiled, pathlib.Path(dump_folder))
         program = HloProgram(text)
         flop_counts = program_flop(program)
         collective_list = tuple(collectives(program, mesh))
@@ -177,6 +179,25 @@ def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
         "schedule": schedule,
         "program_hash": program_hash(text),
     }
+
+
+def _text(compiled: Any, dump_folder: pathlib.Path) -> str:
+    """Return the text of a compiled program.
+
+    jaxlib refuses to print some instructions of libtpu, such as asynchronous gathers of v5p; libtpu prints them itself.
+
+    Raises:
+        JaxRuntimeError: XLA cannot print the program, and no dump has it.
+    """
+    import jax
+
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        files = sorted(dump_folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
+        if not files:
+            raise
+        return files[-1].read_text()
 
 
 def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:

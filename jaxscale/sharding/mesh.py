@@ -115,6 +115,7 @@ class MeshSpec:
                 unequal numbers of devices.
         """
         import jax
+        from jax.experimental import mesh_utils
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
         all_devices = list(jax.devices() if devices is None else devices)
@@ -145,13 +146,16 @@ class MeshSpec:
                 f"mesh's {self.devices} devices, expected the same number on each slice; use a mesh of "
                 f"{min(count_by_slice.values()) * slice_count} devices, or one within a slice"
             )
+        # an axis may be a part of a dim of the torus, such as tensor:2 on 4x4
         if slice_count == 1:
-            return jax.make_mesh(sizes, AXES, axis_types=modes, devices=mesh_devices)
-        from jax.experimental.mesh_utils import create_hybrid_device_mesh
-
-        dcn_shape = self.across(slice_count)
-        ici_shape = [axis_size // slices for axis_size, slices in zip(sizes, dcn_shape, strict=True)]
-        return jax.sharding.Mesh(create_hybrid_device_mesh(ici_shape, dcn_shape, mesh_devices), AXES, axis_types=modes)
+            placed = mesh_utils.create_device_mesh(sizes, mesh_devices, allow_split_physical_axes=True)
+        else:
+            dcn_shape = self.across(slice_count)
+            ici_shape = [axis_size // slices for axis_size, slices in zip(sizes, dcn_shape, strict=True)]
+            placed = mesh_utils.create_hybrid_device_mesh(
+                ici_shape, dcn_shape, mesh_devices, allow_split_physical_axes=True
+            )
+        return jax.sharding.Mesh(placed, AXES, axis_types=modes)
 
     def across(self, slices: int) -> tuple[int, ...]:
         """Return the number of slices that each axis spans, in the order of `AXES`; the slowest axes span the slices.

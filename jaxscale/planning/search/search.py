@@ -3,8 +3,8 @@
 Closed forms (`step_seconds`, `step_bytes`) rank all layouts and variants (`space`). In this order, candidates are built
 and estimated in full (`planning.estimate`), which applies every rule of combination, until enough of them fit. A layout
 that does not fit without recomputation gets the optimal rule of the bytes that are left (`save:BYTES`, or
-`chain:BYTES`), and the estimates correct this budget. With `verify`, the compiler judges the best plans: the fastest
-that fits is the choice, by the compiler's estimates if it makes them (`compiler_seconds`).
+`chain:BYTES`), and the estimates correct this budget. With `verify`, the compiler judges the best plans, and the first
+that fits is the choice; among plans that are modeled as about as fast, the one with the least `compiler_seconds`.
 
 References:
     Zheng et al. 2022, "Alpa" (arXiv:2201.12023); Miao et al. 2022, "Galvatron" (arXiv:2211.13878).
@@ -57,6 +57,8 @@ ROOM = 0.97
 """Share of the limit that a budget of kept activations aims at."""
 CLOSE = 0.94
 """Share of the limit above which a budget is not enlarged."""
+NEAR = 0.05
+"""Share by which the modeled seconds of compiled plans may differ so that the compiler's estimates decide."""
 COMFORTABLE = 0.8
 """Share of the limit below which a layout that keeps everything needs no chunks and no offload."""
 
@@ -344,7 +346,7 @@ class Search:
     ) -> list[JudgedPlan]:
         """Compile the first plans, and further ones until one fits; return all, the compiled ones first.
 
-        They are in the order of their seconds by the compiler's estimates, if all that fit have them.
+        Among those that fit and whose modeled seconds are near each other, the compiler's estimates decide.
         """
         compiled: list[JudgedPlan] = []
         for judged in fitting:
@@ -352,9 +354,12 @@ class Search:
                 break
             compiled.append(self._compiled(judged, make))
         compiled.sort(key=self._order)
-        if self.objective == "time" and all(one.compiler_seconds is not None for one in compiled if one.fits):
-            compiled.sort(key=lambda one: math.inf if one.compiler_seconds is None else one.compiler_seconds.total)
-        return compiled + fitting[len(compiled) :]
+        fastest = next((one.seconds.total for one in compiled if one.fits), 0.0)
+        near = [one for one in compiled if one.fits and one.seconds.total <= (1 + NEAR) * fastest]
+        others = [one for one in compiled if one not in near] + fitting[len(compiled) :]
+        if self.objective == "time" and all(one.compiler_seconds is not None for one in near):
+            near.sort(key=lambda one: math.inf if one.compiler_seconds is None else one.compiler_seconds.total)
+        return near + others
 
     def _reasons(self) -> str:
         """Return why there is no plan at all."""
