@@ -55,6 +55,7 @@ from fit_cases import MODELS, Case
 
 from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.usable import usable_bytes
+from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
 from jaxscale.planning.compile_pieces import Piece, piece_bytes
@@ -240,12 +241,16 @@ def record() -> None:
         pieces = known[case].setdefault("pieces", {})
         before = dict(pieces)
         platform = Platform.parse(case.platform)
-        of_step(
-            described_step(experiment, platform),
-            batch_shapes(experiment),
-            platform,
-            partial(measured, pieces, source.remake, platform, experiment.plan),
-        )
+        try:
+            of_step(
+                described_step(experiment, platform),
+                batch_shapes(experiment),
+                platform,
+                partial(measured, pieces, source.remake, platform, experiment.plan),
+            )
+        except UserError as error:
+            print(f"{case}: {error}", flush=True)
+            continue
         if pieces != before:
             write(known)
             print(f"{case}: {pieces}", flush=True)

@@ -120,6 +120,9 @@ def lowered_piece(
 
     Returns:
         The lowered piece, as `jax.jit(...).lower` returns it.
+
+    Raises:
+        UserError: the piece contains a part of a `jax.shard_map`, which has no meaning alone.
     """
     import jax
     from jax.experimental.layout import Format, Layout
@@ -132,6 +135,11 @@ def lowered_piece(
     arrays = reduce(Arrays.loop_arrays, piece.path, step_arrays)
     program = arrays.program
     operations = [program.operations[index] for index in _indices_with_expressions(arrays, piece)]
+    if any(operation.kind in ("enter", "leave") for operation in operations):
+        raise UserError(
+            f"{platform} cannot compile {piece.name!r} alone: a part of it is written for one device (jax.shard_map); "
+            "leave out --compile-block"
+        )
     computed_values = {value for operation in operations for value in operation.outputs}
     read_values = {value for operation in operations for value in operation.inputs if value is not None}
     input_values = sorted(read_values - computed_values)
