@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxscale.compiler.collectives import Collective
-from jaxscale.compiler.schedule import Schedule
+from jaxscale.compiler.schedule import ProgramSchedule
 from jaxscale.values import from_json, to_json
 
 LiveKind = Literal["argument", "output", "kept", "transient", "constant"]
@@ -185,7 +185,7 @@ class CompileReport:
     unknown_loops: int = 0
     silent_kernels: int = 0
     collectives: tuple[Collective, ...] = ()
-    schedule: Schedule | None = None
+    schedule: ProgramSchedule | None = None
     unread: str | None = None
     oom: OutOfMemory | None = None
     crashed: str | None = None

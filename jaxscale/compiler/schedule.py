@@ -22,7 +22,7 @@ from jaxscale.compiler.collectives import Collective, located_collectives, permu
 from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, callees
 from jaxscale.platforms.megascale import CollectiveKind
 
-EventKind = Literal["compute", "kernel", "memory", "start", "done", "loop"]
+ProgramEventKind = Literal["compute", "kernel", "memory", "start", "done", "loop"]
 TransferKind = Literal[CollectiveKind, "memory copy", "host copy"]
 _CYCLES = r'"estimated_cycles":"(\d+)"'
 _HOST = "S(5)"  # memory space of the host, in the layout of an array
@@ -33,7 +33,7 @@ _COPIES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "async"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class ProgramEvent:
     """One event of a schedule.
 
     Args:
@@ -52,7 +52,7 @@ class Event:
         direction: 1 or -1 if a permute sends to the next or the previous device; 0 for any other transfer.
     """
 
-    kind: EventKind
+    kind: ProgramEventKind
     cycles: int = 0
     flop: int = 0
     bytes: int = 0
@@ -64,7 +64,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ProgramSchedule:
     """The events of a compiled program, in the order in which one device runs them.
 
     Args:
@@ -73,7 +73,7 @@ class Schedule:
     """
 
     entry: str
-    computations: Mapping[str, tuple[Event, ...]]
+    computations: Mapping[str, tuple[ProgramEvent, ...]]
 
     def cycles(self, name: str | None = None) -> int:
         """Return the estimated cycles of one run of a computation, loops included; by default those of the program."""
@@ -81,7 +81,7 @@ class Schedule:
         return sum(e.trips * self.cycles(e.name) if e.kind == "loop" else e.cycles for e in events)
 
 
-def schedule_of(program: HloProgram, mesh: Any) -> Schedule | None:
+def schedule_of(program: HloProgram, mesh: Any) -> ProgramSchedule | None:
     """Return the schedule of a compiled program; `None` if its compiler estimates no cycles.
 
     Args:
@@ -104,12 +104,12 @@ def schedule_of(program: HloProgram, mesh: Any) -> Schedule | None:
     if entry_name is None or re.search(_CYCLES, program.text) is None:
         return None
     reader = _Reader(program, located_collectives(program, mesh))
-    computations: dict[str, tuple[Event, ...]] = {}
+    computations: dict[str, tuple[ProgramEvent, ...]] = {}
     names = [entry_name]
     for name in names:  # grows by the loops in these
         computations[name] = tuple(_joined(reader.events(program.computations[name])))
         names += [event.name for event in computations[name] if event.kind == "loop" and event.name not in names]
-    return Schedule(entry_name, computations)
+    return ProgramSchedule(entry_name, computations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,34 +119,34 @@ class _Reader:
     program: HloProgram
     by_instruction: Mapping[tuple[str, str], Sequence[Collective]]
 
-    def events(self, computation: Computation) -> Iterator[Event]:
+    def events(self, computation: Computation) -> Iterator[ProgramEvent]:
         """Yield the events of a computation."""
         starts_by_channel: dict[str, str] = {}  # names of the fusions that start a collective
         for op in computation.instructions.values():
             if op.opcode == "while":
-                yield Event("loop", name=_loop_body(op), trips=self.program.trip_count(op) or 1)
+                yield ProgramEvent("loop", name=_loop_body(op), trips=self.program.trip_count(op) or 1)
                 continue
             if op.opcode in ("call", "conditional"):
                 branches = [name for name in callees(op.attributes) if name in self.program.computations]
-                yield Event("loop", name=max(branches, key=self._cycles_within))
+                yield ProgramEvent("loop", name=max(branches, key=self._cycles_within))
                 continue
             is_done, is_start = op.opcode.endswith("-done"), op.opcode.endswith("-start")
             is_copy = op.opcode.removesuffix("-start") in _COPIES
             if is_done and op.opcode != "send-done":
-                yield Event("done", name=op.operands[0])
+                yield ProgramEvent("done", name=op.operands[0])
                 continue
             if op.opcode == "recv-done":  # from another slice
                 continue
             inner, marker = self._within(computation, op)
             if marker == "AsyncCollectiveDone":
                 channel = next(iter(self._channels(op)), "")
-                yield Event("done", name=starts_by_channel.get(channel, op.name))
+                yield ProgramEvent("done", name=starts_by_channel.get(channel, op.name))
                 continue
             if inner:
                 yield from (self._start(op, one, program_op) for one, program_op in inner)
                 starts_by_channel |= dict.fromkeys(self._channels(op), op.name)
                 if not is_start and marker != "AsyncCollectiveStart":
-                    yield Event("done", name=op.name)
+                    yield ProgramEvent("done", name=op.name)
             elif is_start and is_copy:
                 yield _copy(computation, op)
             else:
@@ -172,11 +172,13 @@ class _Reader:
         return [(name, fused) for name in names for fused in self.program.computations[name].instructions.values()]
 
     @staticmethod
-    def _start(op: Op, one: Collective, program_op: Op) -> Event:
+    def _start(op: Op, one: Collective, program_op: Op) -> ProgramEvent:
         """Return the start of a collective of an instruction; `program_op` is the instruction that has its pairs."""
         pairs = [(source, target) for source, target in permuted_pairs(program_op) if source != target]
         direction = 0 if not pairs else 1 if pairs[0][1] > pairs[0][0] else -1
-        return Event("start", bytes=one.bytes, name=op.name, transfer=one.kind, axes=one.axes, direction=direction)
+        return ProgramEvent(
+            "start", bytes=one.bytes, name=op.name, transfer=one.kind, axes=one.axes, direction=direction
+        )
 
     def _cycles_within(self, name: str) -> int:
         """Return the estimated cycles of a computation, with the loops and calls in it."""
@@ -197,34 +199,34 @@ def _loop_body(op: Op) -> str:
     return name
 
 
-def _copy(computation: Computation, op: Op) -> Event:
+def _copy(computation: Computation, op: Op) -> ProgramEvent:
     """Return the start of an asynchronous copy."""
     is_update = op.opcode.startswith("dynamic-update-slice")
     done = next((use for use, _ in computation.uses(op.name) if use.opcode.endswith("-done")), op)
     moved = computation.instructions[op.operands[1]] if is_update and len(op.operands) > 1 else done
     transfer: TransferKind = "host copy" if _HOST in op.type else "memory copy"
-    return Event("start", bytes=moved.bytes, name=op.name, transfer=transfer)
+    return ProgramEvent("start", bytes=moved.bytes, name=op.name, transfer=transfer)
 
 
-def _work(computation: Computation, op: Op) -> Iterator[Event]:
+def _work(computation: Computation, op: Op) -> Iterator[ProgramEvent]:
     """Yield the event of an instruction that is neither a loop nor a transfer, if it takes time."""
     cycles = op.attribute(_CYCLES)
     if cycles is not None:
-        yield Event("compute", cycles=int(cycles))
+        yield ProgramEvent("compute", cycles=int(cycles))
     elif op.opcode == "custom-call":
         flop = op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)')
         moved = op.attribute(r'"cost_estimate":\{[^}]*?"bytes_accessed":"?(\d+)')
         if flop is not None or moved is not None:
-            yield Event("kernel", flop=int(flop or 0), bytes=int(moved or 0))
+            yield ProgramEvent("kernel", flop=int(flop or 0), bytes=int(moved or 0))
         elif 'custom_call_target="tpu_custom_call"' in op.attributes:  # a kernel that declares nothing
-            yield Event("kernel", bytes=2 * op.bytes)
+            yield ProgramEvent("kernel", bytes=2 * op.bytes)
     elif op.opcode not in _FREE and "S(6)" not in op.type:  # a scalar in the memory of the control unit
-        yield Event("memory", bytes=2 * op.bytes)
+        yield ProgramEvent("memory", bytes=2 * op.bytes)
 
 
-def _joined(events: Iterator[Event]) -> Iterator[Event]:
+def _joined(events: Iterator[ProgramEvent]) -> Iterator[ProgramEvent]:
     """Yield events, with neighbors of computation or of memory joined into one."""
-    last: Event | None = None
+    last: ProgramEvent | None = None
     for event in events:
         if last is not None and last.kind == event.kind and event.kind in ("compute", "memory"):
             last = dataclasses.replace(last, cycles=last.cycles + event.cycles, bytes=last.bytes + event.bytes)

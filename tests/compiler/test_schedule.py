@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxscale.compiler.hlo_program import HloProgram
-from jaxscale.compiler.schedule import Event, Schedule, schedule_of
+from jaxscale.compiler.schedule import ProgramEvent, ProgramSchedule, schedule_of
 from jaxscale.values import from_json, to_json
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
@@ -100,39 +100,39 @@ MESH = {"data": 2, "fsdp": 4}
 
 
 @pytest.fixture(scope="module")
-def schedule() -> Schedule:
+def schedule() -> ProgramSchedule:
     found = schedule_of(HloProgram(PROGRAM), MESH)
     assert found is not None
     return found
 
 
-def test_events_in_their_order(schedule: Schedule):
+def test_events_in_their_order(schedule: ProgramSchedule):
     """Each spelling of a transfer starts and ends where the program runs it; fused parts of one are no further ones."""
     moved = 2 * 8 * 4 * 4  # an instruction without an estimate reads and writes as much as its result
     assert schedule.computations["main"] == (
-        Event("start", bytes=128, name="host", transfer="host copy"),
-        Event("start", bytes=128, name="near", transfer="memory copy"),
-        Event("start", bytes=256, name="begun", transfer="all-gather", axes=("fsdp",)),
-        Event("compute", cycles=900),
-        Event("done", name="begun"),
-        Event("done", name="near"),
-        Event("kernel", flop=4000, bytes=256),
-        Event("kernel", bytes=moved),
-        Event("memory", bytes=moved),
-        Event("loop", name="body", trips=3),
-        Event("loop", name="large"),
-        Event("done", name="host"),
-        Event("start", bytes=128, name="shard", transfer="reduce-scatter", axes=("fsdp",)),
-        Event("done", name="shard"),
+        ProgramEvent("start", bytes=128, name="host", transfer="host copy"),
+        ProgramEvent("start", bytes=128, name="near", transfer="memory copy"),
+        ProgramEvent("start", bytes=256, name="begun", transfer="all-gather", axes=("fsdp",)),
+        ProgramEvent("compute", cycles=900),
+        ProgramEvent("done", name="begun"),
+        ProgramEvent("done", name="near"),
+        ProgramEvent("kernel", flop=4000, bytes=256),
+        ProgramEvent("kernel", bytes=moved),
+        ProgramEvent("memory", bytes=moved),
+        ProgramEvent("loop", name="body", trips=3),
+        ProgramEvent("loop", name="large"),
+        ProgramEvent("done", name="host"),
+        ProgramEvent("start", bytes=128, name="shard", transfer="reduce-scatter", axes=("fsdp",)),
+        ProgramEvent("done", name="shard"),
     )
 
 
-def test_loop_and_branch(schedule: Schedule):
+def test_loop_and_branch(schedule: ProgramSchedule):
     """A counter that rises by 2 up to 6 makes three trips; of branches, the one with the most cycles counts."""
     assert schedule.computations["body"] == (
-        Event("start", bytes=128, name="sent", transfer="collective-permute", axes=("fsdp",), direction=-1),
-        Event("compute", cycles=120),
-        Event("done", name="sent"),
+        ProgramEvent("start", bytes=128, name="sent", transfer="collective-permute", axes=("fsdp",), direction=-1),
+        ProgramEvent("compute", cycles=120),
+        ProgramEvent("done", name="sent"),
     )
     assert schedule.cycles() == 900 + 3 * 120 + 7
     assert schedule.cycles("body") == 120
@@ -144,9 +144,9 @@ def test_programs_without_estimates():
     assert schedule_of(HloProgram(bare), MESH) is None
 
 
-def test_json(schedule: Schedule):
+def test_json(schedule: ProgramSchedule):
     """A schedule is part of the report that a child process writes."""
-    assert from_json(Schedule, to_json(schedule), "the test") == schedule
+    assert from_json(ProgramSchedule, to_json(schedule), "the test") == schedule
 
 
 def test_step_of_a_counter():
@@ -162,10 +162,10 @@ def test_step_of_a_counter():
     assert trips(PROGRAM.replace("direction=LT", "direction=NE")) is None
 
 
-def test_a_transfer_that_ends_elsewhere(schedule: Schedule):
+def test_a_transfer_that_ends_elsewhere(schedule: ProgramSchedule):
     """An end without its start in the same computation keeps its name; whoever times it finds nothing to wait for."""
     text = PROGRAM.replace("copy-done(%near)", "copy-done(%elsewhere)")
     changed = schedule_of(HloProgram(text), MESH)
     assert changed is not None
-    assert Event("done", name="elsewhere") in changed.computations["main"]
-    assert dataclasses.replace(changed, computations={}) == Schedule("main", {})
+    assert ProgramEvent("done", name="elsewhere") in changed.computations["main"]
+    assert dataclasses.replace(changed, computations={}) == ProgramSchedule("main", {})

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 from collections.abc import Hashable, Iterator
 
-from jaxscale.compiler.schedule import Event, Schedule
+from jaxscale.compiler.schedule import ProgramEvent, ProgramSchedule
 from jaxscale.planning.search.links import collective_seconds
 from jaxscale.planning.search.step_seconds import StepSeconds
 from jaxscale.platforms.platform import Platform
@@ -27,7 +27,7 @@ COMPUTE = "products and fusions"
 """Item of the instructions for which the compiler estimates cycles."""
 
 
-def compiler_seconds(schedule: Schedule | None, plan: Plan, platform: Platform) -> StepSeconds | None:
+def compiler_seconds(schedule: ProgramSchedule | None, plan: Plan, platform: Platform) -> StepSeconds | None:
     """Return the seconds of a compiled step by its schedule; `None` if they cannot be known.
 
     Args:
@@ -36,9 +36,10 @@ def compiler_seconds(schedule: Schedule | None, plan: Plan, platform: Platform) 
         platform: platform that the step was compiled for.
 
     Example:
-        >>> events = (Event("compute", cycles=1_500_000), Event("start", bytes=10**9, name="g", transfer="all-gather",
-        ...           axes=("fsdp",)), Event("compute", cycles=15_000_000), Event("done", name="g"))
-        >>> schedule = Schedule("main", {"main": events})
+        >>> gather = ProgramEvent("start", bytes=10**9, name="g", transfer="all-gather", axes=("fsdp",))
+        >>> product, done = ProgramEvent("compute", cycles=15_000_000), ProgramEvent("done", name="g")
+        >>> events = (ProgramEvent("compute", cycles=1_500_000), gather, product, done)
+        >>> schedule = ProgramSchedule("main", {"main": events})
         >>> seconds = compiler_seconds(schedule, Plan(mesh="fsdp:4"), Platform.parse("tpu v5e:2x2"))
         >>> f"{seconds.total:.4f} s, of which {seconds.items[COMPUTE]:.4f} compute; {seconds.hidden:.4f} s beside it"
         '0.0110 s, of which 0.0110 compute; 0.0075 s beside it'
@@ -113,7 +114,7 @@ class _Transfer:
 class _Timer:
     """Times the computations of a schedule."""
 
-    schedule: Schedule
+    schedule: ProgramSchedule
     mesh: MeshSpec
     platform: Platform
 
@@ -152,7 +153,7 @@ class _Timer:
             if transfer.item != "memory":
                 run.hidden += max(0.0, transfer.seconds - wait)
 
-    def _seconds(self, event: Event) -> float:
+    def _seconds(self, event: ProgramEvent) -> float:
         """Return the seconds of a transfer, if nothing else uses its links."""
         chip = self.platform.chip
         if event.transfer == "memory copy":
@@ -163,13 +164,13 @@ class _Timer:
         assert event.transfer is not None, "the event starts a transfer"
         return collective_seconds(event.transfer, event.bytes, self._axes(event), self.mesh, self.platform)
 
-    def _axes(self, event: Event) -> tuple[str, ...]:
+    def _axes(self, event: ProgramEvent) -> tuple[str, ...]:
         """Return the mesh axes of a collective: all that have several devices, if its groups match none."""
         if event.axes is not None:
             return event.axes
         return tuple(axis for axis, size in self.mesh.sizes.items() if size > 1)
 
-    def _links(self, event: Event) -> Iterator[Hashable]:
+    def _links(self, event: ProgramEvent) -> Iterator[Hashable]:
         """Yield the links that a transfer uses; a permute leaves those of the other direction free."""
         if event.transfer in ("memory copy", "host copy"):
             yield event.transfer
@@ -177,7 +178,7 @@ class _Timer:
         for axis in self._axes(event):
             yield from ((axis, direction) for direction in (1, -1) if event.direction in (0, direction))
 
-    def _item(self, event: Event) -> str:
+    def _item(self, event: ProgramEvent) -> str:
         """Return the name of the item of the seconds for which a program waits."""
         if event.transfer == "memory copy":
             return "memory"

@@ -9,7 +9,7 @@ import pytest
 
 import jaxscale as jx
 from jaxscale.compiler.report import CompileReport
-from jaxscale.compiler.schedule import Event, Schedule
+from jaxscale.compiler.schedule import ProgramEvent, ProgramSchedule
 from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
@@ -250,8 +250,8 @@ def test_compiled_plans_are_ordered_by_the_compiler_s_clock(monkeypatch):
     def compile_report(recipe, platform):
         """Report fewer cycles for each further plan."""
         compiled.append(recipe.keywords["plan"])
-        events = (Event("compute", cycles=int(1.5e6) * (4 - len(compiled))), Event("kernel", flop=10**9))
-        schedule = Schedule("main", {"main": events}) if platform.chip.kind == "tpu" else None
+        events = (ProgramEvent("compute", cycles=int(1.5e6) * (4 - len(compiled))), ProgramEvent("kernel", flop=10**9))
+        schedule = ProgramSchedule("main", {"main": events}) if platform.chip.kind == "tpu" else None
         fields = {"argument_bytes": 2**20, "output_bytes": 0, "alias_bytes": 0, "temp_bytes": 0}
         return CompileReport(str(platform), schedule=schedule, **fields)
 
