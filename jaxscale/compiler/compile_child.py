@@ -23,7 +23,7 @@ from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.live import Live, live_at_the_peak
 from jaxscale.compiler.report import CompileReport, out_of_memory, program_hash
-from jaxscale.compiler.schedule import schedule_of
+from jaxscale.compiler.schedule import ProgramSchedule, schedule_of
 from jaxscale.compiler.target import Target
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
@@ -167,7 +167,6 @@ def _fields_from_text(compiled: Any, mesh: Any, dump_folder: str) -> dict[str, A
         program = HloProgram(text)
         flop_counts = program_flop(program)
         collective_list = tuple(collectives(program, mesh))
-        schedule = schedule_of(program, mesh)
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
@@ -176,9 +175,17 @@ def _fields_from_text(compiled: Any, mesh: Any, dump_folder: str) -> dict[str, A
         "unknown_loops": flop_counts.unknown_loops,
         "silent_kernels": flop_counts.silent_kernels,
         "collectives": collective_list,
-        "schedule": schedule,
+        "schedule": _schedule(program, mesh),
         "program_hash": program_hash(text),
     }
+
+
+def _schedule(program: HloProgram, mesh: Any) -> ProgramSchedule | None:
+    """Return a program's schedule; None if its compiler estimates no cycles, or if its text is in a new spelling."""
+    try:
+        return schedule_of(program, mesh)
+    except (AssertionError, LookupError, ValueError):
+        return None
 
 
 def _text(compiled: Any, dump_folder: pathlib.Path) -> str:

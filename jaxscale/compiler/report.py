@@ -159,7 +159,7 @@ class CompileReport:
         silent_kernels: number of custom kernels that do not declare their cost; they are missing from `flop`.
         collectives: transfers between devices, by kind, mesh axes and bytes.
         schedule: events of the program with their estimated cycles; None if its compiler estimates none.
-        unread: why `flop`, `collectives` and `schedule` of a compiled program are missing.
+        unread: why `flop` and `collectives` of a compiled program are missing.
         oom: the compiler's out-of-memory error.
         crashed: why the compiler failed, if not for lack of memory: a signal, a time-out or an internal error.
         live: buffers alive at the peak, largest first; None without `explain`.

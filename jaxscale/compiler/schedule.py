@@ -28,7 +28,7 @@ _CYCLES = r'"estimated_cycles":"(\d+)"'
 _HOST = "S(5)"  # memory space of the host, in the layout of an array
 # instructions that take no time, or whose time is that of others
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
-_FREE |= {"opt-barrier", "optimization-barrier", "async-update", "iota", "send-done", "recv"}
+_FREE |= {"opt-barrier", "optimization-barrier", "async-update", "iota", "send-done", "recv", "recv-done"}
 _COPIES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "async"}
 
 
@@ -132,10 +132,8 @@ class _Reader:
                 continue
             is_done, is_start = op.opcode.endswith("-done"), op.opcode.endswith("-start")
             is_copy = op.opcode.removesuffix("-start") in _COPIES
-            if is_done and op.opcode != "send-done":
+            if is_done and op.opcode not in _FREE:
                 yield ProgramEvent("done", name=op.operands[0])
-                continue
-            if op.opcode == "recv-done":  # from another slice
                 continue
             inner, marker = self._within(computation, op)
             if marker == "AsyncCollectiveDone":

@@ -7,8 +7,9 @@
                   the program waits for what has not ended when it needs the result
 
 Transfers over the same links follow one another. A loop runs as often as its trip count says, and every trip starts
-with idle links. Left out: what a transfer takes from the memory's bandwidth beside a product, and skew between devices.
-A pipelined step has no such seconds, because its ranks run different branches.
+with idle links; a message between slices ends before the next instruction. A pipelined step has no such seconds,
+because its ranks run different branches. Left out: what a transfer takes from the memory's bandwidth beside a product,
+and skew between devices.
 """
 
 import collections
