@@ -49,5 +49,5 @@ def test_products_around_a_ring_have_the_flop_of_whole_ones():
     assert ring.flop == pytest.approx(plain.flop, rel=0.02)
     permuted = ring.sent("fsdp", "collective-permute")
     weights = 2 * 4 * (4 * 1024**2 + 3 * 1024 * 4096)  # bytes of the blocks' weights in bfloat16
-    assert permuted < 3 * weights  # two gathers and a reduction, at most
+    assert permuted < 4 * weights  # two gathers, and a reduction in float32, at most
     assert seconds.hidden > 0
