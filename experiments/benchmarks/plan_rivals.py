@@ -27,6 +27,7 @@ from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.search.choice import summary
 from jaxscale.planning.search.compiler_seconds import compiler_seconds
+from jaxscale.planning.search.search import NEAR
 from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 
 FOLDER = Path(__file__).parent
@@ -104,10 +105,8 @@ def record(word: str) -> None:
                 continue
             plan = dataclasses.replace(experiment.plan, **fields)
             report = compile_report(step_recipe(experiment, plan, source.remake), platform)
-            clocked, modeled = (
-                compiler_seconds(report.schedule, plan, platform),
-                modeled_seconds(experiment, platform, plan),
-            )
+            clocked = compiler_seconds(report.schedule, plan, platform)
+            modeled = modeled_seconds(experiment, platform, plan)
             write(row_of(pair, plan, modeled, report, clocked, rival=number))
 
 
@@ -133,7 +132,9 @@ def main() -> bool:
     for name in names:
         group = [row for row in rows if row["pair"] == name]
         searched = [row for row in group if row["rival"] is None]
-        choice = min(searched, key=_order)
+        fastest = min((row["modeled"] for row in searched if row["fits"]), default=math.inf)
+        near = [row for row in searched if row["modeled"] <= (1 + NEAR) * fastest]  # the clock decides among these
+        choice = min(near, key=_order)
         print(f"\n{name}{'':20}GiB   modeled   by the compiler")
         for row in sorted(group, key=_order):
             mark = "choice" if row is choice else "search" if row["rival"] is None else "rival"

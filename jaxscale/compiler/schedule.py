@@ -153,9 +153,9 @@ class _Reader:
     def _within(self, computation: Computation, op: Op) -> tuple[list[tuple[Collective, Op]], str]:
         """Return the collectives of an instruction and of those it fuses, and the mark of an asynchronous fusion."""
         located = [(computation.name, op), *self._fused(op)]
-        found = [(one, inner) for name, inner in located for one in self.by_instruction.get((name, inner.name), ())]
+        pairs = [(one, inner) for name, inner in located for one in self.by_instruction.get((name, inner.name), ())]
         targets = [inner.attribute(r'custom_call_target="(AsyncCollective\w+)"') for _, inner in located]
-        return found, next((target for target in targets if target), "")
+        return pairs, next((target for target in targets if target), "")
 
     def _channels(self, op: Op) -> set[str]:
         """Return the channels of the collectives that a fusion contains."""

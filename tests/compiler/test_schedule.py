@@ -101,9 +101,9 @@ MESH = {"data": 2, "fsdp": 4}
 
 @pytest.fixture(scope="module")
 def schedule() -> ProgramSchedule:
-    found = schedule_of(HloProgram(PROGRAM), MESH)
-    assert found is not None
-    return found
+    program_schedule = schedule_of(HloProgram(PROGRAM), MESH)
+    assert program_schedule is not None
+    return program_schedule
 
 
 def test_events_in_their_order(schedule: ProgramSchedule):

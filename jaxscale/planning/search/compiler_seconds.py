@@ -183,6 +183,6 @@ class _Timer:
         """Return the name of the item of the seconds for which a program waits."""
         if event.transfer == "memory copy":
             return "memory"
-        return (
-            "host copies" if event.transfer == "host copy" else f"{event.transfer} over {'+'.join(self._axes(event))}"
-        )
+        if event.transfer == "host copy":
+            return "host copies"
+        return f"{event.transfer} over {'+'.join(self._axes(event))}"

@@ -19,9 +19,9 @@ SECOND = 1_500_000_000
 def timed(
     *events: ProgramEvent, plan: Plan = PLAN, platform: Platform = V5E, **bodies: tuple[ProgramEvent, ...]
 ) -> StepSeconds:
-    found = compiler_seconds(ProgramSchedule("main", {"main": events, **bodies}), plan, platform)
-    assert found is not None
-    return found
+    seconds = compiler_seconds(ProgramSchedule("main", {"main": events, **bodies}), plan, platform)
+    assert seconds is not None
+    return seconds
 
 
 def gather_seconds() -> float:
