@@ -1,16 +1,20 @@
 """Modeled seconds of train steps beside published ones.
 
-    python experiments/benchmarks/step_seconds.py             # all rows of published_steps.json
-    python experiments/benchmarks/step_seconds.py --tiny      # the first row
-    python experiments/benchmarks/step_seconds.py --compile   # compile the rows of TPUs; needs the extra aot-tpu
+    python experiments/benchmarks/step_seconds.py                        # all runs of published_steps.json
+    python experiments/benchmarks/step_seconds.py --tiny                 # the first run
+    python experiments/benchmarks/step_seconds.py --compile [--run v5e]  # compile runs on one TPU slice; extra aot-tpu
 
-Each row is a run that its authors published: MaxText on TPUs and GPUs, torchtitan on GPUs. A row marked "doubt"
-differs from its script in what the row states, and counts apart. Two errors are shown: that of the model as it ships,
-whose efficiencies of v4, v5e and v5p were fitted to 11 other tables of MaxText; and leave one out, where the row's
-seconds are multiplied by the one number (the median ratio) that the other rows of its chip and software give.
+Each run was published: MaxText on TPUs and GPUs, torchtitan on GPUs. `published_steps.json` names the commit whose
+table and scripts state it. A run with a doubt contradicts another one or a later script, and counts apart. Two errors
+are shown: that of the model as it ships, whose efficiencies of v4, v5e and v5p were fitted to 11 tables of MaxText,
+some of them among these; and leave one out, where the seconds of a run are multiplied by the one number (the median
+ratio) that the other runs of its chip and software give. Whether the messages of a tensor axis or of a network overlap
+was decided with all of these runs in view; no number was fitted for it.
 
-With --compile, the rows of TPUs without a doubt are compiled, and their seconds by libtpu's schedule stand beside the
-published ones: the cycles that it estimates, kernels by their declared FLOP, and collectives by their bytes.
+The MFU that a second slice costs is shown apart: the run on one slice calibrates that on two.
+
+With --compile, runs on one slice are compiled: whether they fit, and their seconds by libtpu's schedule beside the
+published ones (the cycles that it estimates, kernels by their declared FLOP, and collectives by their bytes).
 """
 
 import argparse
@@ -24,93 +28,115 @@ from figures import Figure, show
 
 import jaxscale as jx
 from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.search.compiler_seconds import compiler_seconds
-from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
+from jaxscale.planning.search.step_seconds import modeled_seconds
 
-ROWS = Path(__file__).with_name("published_steps.json")
+PUBLISHED = json.loads(Path(__file__).with_name("published_steps.json").read_text())
+POINTS = 5.0
+"""Most points of MFU by which a second slice may cost more or less than modeled."""
+Row = dict[str, Any]
 
 
-def experiment_of(row: dict[str, Any]) -> tuple[jx.Experiment, jx.Plan]:
+def experiment_of(row: Row) -> tuple[jx.Experiment, jx.Plan]:
     """Return the experiment and the plan of a published run."""
-    model = jx.models.Decoder(context=row["context"], **row["model"])
+    model = jx.models.Decoder(context=row["context"], **PUBLISHED["models"][row["model"]])
     experiment = jx.Experiment(row["name"], model, jx.data.Text("text.txt", context=row["context"]), batch=row["batch"])
     mesh = jx.MeshSpec.parse(row["mesh"])
     plan = jx.Plan(
         mesh=mesh,
-        zero=row["zero"],
-        precision=row["precision"],
+        zero=3,
+        precision="bfloat16",
         memory=row["memory"],
         sequence_parallel=mesh.tensor > 1,
+        kernels=source_of(row).get("kernels", "auto"),
     )
     return experiment, plan
 
 
-def modeled(row: dict[str, Any]) -> float:
+def source_of(row: Row) -> Row:
+    """Return where a run was published."""
+    return PUBLISHED["sources"][row["source"]]
+
+
+def modeled(row: Row) -> float:
     """Return the modeled seconds of a step of a published run."""
     experiment, plan = experiment_of(row)
     return modeled_seconds(experiment, jx.Platform.parse(row["platform"]), plan).total
 
 
-def compiled(row: dict[str, Any]) -> StepSeconds | None:
-    """Compile a step of a published run, and return its seconds by the compiler's schedule."""
-    experiment, plan = experiment_of(row)
-    platform = jx.Platform.parse(row["platform"])
-    report = compile_report(step_recipe(experiment, plan, None), platform)
-    print(f"{row['name']}: {report}")
-    return compiler_seconds(report.schedule, plan, platform)
+def published_seconds(row: Row) -> float:
+    """Return the seconds of a step from the published MFU, FLOP/s or tokens per second."""
+    platform, model = jx.Platform.parse(row["platform"]), experiment_of(row)[0].model
+    tokens, chips = row["batch"] * row["context"], platform.chips * platform.slices
+    if "tokens_per_second_per_chip" in row:
+        return tokens / (row["tokens_per_second_per_chip"] * chips)
+    attention_weights = 2 * model.embed * model.head_dim * (model.heads + model.kv_heads)
+    mlp_weights = (3 if model.mlp_kind == "swiglu" else 2) * model.embed * model.mlp
+    tables = (1 if model.tied else 2) * model.vocab * model.embed
+    weights = model.layers * (attention_weights + mlp_weights) + tables
+    scores_flop = 12 * model.layers * model.heads * model.head_dim * row["context"] * source_of(row)["attention_share"]
+    rate = row["mfu"] * platform.peak("bfloat16") if "mfu" in row else row["tflops"] * 1e12 * chips
+    return (6 * weights + scores_flop) * tokens / rate
 
 
-def show_compiled(rows: list[dict[str, Any]]) -> bool:
-    """Print the seconds of published runs by the compiler's schedule, and return whether each row has them."""
+def show_compiled(rows: list[Row]) -> bool:
+    """Compile published runs, print their bytes and seconds, and return whether each fits and has seconds."""
     figures = []
     for row in rows:
-        if "doubt" in row or not row["platform"].startswith("tpu"):
+        platform = jx.Platform.parse(row["platform"])
+        if platform.slices > 1 or platform.chip.kind != "tpu":
             continue
-        seconds, published = compiled(row), published_seconds(row)
-        if seconds is None:
-            print(f"{row['name']}: no seconds")
-            return False
-        print(f"{row['name']}: published {published:.2f} s, by the compiler's clock {seconds}")
-        figures.append(Figure(f"{row['name'].replace(' ', '_')}_error", seconds.total / published - 1, "share"))
-    return show(figures, "published steps by the compiler's clock")
+        experiment, plan = experiment_of(row)
+        report = compile_report(step_recipe(experiment, plan, None), platform)
+        seconds, limit = compiler_seconds(report.schedule, plan, platform), usable_bytes(platform)
+        print(f"{row['name']}: {report}")
+        name = row["name"].replace(" ", "_")
+        figures.append(Figure(f"{name}_bytes", report.device_bytes, "B", limit))
+        if seconds is not None:
+            published = published_seconds(row)
+            print(f"{row['name']}: published {published:.2f} s, by the compiler's clock {seconds}", flush=True)
+            figures.append(Figure(f"{name}_error", seconds.total / published - 1, "share"))
+    return show(figures, "published steps, compiled")
 
 
-def published_seconds(row: dict[str, Any]) -> float:
-    """Return the seconds of a step from the published MFU or tokens per second."""
-    platform, model, published = jx.Platform.parse(row["platform"]), row["model"], row["published"]
-    tokens = row["batch"] * row["context"]
-    if "tokens_per_second_per_chip" in published:
-        return tokens / (published["tokens_per_second_per_chip"] * platform.chips * platform.slices)
-    embed, width = model["embed"], model["head_dim"]
-    attention_weights = embed * width * 2 * (model["heads"] + model["kv_heads"])
-    weights = model["layers"] * (attention_weights + 3 * embed * model["mlp"]) + model["vocab"] * embed
-    scores_flop = 12 * model["layers"] * model["heads"] * width * row["context"]  # not halved for causality
-    peak = platform.peak("bfloat16")
-    assert peak is not None
-    return (6 * weights + scores_flop) * tokens / (published["mfu_full_attention"] * peak)
+def slice_points(rows: list[Row], seconds: list[tuple[float, float]]) -> list[float]:
+    """Return the points of MFU between published and modeled runs on two slices, each calibrated by that on one."""
+    runs = {(row["model"], row["platform"]): index for index, row in enumerate(rows) if "doubt" not in row}
+    points = []
+    for (model, platform), index in runs.items():
+        one = runs.get((model, platform.removesuffix(" x 2")))
+        if one in (None, index):
+            continue
+        ratio = (seconds[index][0] / seconds[one][0]) / (seconds[index][1] / seconds[one][1])
+        points.append(100 * rows[index]["mfu"] * abs(1 / ratio - 1))
+    return points
 
 
 def main() -> bool:
     """Print the table, and return whether every figure reaches its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="the first row alone")
-    parser.add_argument("--compile", action="store_true", help="compile the rows of TPUs, for their compiler's clock")
+    parser.add_argument("--tiny", action="store_true", help="the first run alone")
+    parser.add_argument("--compile", action="store_true", help="compile the runs on one TPU slice")
+    parser.add_argument("--run", default="", help="runs whose names contain this word alone")
     arguments = parser.parse_args()
-    rows = json.loads(ROWS.read_text())["rows"]
+    rows = [row for row in PUBLISHED["rows"] if arguments.run in row["name"]]
+    if not rows:
+        parser.error(f"--run: got {arguments.run!r}, which no name of a run in published_steps.json contains")
     if arguments.tiny:
         rows = rows[:1]
     if arguments.compile:
         return show_compiled(rows)
     pairs = [(modeled(row), published_seconds(row)) for row in rows]
-    stacks = [(jx.Platform.parse(row["platform"]).chip.name, row["source"].split(",")[0]) for row in rows]
+    stacks = [(jx.Platform.parse(row["platform"]).chip.name, source_of(row)["stack"]) for row in rows]
     errors, left_out_errors = [], []
     print(f"{'run':26}{'published':>10}{'modeled':>10}{'error':>9}{'left out':>10}")
     for index, (row, (model, published)) in enumerate(zip(rows, pairs, strict=True)):
         others = [
             pairs[other][1] / pairs[other][0]
             for other, stack in enumerate(stacks)
-            if stack == stacks[index] and other != index
+            if stack == stacks[index] and other != index and "doubt" not in rows[other]
         ]
         error = model / published - 1
         left_out = model * statistics.median(others) / published - 1 if others else math.nan
@@ -120,6 +146,7 @@ def main() -> bool:
             errors.append(abs(error))
             left_out_errors += [] if math.isnan(left_out) else [abs(left_out)]
     figures = [
+        Figure("runs", len(errors), "runs"),
         Figure("median_error", statistics.median(errors), "share"),
         Figure("worst_error", max(errors), "share"),
     ]
@@ -128,6 +155,8 @@ def main() -> bool:
             Figure("left_out_median_error", statistics.median(left_out_errors), "share", 0.10),
             Figure("left_out_worst_error", max(left_out_errors), "share", 0.25),
         ]
+    if points := slice_points(rows, pairs):
+        figures.append(Figure("second_slice_worst_points", max(points), "points of MFU", POINTS))
     return show(figures, "modeled seconds of published steps")
 
 

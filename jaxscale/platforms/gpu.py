@@ -1,10 +1,10 @@
 """Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
 
 NVIDIA's datasheets print rates "with sparsity"; this table has the dense rates, which are half as high. Memory sizes
-are those of the datasheets, in units of 10^9 bytes. The network between hosts depends on the site and is left out. The
-datasheets are quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from
-glennklockwood.com/garden/processors, variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from
-aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
+are those of the datasheets, in units of 10^9 bytes. The network between hosts depends on the site: the table has that
+of NVIDIA's DGX machines, and a platform's text may state another ("gpu h100 x 16 over 100Gb/s"). The datasheets are
+quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from glennklockwood.com/garden/processors,
+variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
 """
 
 import dataclasses

@@ -123,6 +123,7 @@ class Platform:
         topology: number of chips along each axis of a TPU slice's torus; None for GPUs, for CPUs, and for chips that do
             not form a box.
         slices: number of TPU slices, which are connected by the data center's network; 1 for GPUs and CPUs.
+        network: bytes/s that a chip sends to other hosts or slices; None for that of the table.
 
     Example:
         >>> platform = Platform.parse("tpu v5p:4x4x4")
@@ -136,6 +137,7 @@ class Platform:
     chips: int
     topology: tuple[int, ...] | None = None
     slices: int = 1
+    network: float | None = None
 
     def __post_init__(self) -> None:
         if self.chips < 1 or self.slices < 1:
@@ -161,7 +163,10 @@ class Platform:
     @property
     def links(self) -> tuple[Link, ...]:
         """The links of a chip and of its host, from the fastest to the slowest."""
-        return self.chip.links
+        if self.network is None:
+            return self.chip.links
+        others = tuple(link for link in self.chip.links if link.name != "dcn")
+        return (*others, Link("dcn", "hosts", self.network, "chip", "the platform's text"))
 
     def peak(self, dtype: str) -> float | None:
         """Return the FLOP/s of all chips together for products of `dtype` operands; None if unknown.
@@ -181,9 +186,14 @@ class Platform:
     def parse(cls, text: str) -> "Platform":
         """Parse a platform's text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
 
+        The text of TPUs or GPUs may end in the rate of a chip's network, in bits or bytes: "gpu h100 x 16 over 100Gb/s"
+        or "over 12.5GB/s".
+
         Raises:
             UserError: the text has an unknown word, or a topology that does not exist.
         """
+        if match := re.fullmatch(r"\s*((?:tpu|gpu)\b.*?)\s+over\b\s*(.*?)\s*", text, re.DOTALL | re.IGNORECASE):
+            return dataclasses.replace(cls.parse(match[1]), network=_network_rate(text, match[2]))
         match = re.fullmatch(r"\s*(local|tpu|gpu|cpu)\b\s*(.*?)\s*", text.lower(), re.DOTALL)
         if match is None:
             raise _unknown_platform(text)
@@ -203,11 +213,12 @@ class Platform:
         return detect()
 
     def __str__(self) -> str:
+        network_text = "" if self.network is None else f" over {self.network * 8 / 1e9:.10g}Gb/s"
         if self.topology is not None:
             slices_text = f" x {self.slices}" if self.slices > 1 else ""
-            return f"tpu {self.chip.name}:{_topology_text(self.topology)}{slices_text}"
+            return f"tpu {self.chip.name}:{_topology_text(self.topology)}{slices_text}{network_text}"
         platform_name = self.chip.kind if self.chip.name == self.chip.kind else f"{self.chip.kind} {self.chip.name}"
-        return f"{platform_name} x {self.chips}" if self.chips > 1 else platform_name
+        return (f"{platform_name} x {self.chips}" if self.chips > 1 else platform_name) + network_text
 
     def __repr__(self) -> str:
         return f"<Platform {self}>"
@@ -238,6 +249,17 @@ def _unknown_platform(text: str) -> UserError:
     return UserError(
         f"unknown platform {text!r}: expected 'local', 'cpu x 8', 'gpu h100 x 64' or 'tpu v5p:4x4x4'{suggestion}"
     )
+
+
+def _network_rate(text: str, rate: str) -> float:
+    """Return the bytes/s of a network's rate, such as "100Gb/s", from the end of a platform's `text`."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*G(b|B)/s", rate)
+    if match is None or not float(match[1]):
+        raise UserError(
+            f"platform {text!r}: got {rate!r} for the network of a chip, expected Gb/s (bits) or GB/s (bytes), such as "
+            "'over 100Gb/s' or 'over 12.5GB/s'"
+        )
+    return float(match[1]) * 1e9 / (8 if match[2] == "b" else 1)
 
 
 def _parse_count(text: str, tail: str) -> int:

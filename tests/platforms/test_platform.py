@@ -22,6 +22,8 @@ TEXTS = [
     "tpu v5p:4x4x4",
     "tpu v5e:4x4",
     "tpu v6e:16x16 x 4",
+    "gpu h100 x 128 over 100Gb/s",
+    "tpu v5e:16x16 x 2 over 12.5Gb/s",
 ]
 
 
@@ -41,6 +43,7 @@ def test_text_round_trips(text):
         ("cpu:2", "cpu x 2"),
         ("tpu tpu7x:2x2x1", "tpu 7x:2x2x1"),
         ("tpu v5e : 4x4", "tpu v5e:4x4"),
+        ("GPU h100x16  over  12.5 GB/s", "gpu h100 x 16 over 100Gb/s"),
     ],
 )
 def test_other_spellings(text, canonical):
@@ -74,6 +77,11 @@ def test_other_spellings(text, canonical):
         ("gpu h100 8", "expected a count"),
         ("cpu x -1", "expected a count"),
         ("tpu v5e:4x4 y 2", "expected a count"),
+        ("gpu h100 x 8 over", "got '' for the network of a chip, expected Gb/s (bits) or GB/s (bytes)"),
+        ("gpu h100 x 8 over 100gb/s", "got '100gb/s' for the network"),
+        ("gpu h100 x 8 over 0Gb/s", "got '0Gb/s' for the network"),
+        ("gpu h100 x 8 over 9Gb/s over 9Gb/s", "got '9Gb/s over 9Gb/s' for the network"),
+        ("cpu x 8 over 1Gb/s", "expected a count"),
     ],
 )
 def test_refusals_say_what_to_do(text, says):
@@ -82,7 +90,9 @@ def test_refusals_say_what_to_do(text, says):
     assert says in str(error.value)
 
 
-WORDS = st.sampled_from(["tpu", "gpu", "cpu", " ", "v5e", "v5p", "h100", ":", "x", "4x4", "2x2x2", "0", "8", "\n", "²"])
+WORDS = st.sampled_from(
+    ["tpu", "gpu", "cpu", " ", "v5e", "v5p", "h100", ":", "x", "4x4", "2x2x2", "0", "8", "\n", "²", "over", "9Gb/s"]
+)
 
 
 @given(st.lists(WORDS, max_size=7).map("".join) | st.text(max_size=20) | st.integers().map("cpu x {}".format))
@@ -96,6 +106,15 @@ def test_any_text_parses_or_is_the_users_mistake(text):
     except UserError:
         return
     assert Platform.parse(str(platform)) == platform
+
+
+def test_a_network_of_its_own_replaces_that_of_the_table():
+    platform = Platform.parse("gpu h100 x 16 over 100Gb/s")
+    links = {link.name: link for link in platform.links}
+    table_links = {link.name: link for link in Platform.parse("gpu h100 x 16").links}
+    assert links.pop("dcn").bandwidth == 12.5e9
+    assert table_links.pop("dcn").bandwidth == 50e9
+    assert links == table_links
 
 
 @pytest.mark.parametrize("chip", chips().values(), ids=chips())

@@ -4,8 +4,10 @@
     hidden   = min(compute of the pass, communication of weights and gradients in that pass)
     step     = compute + communication - 0.9 hidden + bubble + launches + copies to and from hosts + update
 
-Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur. Messages of
-activations (tensor, sequence and pipe axes) do not: the next product waits for them. The bubble is that of the
+Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur, but for
+all-reduces between slices or hosts: in published runs, these add their whole time to a step. Messages of activations
+(tensor, sequence and pipe axes) do not overlap, because the next product waits for them, unless libtpu divides the
+product and sends around a ring beside it, as it does along a tensor axis of 8 or more chips. The bubble is that of the
 schedule's simulation with equal stages. An update moves state, weights and gradients once through the memory, or takes
 as long as its elementwise operations; several microbatches add up their gradients there.
 
@@ -20,7 +22,7 @@ from jaxscale.pipeline.charts.draw import drawable
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.planning.search.links import collective_seconds
+from jaxscale.planning.search.links import collective_seconds, route
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.traffic import Transfer, transfers
@@ -44,8 +46,8 @@ FORMAT_OPERATIONS = {"float32": 0, "fp8": 10, "int8": 12, "dynamic8": 20, "int4"
 """Assumed elementwise operations per moment to convert it from a format and back."""
 NOTICEABLE = 0.005
 """Share of a step's seconds below which texts leave an item out."""
-OVERLAPPING = ("weights", "gradients")
-"""Purposes of the collectives that run beside the products of their pass."""
+RING = 8
+"""Least number of chips of a tensor axis along which libtpu divides products (seen in compiled programs)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +200,7 @@ def _communication(
     for transfer in step_transfers:
         seconds = transfer.count * collective_seconds(transfer.kind, transfer.nbytes, transfer.axes, mesh, platform)
         item = f"{transfer.purpose} over {'+'.join(transfer.axes)}"
-        is_overlapping = transfer.purpose in OVERLAPPING and compute_by_pass[transfer.passes] > 0
+        is_overlapping = _overlaps(transfer, mesh, platform) and compute_by_pass[transfer.passes] > 0
         group = overlapping.setdefault(transfer.passes, {}) if is_overlapping else exposed
         group[item] = group.get(item, 0.0) + seconds
     hidden = 0.0
@@ -210,6 +212,20 @@ def _communication(
             share = hidden_of_pass / total if total else 0.0
             exposed[item] = exposed.get(item, 0.0) + seconds * (1 - (1 - INTERFERENCE) * share)
     return exposed, hidden
+
+
+def _overlaps(transfer: Transfer, mesh: MeshSpec, platform: Platform) -> bool:
+    """Return whether a collective runs beside the products of its pass."""
+    match transfer.purpose:
+        case "weights":
+            return True
+        case "gradients":
+            return transfer.kind != "all-reduce" or route(transfer.axes, mesh, platform).parts == 1
+        case "activations":
+            is_divided = platform.chip.kind == "tpu" and mesh.tensor >= RING
+            return is_divided and transfer.axes == ("tensor",) and transfer.kind != "all-reduce"
+        case _:
+            return False
 
 
 def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Platform) -> tuple[float, float]:
