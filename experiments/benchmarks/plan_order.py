@@ -5,7 +5,8 @@
 
 Plans of one device differ in memory rule, microbatches, chunks of the loss and formats of the optimizer state. Their
 steps are timed in turns, by processor seconds, and the median of the rounds counts. Spearman's coefficient compares the
-two orders: 1 if they are equal, about 0 if one says nothing about the other.
+two orders: 1 if they are equal, about 0 if they are unrelated. The coefficient of the odd and the even rounds shows how
+far the machine repeats its own order, which no model can exceed by much.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from figures import Figure, show
 import jaxscale as jx
 from jaxscale.planning.search.step_seconds import modeled_seconds
 
-ROUNDS = 3
+ROUNDS = 6
+PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))
+"""All rounds, the odd ones and the even ones."""
 BAR = 0.8
 MEMORY: tuple[dict[str, Any], ...] = tuple({"memory": rule} for rule in ("none", "dots", "full", "sqrt"))
 PLANS: tuple[dict[str, Any], ...] = (
@@ -63,8 +66,8 @@ def experiments(is_tiny: bool) -> list[jx.Experiment]:
     ]
 
 
-def timed(experiment: jx.Experiment, plans: list[jx.Plan]) -> list[float]:
-    """Return the median processor seconds of a step of each plan, in turns."""
+def timed(experiment: jx.Experiment, plans: list[jx.Plan]) -> list[list[float]]:
+    """Return the processor seconds of a step of each plan in each round, in turns."""
     from jaxscale.state.batches import batch_shapes
 
     shapes = batch_shapes(experiment)
@@ -80,7 +83,7 @@ def timed(experiment: jx.Experiment, plans: list[jx.Plan]) -> list[float]:
             jax.block_until_ready(metrics)
             if turn:  # the first one compiles
                 seconds[index].append(time.process_time() - start)
-    return [statistics.median(each) for each in seconds]
+    return seconds
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -104,7 +107,8 @@ def main() -> bool:
         fields = MEMORY[:3] if arguments.tiny else (*PLANS[: 20 - 2 * is_text], *(CHUNKS if is_text else ()))
         plans = [jx.Plan(mesh="1", **each) for each in fields]
         modeled = [modeled_seconds(experiment, platform, plan).total for plan in plans]
-        measured = timed(experiment, plans)
+        rounds = timed(experiment, plans)
+        measured, odd, even = ([statistics.median(each[part]) for each in rounds] for part in PARTS)
         print(f"\n{experiment.name:45}{'modeled':>10}{'measured':>10}, over the least")
         for each, model, measurement in zip(fields, modeled, measured, strict=True):
             text = ", ".join(f"{name} {value}" for name, value in each.items())
@@ -113,6 +117,7 @@ def main() -> bool:
         figures += [
             Figure(f"{experiment.name}_plans", len(plans), "plans"),
             Figure(f"{experiment.name}_spearman", coefficient, "", None if arguments.tiny else BAR, ">="),
+            Figure(f"{experiment.name}_repeated_spearman", spearman(odd, even), ""),
         ]
     return show(figures, "order of plans, modeled and measured")
 

@@ -54,6 +54,7 @@ class Compiler:
             are computed inside the product (TPU). "local" is like "all", except for a product that is computed around a
             ring of devices (TPUs with flat slices).
         has_scattered_gradients: whether gradients are scattered while they are summed (ZeRO 2 and 3).
+        has_whole_gradients: whether every device has whole gradients and updates all weights (ZeRO 0).
         gathered_share: share of a gathered weight that is in memory at any one time.
         rounds_operands: whether an array of float32 is stored in bfloat16 if only matrix products of the default
             precision read it, whose operands a TPU rounds to that type.
@@ -63,6 +64,7 @@ class Compiler:
 
     product_fusion: Literal["no", "all", "local"] = "no"
     has_scattered_gradients: bool = False
+    has_whole_gradients: bool = False
     gathered_share: float = 1.0
     rounds_operands: bool = False
     adds_in_place: bool = False

@@ -85,7 +85,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     step.check_kernels()
     program = flatten(jaxpr)
     if platform.chip.kind == "gpu":
-        program = with_late_gradients(program)
+        program = with_late_gradients(program, in_layers=True)
     elif platform.chip.kind == "tpu":
         if step.plan.zero in (1, 2):
             program = with_looped_copies(program)
@@ -123,6 +123,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
     return Compiler(
         product_fusion,
         has_scattered_gradients=plan.zero > 1,
+        has_whole_gradients=plan.zero == 0,
         gathered_share=accuracy.factors(platform.chip.kind).gather,
         rounds_operands=platform.chip.kind == "tpu",
         adds_in_place=platform.chip.kind != "cpu",

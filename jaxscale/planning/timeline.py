@@ -200,7 +200,8 @@ class _Sweep:
             return {}
         late_products = [index for index in arrays.placements.summed_products if arrays.is_ring_product(index)]
         if arrays.compiler.product_fusion == "all":
-            late_products = [] if arrays.is_inner else products_of_gradients(arrays.program)
+            is_early = arrays.is_inner or arrays.compiler.has_whole_gradients
+            late_products = [] if is_early else products_of_gradients(arrays.program)
         late_reads = late_arrays(arrays.program, late_products, arrays.has_array_results)
         return {value: max(index, last_reads.get(value, -1)) for value, index in late_reads.items()}
 

@@ -7,7 +7,8 @@ same layout; the same holds for the arrays that a loop keeps for a kernel in its
 as queries, keys and values to which no rotation is applied, has a layout of its own, and is copied for the kernel.
 
 The activations of a convolution are tiled along the batch and the features, in the order that wastes less. Elementwise
-operations and pooling keep that layout.
+operations and pooling keep that layout. The result of a product with batch dims, such as attention's scores, is tiled
+along its other dims, and so are what is computed from it elementwise and the stack of it that a loop returns.
 
 TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
 8 x 128. XLA therefore copies each such argument that a product or a loop reads, as the weights of a plan whose
@@ -89,12 +90,15 @@ class Tiles:
         dims_by_value: pairs of dims of the tiles, by the value's number.
         loop_tiles: tiles in the body of each loop, by the loop's index among the operations.
         branch_tiles: tiles in the branches of each `cond`, by the `cond`'s index among the operations.
+        batched_products: the results of products with batch dims, what is computed from them elementwise, and the
+            stacks of them that loops return, unless a kernel or a convolution prescribes their layout.
     """
 
     program: FlatProgram
     dims_by_value: dict[int, TileDims] = dataclasses.field(default_factory=dict)
     loop_tiles: "dict[int, Tiles]" = dataclasses.field(default_factory=dict)
     branch_tiles: "dict[int, tuple[Tiles, ...]]" = dataclasses.field(default_factory=dict)
+    batched_products: set[int] = dataclasses.field(default_factory=set)
 
     @functools.cached_property
     def product_results(self) -> frozenset[int]:
@@ -147,6 +151,7 @@ def prescribed_tiles(program: FlatProgram) -> Tiles:
     for operation in reversed(program.operations):  # from kernels to what their operands are computed from
         _prescribe_neighbor(operation, tiles, is_forward=False)
     _prescribe_around_convolutions(tiles)
+    _prescribe_batched_products(tiles)
     return tiles
 
 
@@ -175,6 +180,43 @@ def _prescribe_around_convolutions(tiles: Tiles) -> None:
             if source is not None:
                 for value in equal_rank:
                     dims_by_value.setdefault(value, dims_by_value[source])
+
+
+def _prescribe_batched_products(tiles: Tiles) -> None:
+    """Tile the results of products with batch dims along the other dims, and what is computed from them elementwise."""
+    operations, avals, dims_by_value = tiles.program.operations, tiles.program.avals, tiles.dims_by_value
+    for index, operation in enumerate(operations):
+        if operation.loop_body is not None:
+            _stack_batched_products(operation, tiles.loop_tiles[index], tiles)
+            continue
+        result = operation.outputs[0] if operation.outputs else None
+        if result is None or result in dims_by_value:
+            continue
+        shape = tuple(getattr(avals[result], "shape", ()))
+        if operation.kind == "dot_general":
+            batch_dim_count = len(operation.params["dimension_numbers"][1][0])
+            other_dims = range(batch_dim_count, len(shape))
+            if batch_dim_count and len(other_dims) > 1:
+                tiles.batched_products.add(result)
+                dims_by_value[result] = tuple((i, j) for i in other_dims for j in other_dims if i != j)
+        elif operation.kind in ELEMENTWISE or operation.kind in SAME_LAYOUT:
+            operands = tiles.batched_products.intersection(operation.inputs)
+            source = next((value for value in operands if tuple(avals[value].shape) == shape), None)
+            if source is not None:
+                tiles.batched_products.add(result)
+                dims_by_value[result] = dims_by_value[source]
+
+
+def _stack_batched_products(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:
+    """Tile the stacks of results of products with batch dims that a loop returns as these are tiled in its body."""
+    body = operation.loop_body
+    assert body is not None
+    state_count = len(loop_parts(operation, operation.inputs)[1])
+    for value, inner_value in zip(operation.outputs[state_count:], body.outputs[state_count:], strict=True):
+        if value is not None and inner_value in body_tiles.batched_products and value not in tiles.dims_by_value:
+            tile_dims = body_tiles.dims_by_value[inner_value]
+            tiles.batched_products.add(value)
+            tiles.dims_by_value[value] = tuple((first + 1, second + 1) for first, second in tile_dims)
 
 
 def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:

@@ -13,10 +13,10 @@ KB = 1024 * 4
 X = jax.ShapeDtypeStruct((32, 32), jnp.float32)  # 4 KB
 
 
-def peak(fn, *args, fuses="no"):
+def peak(fn, *args, fuses="no", **properties):
     program = flatten(jax.make_jaxpr(fn)(*args))
     placed = place(program, [((),) * len(arg.shape) for arg in args], {})
-    return timeline(program, placed, Compiler(fuses))
+    return timeline(program, placed, Compiler(fuses, **properties))
 
 
 def test_an_expression_takes_no_memory():
@@ -74,6 +74,9 @@ def test_logits_stay_alive_through_the_blocks_of_a_tpu_unless_microbatches_run_i
         sizes_by_moment = [{item.bytes for item in moment.items} for moment in moments if moment.is_backward]
         assert logits_bytes in sizes_by_moment[0]
         assert (logits_bytes in sizes_by_moment[-1]) == is_late  # the last one belongs to the blocks, or to the sums
+    rows = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    moments = peak(gradients, rows, head, blocks, fuses="all", has_whole_gradients=True).moments  # under ZeRO 0
+    assert logits_bytes not in {item.bytes for item in moments[-1].items}
 
 
 def test_remat_keeps_less():

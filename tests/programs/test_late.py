@@ -98,6 +98,32 @@ def test_a_loop_over_layers_keeps_its_order():
     assert [op.outputs for op in late_program.operations] == [op.outputs for op in program.operations]
 
 
+@pytest.mark.parametrize("in_layers", [False, True])
+def test_gradients_of_a_layers_weights_come_last_in_its_backward_pass(in_layers):
+    """Of a layer's two weights, the second has its gradient after that of the activations between them."""
+
+    def loss(x, weights):
+        def layer(x, pair):
+            return jnp.tanh(jnp.tanh(x @ pair[0]) @ pair[1]), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, weights)[0].sum()
+
+    arguments = jnp.zeros((16, 32)), jnp.zeros((3, 2, 32, 32))
+    program = flatten(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*arguments))
+    late_program = with_late_gradients(program, in_layers=in_layers)
+    (body,) = (op.loop_body for op in late_program.operations if op.params.get("reverse"))
+    (original_body,) = (op.loop_body for op in program.operations if op.params.get("reverse"))
+    assert sorted(map(id, body.operations)) == sorted(map(id, original_body.operations))
+    shapes = [body.avals[op.outputs[0]].shape for op in body.operations if op.kind == "dot_general"]
+    activations, weights = (16, 32), (32, 32)
+    ordered = [activations, weights, weights] if in_layers else [weights, activations, weights]
+    assert shapes == [activations, activations, *ordered, activations]  # after a recomputed product, before the carry's
+    known_values = {None, *body.inputs}
+    for operation in body.operations:
+        assert known_values >= set(operation.inputs)
+        known_values.update(operation.outputs)
+
+
 def test_a_sum_over_rows_for_a_bias_is_computed_with_the_gradient_that_it_reads():
     def loss(weights, biases, x):
         for weight, bias in zip(weights, biases, strict=True):

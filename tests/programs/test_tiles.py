@@ -124,3 +124,19 @@ def test_the_images_of_a_loop_over_microbatches_are_copied_into_a_convolutions_l
     program, placements = placed(fn, (4, 8, 64, 64, 3), (3, 3, 3, 64))
     scaled = next(operation for operation in program.operations if operation.kind == "mul").outputs[0]
     assert placements.value_bytes(scaled) < 2.1 * 4 * 8 * 64 * 64 * 3 * 4  # not 128 lanes for 3 features
+
+
+@pytest.mark.parametrize(("rows", "factor"), [(8, 264 * 384), (128, 264 * 384)])
+def test_scores_of_attention_are_tiled_along_queries_and_keys(rows, factor):
+    """A product with batch dims has tiles along the others, also as a loop's stack and where the batch would fit."""
+
+    def loop(queries, keys):
+        def layer(queries, _):
+            scores = jnp.exp(jnp.einsum("bnth,bnsh->bnts", queries, keys))
+            return queries + scores.sum(-1, keepdims=True), scores
+
+        return jax.lax.scan(layer, queries, length=3)
+
+    program, placements = placed(loop, (rows, 8, 257, 64), (rows, 8, 257, 64))
+    scan = next(operation for operation in program.operations if operation.kind == "scan")
+    assert placements.value_bytes(scan.outputs[1]) == pytest.approx(3 * rows * 8 * factor * 4, rel=1e-6)
