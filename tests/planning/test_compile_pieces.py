@@ -3,8 +3,10 @@
 import jax
 import pytest
 
+import jaxscale as jx
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning import compile_pieces
 from jaxscale.planning.compile_pieces import lowered_piece, pieces_of
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
@@ -86,3 +88,16 @@ def test_blocks_in_no_loop_have_no_piece(planned):
     experiment = planned(memory=MemoryPlan.parse("revolve:2"))
     with pytest.raises(UserError, match="compile-block: the model's blocks do not run in a loop"):
         estimate(experiment, CPU, compile_block=True)
+
+
+def test_a_piece_with_a_part_for_one_device_is_refused(monkeypatch):
+    """Attention of a GPU is written for one device, and the blocks of the forward pass end with what leaves it."""
+    platform = Platform.parse("gpu h100 x 4")
+    plan = jx.Plan(mesh="fsdp:4", zero=3, precision="bfloat16")
+    model = jx.models.Decoder(vocab=64, context=64, layers=2, embed=64, heads=2)
+    experiment = jx.Experiment("small", model, jx.data.Text("text.txt", context=64), batch=8, plan=plan)
+    step = described_step(experiment, platform)
+    forward = pieces_of(traced_step(step, batch_shapes(experiment), platform).program)[0]
+    monkeypatch.setattr(compile_pieces, "build", lambda *_, **__: step)  # its devices are absent
+    with pytest.raises(UserError, match=r"cannot compile 'forward blocks' alone: .* \(jax.shard_map\)"):
+        lowered_piece((), lambda: experiment, platform, plan, forward)
