@@ -42,7 +42,8 @@ Row = dict[str, Any]
 def experiment_of(row: Row) -> tuple[jx.Experiment, jx.Plan]:
     """Return the experiment and the plan of a published run."""
     model = jx.models.Decoder(context=row["context"], **PUBLISHED["models"][row["model"]])
-    experiment = jx.Experiment(row["name"], model, jx.data.Text("text.txt", context=row["context"]), batch=row["batch"])
+    data = jx.data.Text("text.txt", context=row["context"])
+    experiment = jx.Experiment(row["name"], model, data, batch=row["batch"])
     mesh = jx.MeshSpec.parse(row["mesh"])
     plan = jx.Plan(
         mesh=mesh,
@@ -68,16 +69,17 @@ def modeled(row: Row) -> float:
 
 def published_seconds(row: Row) -> float:
     """Return the seconds of a step from the published MFU, FLOP/s or tokens per second."""
-    platform, model = jx.Platform.parse(row["platform"]), experiment_of(row)[0].model
+    platform, model = jx.Platform.parse(row["platform"]), PUBLISHED["models"][row["model"]]
     tokens, chips = row["batch"] * row["context"], platform.chips * platform.slices
     if "tokens_per_second_per_chip" in row:
         return tokens / (row["tokens_per_second_per_chip"] * chips)
-    attention_weights = 2 * model.embed * model.head_dim * (model.heads + model.kv_heads)
-    mlp_weights = (3 if model.mlp_kind == "swiglu" else 2) * model.embed * model.mlp
-    tables = (1 if model.tied else 2) * model.vocab * model.embed
-    weights = model.layers * (attention_weights + mlp_weights) + tables
-    scores_flop = 12 * model.layers * model.heads * model.head_dim * row["context"] * source_of(row)["attention_share"]
-    rate = row["mfu"] * platform.peak("bfloat16") if "mfu" in row else row["tflops"] * 1e12 * chips
+    embed, head_dim, layers = model["embed"], model["head_dim"], model["layers"]
+    attention_weights = 2 * embed * head_dim * (model["heads"] + model["kv_heads"])
+    mlp_weights = (2 if "mlp_kind" in model else 3) * embed * model["mlp"]
+    tables = (1 if model.get("tied") else 2) * model["vocab"] * embed
+    weights = layers * (attention_weights + mlp_weights) + tables
+    scores_flop = 12 * layers * model["heads"] * head_dim * row["context"] * source_of(row)["attention_share"]
+    rate = row["mfu"] * (platform.peak("bfloat16") or 0.0) if "mfu" in row else row["tflops"] * 1e12 * chips
     return (6 * weights + scores_flop) * tokens / rate
 
 
@@ -93,7 +95,7 @@ def show_compiled(rows: list[Row]) -> bool:
         seconds, limit = compiler_seconds(report.schedule, plan, platform), usable_bytes(platform)
         print(f"{row['name']}: {report}")
         name = row["name"].replace(" ", "_")
-        figures.append(Figure(f"{name}_bytes", report.device_bytes, "B", limit))
+        figures.append(Figure(f"{name}_bytes", report.device_bytes or 0, "B", limit))
         if seconds is not None:
             published = published_seconds(row)
             print(f"{row['name']}: published {published:.2f} s, by the compiler's clock {seconds}", flush=True)
