@@ -142,6 +142,8 @@ class Platform:
     def __post_init__(self) -> None:
         if self.chips < 1 or self.slices < 1:
             raise UserError(f"platform: got {self.chips} chips and {self.slices} slices, expected at least 1 of each")
+        if self.network is not None and not 0 < self.network < math.inf:
+            raise UserError(f"platform: got a network of {self.network} bytes/s, expected a finite rate above 0")
         if self.topology is not None and math.prod(self.topology) != self.chips:
             raise UserError(
                 f"topology: got {_topology_text(self.topology)}, which has {math.prod(self.topology)} chips, expected "

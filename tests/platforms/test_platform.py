@@ -115,6 +115,8 @@ def test_a_network_of_its_own_replaces_that_of_the_table():
     assert links.pop("dcn").bandwidth == 12.5e9
     assert table_links.pop("dcn").bandwidth == 50e9
     assert links == table_links
+    with pytest.raises(UserError, match="got a network of 0.0 bytes/s, expected a finite rate above 0"):
+        dataclasses.replace(platform, network=0.0)
 
 
 @pytest.mark.parametrize("chip", chips().values(), ids=chips())
