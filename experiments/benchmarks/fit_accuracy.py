@@ -42,12 +42,12 @@ Not among the 45: "middle" on H100, compiled last, takes 1,671,455,588 bytes; th
 is within the bar but more than the margin of 15 %; with its block compiled it is off by 0.4 %.
 
 Compiled again with JAX 0.10.2, libtpu 0.0.51 (2026-11-29, `fit_accuracy_again.jsonl`), since blocks keep less for the
-backward pass: 47 programs, off by 2.4 % in the median and 14.5 % at worst (with a piece compiled 1.8 and 18.1 %, which
-fails its bar). Before, a ViT over fsdp:2,tensor:2 on v5p was 23 % too low (scores are tiled along queries and keys),
-"small" with ZeRO 0 there 18 % too high (its logits are freed before the blocks), and "middle" on H100 16 % too low (a
-layer's gradients of weights come last in its backward pass). What is left beyond 10 % is "mixture" in float32 on v5p.
-XLA:GPU finds no tiles for two steps of the ViT, and its forward pass on H100 cannot be compiled alone. What `fit` reads
-is still of the first recording.
+backward pass: 47 programs, off by 2.4 % in the median and 14.5 % at worst; 45 with a piece compiled by 1.6 and 18.1 %,
+which fails its bar. Before, a ViT over fsdp:2,tensor:2 on v5p was 23 % too low (scores are tiled along queries and
+keys), "small" with ZeRO 0 there 18 % too high (its logits are freed before the blocks), and "middle" on H100 16 % too
+low (a layer's gradients of weights come last in its backward pass). What is left beyond 10 % is "mixture" in float32 on
+v5p. XLA:GPU finds no tiles for two steps of the ViT, and its forward pass on H100 cannot be compiled alone. What `fit`
+reads is still of the first recording.
 """
 
 import argparse

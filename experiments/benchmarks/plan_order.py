@@ -1,12 +1,12 @@
 """Order of plans by modeled seconds beside the order by measured ones, on one processor core.
 
-    taskset -c 1 python experiments/benchmarks/plan_order.py          # 20 plans of each of three models, 15 minutes
+    taskset -c 1 python experiments/benchmarks/plan_order.py          # 20 plans of each of three models, 20 minutes
     python experiments/benchmarks/plan_order.py --tiny                # three plans of one small model
 
 Plans of one device differ in memory rule, microbatches, chunks of the loss and formats of the optimizer state. Their
 steps are timed in turns, by processor seconds, and the median of the rounds counts. Spearman's coefficient compares the
 two orders: 1 if they are equal, about 0 if they are unrelated. The coefficient of the odd and the even rounds shows how
-far the machine repeats its own order, which no model can exceed by much.
+far the machine repeats its own order.
 """
 
 import argparse

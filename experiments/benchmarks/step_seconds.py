@@ -13,8 +13,8 @@ was decided with all of these runs in view; no number was fitted for it.
 
 The MFU that a second slice costs is shown apart: the run on one slice calibrates that on two.
 
-With --compile, runs on one slice are compiled: whether they fit, and their seconds by libtpu's schedule beside the
-published ones (the cycles that it estimates, kernels by their declared FLOP, and collectives by their bytes).
+With --compile, runs on one slice without a doubt are compiled: whether they fit, and their seconds by libtpu's schedule
+beside the published ones (the cycles that it estimates, kernels by their declared FLOP, collectives by their bytes).
 """
 
 import argparse
@@ -88,7 +88,7 @@ def show_compiled(rows: list[Row]) -> bool:
     figures = []
     for row in rows:
         platform = jx.Platform.parse(row["platform"])
-        if platform.slices > 1 or platform.chip.kind != "tpu":
+        if platform.slices > 1 or platform.chip.kind != "tpu" or "doubt" in row:
             continue
         experiment, plan = experiment_of(row)
         report = compile_report(step_recipe(experiment, plan, None), platform)
@@ -147,11 +147,12 @@ def main() -> bool:
         if "doubt" not in row:
             errors.append(abs(error))
             left_out_errors += [] if math.isnan(left_out) else [abs(left_out)]
-    figures = [
-        Figure("runs", len(errors), "runs"),
-        Figure("median_error", statistics.median(errors), "share"),
-        Figure("worst_error", max(errors), "share"),
-    ]
+    figures = [Figure("runs", len(errors), "runs")]
+    if errors:
+        figures += [
+            Figure("median_error", statistics.median(errors), "share"),
+            Figure("worst_error", max(errors), "share"),
+        ]
     if left_out_errors:
         figures += [
             Figure("left_out_median_error", statistics.median(left_out_errors), "share", 0.10),

@@ -102,7 +102,8 @@ def assign(
         chip_platform = Platform(group.chip, max(1, schedule.ranks * worker_count // group.chip.devices))
         chip_prices = model_prices(experiment, chip_platform, schedule.ranks, microbatch_count)
         prices_by_chip[group.chip.name] = in_periods(chip_prices, period)
-        bandwidth_by_chip[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
+        host_links = [link.bandwidth for link in group.links if link.name != "dcn"]
+        bandwidth_by_chip[group.chip.name] = max(host_links, default=math.inf)
     chip_names = [group.chip.name for group in groups for _ in range(group.devices)]
     pipe_devices = tuple(PipelineDevice(kind=name, link=bandwidth_by_chip[name]) for name in chip_names)
     if worker_count > 1:

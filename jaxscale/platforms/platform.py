@@ -123,7 +123,7 @@ class Platform:
         topology: number of chips along each axis of a TPU slice's torus; None for GPUs, for CPUs, and for chips that do
             not form a box.
         slices: number of TPU slices, which are connected by the data center's network; 1 for GPUs and CPUs.
-        network: bytes/s that a chip sends to other hosts or slices; None for that of the table.
+        network: bytes/s that a chip sends to other hosts or slices, below 1.25e14; None for that of the table.
 
     Example:
         >>> platform = Platform.parse("tpu v5p:4x4x4")
@@ -137,13 +137,20 @@ class Platform:
     chips: int
     topology: tuple[int, ...] | None = None
     slices: int = 1
-    network: float | None = None
+    network: int | None = None
 
     def __post_init__(self) -> None:
         if self.chips < 1 or self.slices < 1:
             raise UserError(f"platform: got {self.chips} chips and {self.slices} slices, expected at least 1 of each")
-        if self.network is not None and not 0 < self.network < math.inf:
-            raise UserError(f"platform: got a network of {self.network} bytes/s, expected a finite rate above 0")
+        if self.network is not None and not 0 < self.network < 125 * 10**12:
+            raise UserError(
+                f"platform: got a network of {self.network} bytes/s, expected more than 0, less than 1.25e14"
+            )
+        if self.network is not None and self.chip.chips_per_host is None:
+            raise UserError(
+                f"platform: got a network between hosts, but the number of {self.chip.name} in a host is unknown, so "
+                "that all count as one host; leave out the network"
+            )
         if self.topology is not None and math.prod(self.topology) != self.chips:
             raise UserError(
                 f"topology: got {_topology_text(self.topology)}, which has {math.prod(self.topology)} chips, expected "
@@ -164,7 +171,7 @@ class Platform:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links of a chip and of its host, from the fastest to the slowest."""
+        """The links of a chip and of its host; a network that the platform states is the last."""
         if self.network is None:
             return self.chip.links
         others = tuple(link for link in self.chip.links if link.name != "dcn")
@@ -215,7 +222,10 @@ class Platform:
         return detect()
 
     def __str__(self) -> str:
-        network_text = "" if self.network is None else f" over {self.network * 8 / 1e9:.10g}Gb/s"
+        network_text = ""
+        if self.network is not None:
+            rate = f"{self.network * 8 / 1e9:.9f}".rstrip("0").rstrip(".")
+            network_text = f" over {rate}Gb/s"
         if self.topology is not None:
             slices_text = f" x {self.slices}" if self.slices > 1 else ""
             return f"tpu {self.chip.name}:{_topology_text(self.topology)}{slices_text}{network_text}"
@@ -253,15 +263,16 @@ def _unknown_platform(text: str) -> UserError:
     )
 
 
-def _network_rate(text: str, rate: str) -> float:
+def _network_rate(text: str, rate: str) -> int:
     """Return the bytes/s of a network's rate, such as "100Gb/s", from the end of a platform's `text`."""
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*G(b|B)/s", rate)
-    if match is None or not float(match[1]):
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*G(b|B)/s", rate)
+    byte_rate = 0 if match is None else round(float(match[1]) * 1e9 / (8 if match[2] == "b" else 1))
+    if not byte_rate:
         raise UserError(
             f"platform {text!r}: got {rate!r} for the network of a chip, expected Gb/s (bits) or GB/s (bytes), such as "
             "'over 100Gb/s' or 'over 12.5GB/s'"
         )
-    return float(match[1]) * 1e9 / (8 if match[2] == "b" else 1)
+    return byte_rate
 
 
 def _parse_count(text: str, tail: str) -> int:

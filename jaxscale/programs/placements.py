@@ -82,7 +82,7 @@ class Placements:
     def bytes_of(self, aval: Any, dims: Dims, *, in_host: bool = False, tile_dims: TileDims | None = None) -> int:
         """Return the bytes per device of an abstract value in device memory, or in host memory with `in_host`.
 
-        A value in the other memory has 0 bytes. `tile_dims` are the dims of the tiles that a kernel prescribes.
+        A value in the other memory has 0 bytes. `tile_dims` are the dims of prescribed tiles.
         """
         if in_host_memory(aval) != in_host:
             return 0

@@ -1,4 +1,4 @@
-"""Bytes of padding to tiles in a TPU's memory: XLA chooses an array's layout, except around kernels and convolutions.
+"""Bytes of padding to tiles in a TPU's memory: XLA chooses an array's layout, but not freely around some operations.
 
 A TPU stores an array in tiles of 8 x 128 elements along two of its dims. XLA takes the dims that waste least, but the
 operands and results of a Pallas kernel are tiled along their last two dims, so that heads of width 64 take twice their
@@ -83,7 +83,7 @@ def _padded(size: int, multiple: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Tiles:
-    """The dims of the tiles of the values whose layout a kernel or a convolution prescribes.
+    """The dims of the tiles of the values whose layout a kernel, a convolution or a batched product prescribes.
 
     Args:
         program: a flat program.
@@ -118,7 +118,7 @@ class Tiles:
 
 
 def prescribed_tiles(program: FlatProgram) -> Tiles:
-    """Return the tiles of the values of a program whose layout a kernel or a convolution prescribes.
+    """Return the tiles of the values whose layout a kernel, a convolution or a batched product prescribes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -189,22 +189,24 @@ def _prescribe_batched_products(tiles: Tiles) -> None:
         if operation.loop_body is not None:
             _stack_batched_products(operation, tiles.loop_tiles[index], tiles)
             continue
-        result = operation.outputs[0] if operation.outputs else None
-        if result is None or result in dims_by_value:
-            continue
-        shape = tuple(getattr(avals[result], "shape", ()))
-        if operation.kind == "dot_general":
-            batch_dim_count = len(operation.params["dimension_numbers"][1][0])
-            other_dims = range(batch_dim_count, len(shape))
-            if batch_dim_count and len(other_dims) > 1:
-                tiles.batched_products.add(result)
-                dims_by_value[result] = tuple((i, j) for i in other_dims for j in other_dims if i != j)
-        elif operation.kind in ELEMENTWISE or operation.kind in SAME_LAYOUT:
-            operands = tiles.batched_products.intersection(operation.inputs)
-            source = next((value for value in operands if tuple(avals[value].shape) == shape), None)
-            if source is not None:
-                tiles.batched_products.add(result)
-                dims_by_value[result] = dims_by_value[source]
+        for position, result in enumerate(operation.outputs):
+            if result is None or result in dims_by_value:
+                continue
+            shape = tuple(getattr(avals[result], "shape", ()))
+            if operation.kind == "dot_general":
+                batch_dim_count = len(operation.params["dimension_numbers"][1][0])
+                other_dims = range(batch_dim_count, len(shape))
+                if batch_dim_count and len(other_dims) > 1:
+                    tiles.batched_products.add(result)
+                    dims_by_value[result] = tuple((i, j) for i in other_dims for j in other_dims if i != j)
+            elif operation.kind in ELEMENTWISE or operation.kind in SAME_LAYOUT:
+                is_several = len(operation.outputs) > 1  # as of a barrier, each of which is the operand at its place
+                inputs = operation.inputs[position : position + 1] if is_several else operation.inputs
+                operands = tiles.batched_products.intersection(inputs)
+                source = next((value for value in operands if tuple(avals[value].shape) == shape), None)
+                if source is not None:
+                    tiles.batched_products.add(result)
+                    dims_by_value[result] = dims_by_value[source]
 
 
 def _stack_batched_products(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:
@@ -234,7 +236,7 @@ def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tile
     for value, inner_value, added_dims in pairs:
         if value is not None and inner_value in body_tiles.dims_by_value and value not in tiles.product_results:
             tile_dims = body_tiles.dims_by_value[inner_value]
-            if len(tile_dims) > 1:  # a convolution's activations are copied from the array outside
+            if len(tile_dims) > 1:  # a convolution's or a batched product's operands are copied from the array outside
                 continue
             shifted_dims = tuple((first + added_dims, second + added_dims) for first, second in tile_dims)
             tiles.dims_by_value.setdefault(value, shifted_dims)

@@ -24,6 +24,8 @@ TEXTS = [
     "tpu v6e:16x16 x 4",
     "gpu h100 x 128 over 100Gb/s",
     "tpu v5e:16x16 x 2 over 12.5Gb/s",
+    "gpu h100 x 16 over 999999Gb/s",
+    "gpu h100 x 16 over 0.000000008Gb/s",
 ]
 
 
@@ -81,6 +83,8 @@ def test_other_spellings(text, canonical):
         ("gpu h100 x 8 over 100gb/s", "got '100gb/s' for the network"),
         ("gpu h100 x 8 over 0Gb/s", "got '0Gb/s' for the network"),
         ("gpu h100 x 8 over 9Gb/s over 9Gb/s", "got '9Gb/s over 9Gb/s' for the network"),
+        ("gpu h100 x 8 over 0.000000001Gb/s", "got '0.000000001Gb/s' for the network"),
+        ("gpu t4 x 8 over 10Gb/s", "the number of t4 in a host is unknown, so that all count as one host"),
         ("cpu x 8 over 1Gb/s", "expected a count"),
     ],
 )
@@ -115,8 +119,14 @@ def test_a_network_of_its_own_replaces_that_of_the_table():
     assert links.pop("dcn").bandwidth == 12.5e9
     assert table_links.pop("dcn").bandwidth == 50e9
     assert links == table_links
-    with pytest.raises(UserError, match="got a network of 0.0 bytes/s, expected a finite rate above 0"):
-        dataclasses.replace(platform, network=0.0)
+    with pytest.raises(UserError, match="got a network of 0 bytes/s, expected more than 0"):
+        dataclasses.replace(platform, network=0)
+
+
+@given(st.floats(min_value=1e-8, max_value=120_000), st.sampled_from(["Gb/s", "GB/s"]))
+def test_any_network_rate_round_trips(rate, unit):
+    platform = Platform.parse(f"gpu h100 x 16 over {rate:.9f}{unit}")
+    assert Platform.parse(str(platform)) == platform
 
 
 @pytest.mark.parametrize("chip", chips().values(), ids=chips())

@@ -1,13 +1,14 @@
 """Seconds of a train step, itemized, in closed form: the one scale on which plans are compared.
 
     compute  = sum over microbatches of forward + backward + recomputation, by roofline, at the chip's efficiency
-    hidden   = min(compute of the pass, communication of weights and gradients in that pass)
+    hidden   = min(compute of the pass, communication in that pass beside which products run)
     step     = compute + communication - 0.9 hidden + bubble + launches + copies to and from hosts + update
 
 Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur, but for
 all-reduces between slices or hosts: in published runs, these add their whole time to a step. Messages of activations
 (tensor, sequence and pipe axes) do not overlap, because the next product waits for them, unless libtpu divides the
-product and sends around a ring beside it, as it does along a tensor axis of 8 or more chips. The bubble is that of the
+product and sends around a ring beside it, as it does along a tensor axis of 8 or more devices. In compiled programs, it
+does so for half of the bytes of these messages; by published runs, nearly all are hidden. The bubble is that of the
 schedule's simulation with equal stages. An update moves state, weights and gradients once through the memory, or takes
 as long as its elementwise operations; several microbatches add up their gradients there.
 
@@ -47,7 +48,7 @@ FORMAT_OPERATIONS = {"float32": 0, "fp8": 10, "int8": 12, "dynamic8": 20, "int4"
 NOTICEABLE = 0.005
 """Share of a step's seconds below which texts leave an item out."""
 RING = 8
-"""Least number of chips of a tensor axis along which libtpu divides products (seen in compiled programs)."""
+"""Least number of devices of a tensor axis along which libtpu divides products (seen in compiled programs)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +217,14 @@ def _communication(
 
 def _overlaps(transfer: Transfer, mesh: MeshSpec, platform: Platform) -> bool:
     """Return whether a collective runs beside the products of its pass."""
+    is_inside = route(transfer.axes, mesh, platform).parts == 1  # a slice or host
     match transfer.purpose:
         case "weights":
             return True
         case "gradients":
-            return transfer.kind != "all-reduce" or route(transfer.axes, mesh, platform).parts == 1
+            return is_inside or transfer.kind != "all-reduce"
         case "activations":
-            is_divided = platform.chip.kind == "tpu" and mesh.tensor >= RING
+            is_divided = platform.chip.kind == "tpu" and mesh.tensor >= RING and is_inside
             return is_divided and transfer.axes == ("tensor",) and transfer.kind != "all-reduce"
         case _:
             return False
