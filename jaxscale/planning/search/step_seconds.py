@@ -5,7 +5,7 @@
     step     = compute + communication - 0.9 hidden + bubble + launches + copies to and from hosts + update
 
 Gathers of weights and reductions of gradients overlap with the products of the pass in which they occur, but for
-all-reduces between slices or hosts: in published runs, these add their whole time to a step. Messages of activations
+reductions between slices or hosts: in published runs, these add their whole time to a step. Messages of activations
 (tensor, sequence and pipe axes) do not overlap, because the next product waits for them, unless libtpu divides the
 product and sends around a ring beside it, as it does along a tensor axis of 8 or more devices. In compiled programs, it
 does so for half of the bytes of these messages; by published runs, nearly all are hidden. The bubble is that of the
@@ -222,7 +222,7 @@ def _overlaps(transfer: Transfer, mesh: MeshSpec, platform: Platform) -> bool:
         case "weights":
             return True
         case "gradients":
-            return is_inside or transfer.kind != "all-reduce"
+            return is_inside
         case "activations":
             is_divided = platform.chip.kind == "tpu" and mesh.tensor >= RING and is_inside
             return is_divided and transfer.axes == ("tensor",) and transfer.kind != "all-reduce"

@@ -32,6 +32,8 @@ def test_gradients_between_hosts_and_slices_wait_for_no_product(platform):
     assert between < 1.5 * at_once  # the tables, and a latency for each layer
     inside = items(platform.replace("16", "8").removesuffix(" x 2"), "data:2,fsdp:4")
     assert inside["gradients over data"] < 0.2 * between
+    scattered = items(platform, "fsdp:16")["gradients over fsdp"]  # half of what an all-reduce sends
+    assert 0.4 * between < scattered < 0.9 * between
 
 
 def test_a_slower_network_takes_longer():
