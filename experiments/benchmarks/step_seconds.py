@@ -92,14 +92,17 @@ def show_compiled(rows: list[Row]) -> bool:
             continue
         experiment, plan = experiment_of(row)
         report = compile_report(step_recipe(experiment, plan, None), platform)
-        seconds, limit = compiler_seconds(report.schedule, plan, platform), usable_bytes(platform)
+        seconds = compiler_seconds(report.schedule, plan, platform)
         print(f"{row['name']}: {report}")
         name = row["name"].replace(" ", "_")
-        figures.append(Figure(f"{name}_bytes", report.device_bytes or 0, "B", limit))
+        figures.append(Figure(f"{name}_fits", report.fits(usable_bytes(platform) or 0), "", 1, ">="))
+        figures.append(Figure(f"{name}_has_seconds", seconds is not None, "", 1, ">="))
         if seconds is not None:
             published = published_seconds(row)
             print(f"{row['name']}: published {published:.2f} s, by the compiler's clock {seconds}", flush=True)
             figures.append(Figure(f"{name}_error", seconds.total / published - 1, "share"))
+    if not figures:
+        raise SystemExit("--compile: got no run on one TPU slice without a doubt; name another one with --run")
     return show(figures, "published steps, compiled")
 
 
