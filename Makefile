@@ -20,7 +20,7 @@ FUZZ  = $(VENV)/.fuzz-$(call sum,fuzz)
 .PHONY: help train test lint docs pages setup setup-aot compilers fuzz fuzzed lock clean
 help:
 	@echo "make train   set up $(VENV), train experiments/shakespeare.py, show samples, write a report"
-	@echo "make test    set up the same, run the tests          (ARGS='-m slow' for the long ones)"
+	@echo "make test    set up the same, run the tests          (ARGS='-m variant' for further cases, '-m slow' for the long ones)"
 	@echo "make lint    format, lint, types, floors"
 	@echo "make docs    build docs/ into docs/build, strictly: a broken link is an error"
 	@echo "make setup   only set up $(VENV)"
