@@ -4,11 +4,11 @@ import gc
 import os
 import shutil
 import signal
-from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
 import pytest
+from quick import FLAGS
 
 # the runs that tests train are trusted by records (`records/trusted_sources.py`) outside of the user's own cache
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".jax_cache" / "user")
@@ -22,12 +22,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         # XLA:CPU aborts on bf16 reductions in partial-manual shard_map without this
         "--xla_disable_hlo_passes=all-reduce-promotion",
-        # compiling is most of what these tests do, and code of the first level runs tiny models as well
-        "--xla_backend_optimization_level=0",
-        # the other cores have a test of their own: one piece costs a tenth less than the sum of many
-        "--xla_cpu_parallel_codegen_split_count=1",
-        # three times faster to compile; JAX 0.12 no longer knows it
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
+        FLAGS,
     ]
 )
 

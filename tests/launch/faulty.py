@@ -62,7 +62,7 @@ def experiment() -> jx.Experiment:
         steps=12,
         batch=8,
         evaluation=jx.Evaluation(every=0),
-        samples=jx.Samples(every=0),
+        samples=jx.Samples(prompts=()),
         checkpoint=jx.Checkpointing(every=4),
         plan=jx.Plan(mesh=os.environ.get("MESH", "fsdp:2"), zero=3),
     )

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from quick import environment
 
 from jaxscale.cli import main
 from jaxscale.records.attempts import read_attempts
@@ -29,14 +30,12 @@ def _launch(
     text: Path, out: Path, fault: str, *words: str, processes: int = 2, **more_variables: str
 ) -> tuple[int, str, float]:
     """Launch a run on this machine; return the exit code, the output and the seconds."""
-    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "FAULT": fault, "TEXT": str(text)}
-    variables |= {"MESH": f"fsdp:{processes}"} | more_variables
+    variables = {"JAX_NUM_CPU_DEVICES": "1", "FAULT": fault, "TEXT": str(text), "MESH": f"fsdp:{processes}"}
     command = [sys.executable, "-m", "jaxscale", "launch", str(FILE), "--cluster", f"local:{processes}"]
     start_time = time.monotonic()
     result = subprocess.run(
         [*command, "--out", str(out), *words],
-        env=variables,
+        env=environment(**variables | more_variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=300,

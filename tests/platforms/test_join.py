@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quick import environment
 
+from jaxscale.cli import main
 from jaxscale.errors import UserError
 from jaxscale.heartbeat import Writer, read_heartbeats
 from jaxscale.platforms.join import ProcessPlace, _missing_text, first_host, local_gpus, place_of
@@ -152,16 +154,16 @@ def experiment():
         optimizer=jx.Optimizer(warmup=5, learning_rate=1e-2),
         steps=6, batch=8,
         evaluation=jx.Evaluation(every=0),
+        samples=jx.Samples(prompts=()),
         plan=jx.Plan({plan}),
     )
 """
 
 
 def _start(file: Path, out: Path, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:
-    environment = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu"} | variables
     command = [sys.executable, "-m", "jaxscale", "train", str(file), "--out", str(out), *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment(**variables), text=True, **pipes)
 
 
 def _torchrun(port: int, rank: int) -> dict[str, str]:
@@ -193,9 +195,9 @@ def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_s
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             ports.append(probe.getsockname()[1])
-    alone = _start(file, tmp_path / "alone", {"JAX_NUM_CPU_DEVICES": "4"})
     together = [_start(file, tmp_path / "two", _torchrun(ports[0], rank)) for rank in (0, 1)]
-    for process in (alone, *together):
+    assert main(["train", str(file), "--out", str(tmp_path / "alone")]) == 0
+    for process in together:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
     losses = [
