@@ -32,6 +32,8 @@ help:
 train: $(TRAIN)
 	$(PY) -m jaxscale train experiments/shakespeare.py $(ARGS)
 
+# tests import hundreds of files in each process: their bytecode is kept
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(TEST)
 	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 

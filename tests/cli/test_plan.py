@@ -12,6 +12,8 @@ from jaxscale.planning.search.calibration import calibration_of
 from jaxscale.planning.search.prices import read_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import read_plan
+from tests.tiers import variants
+from tests.traced_once import share_traces
 
 FILE = """
 from jaxscale import Experiment
@@ -28,6 +30,11 @@ def experiment():
 """
 
 
+@pytest.fixture(autouse=True)
+def _equal_steps_are_traced_once(monkeypatch):
+    share_traces(monkeypatch)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(FILE)
@@ -37,7 +44,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_plan_is_written_and_machines_are_compared(folder, capsys):
-    words = ["plan", "toy.py", "--platforms", "gpu h100 x 2, tpu v5e:1x1", "--forbid", "pipeline,offload"]
+    words = [
+        "plan",
+        "toy.py",
+        "--platforms",
+        "gpu h100 x 2, tpu v5e:1x1",
+        "--forbid",
+        "pipeline,offload,tensor,microbatches",
+    ]
     assert main([*words, "--prices", "prices.json", "--objective", "cost", "--save", "p.json", "-o", "p.html"]) == 0
     shown = capsys.readouterr().out
     assert "tokens for 1" in shown
@@ -47,22 +61,40 @@ def test_a_plan_is_written_and_machines_are_compared(folder, capsys):
 
 
 def test_a_plan_that_does_not_fit_ends_with_3(folder, capsys):
-    assert main(["plan", "toy.py", "--platform", "gpu h100", "--limit", "1KiB", "--forbid", "offload"]) == 3
+    assert (
+        main(
+            [
+                "plan",
+                "toy.py",
+                "--platform",
+                "gpu h100",
+                "--limit",
+                "1KiB",
+                "--forbid",
+                "offload,microbatches,loss_chunk",
+            ]
+        )
+        == 3
+    )
     assert "does not fit" in capsys.readouterr().out
 
 
 def test_a_run_with_plan_auto_trains_by_the_plan_that_it_prints(folder, capsys):
-    assert main(["train", "toy.py", "--plan", "auto", "--out", "run", "--plan.microbatches", "2"]) == 0
+    assert (
+        main(["train", "toy.py", "--plan", "auto", "--out", "run", "--plan.microbatches", "2", "--plan.mesh", "data:2"])
+        == 0
+    )
     assert "train it with: " in capsys.readouterr().out
     assert read_plan(folder / "run" / "plan.json").microbatches == 2
 
 
-def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("compilations", variants([1, 2], default=1))
+def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch, compilations):
     reports = []
 
     def compile_twice(*arguments):
-        """Compile for the lock and for the first check; the step of later ones is the same."""
-        reports.append(compile_report(*arguments) if len(reports) < 2 else reports[0])
+        """Compile for the lock, and for the first check; the step of later ones is the same."""
+        reports.append(compile_report(*arguments) if len(reports) < compilations else reports[0])
         return reports[-1]
 
     monkeypatch.setattr("jaxscale.planning.search.search.compile_report", compile_twice)
@@ -140,7 +172,8 @@ def test_a_run_stores_the_factor_by_which_later_seconds_are_multiplied(folder, c
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     measured = sorted(row["step_seconds"] for row in rows if row["kind"] == "train")
     assert "modeled: " in fitted
-    assert main(["plan", "toy.py", "--platform", "cpu x 2", "--plan.mesh", "data:2", "--plan.microbatches", "1"]) == 0
+    words = ["--plan.mesh", "data:2", "--plan.microbatches", "1", "--plan.memory", "none", "--plan.zero", "0"]
+    assert main(["plan", "toy.py", "--platform", "cpu x 2", *words]) == 0
     planned = capsys.readouterr().out
     assert f"seconds are scaled by {calibration.factor:.3g}, as measured in 20 steps of toy" in planned
     assert "of the peak" not in planned

@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from jaxscale.pipeline import METHODS
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import CODECS
 from jaxscale.values import override
+from tests.tiers import variants
 from tests.trackers import install
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +28,7 @@ PUBLIC_NAMES = {f"jaxscale.{name}" for name in jaxscale.__all__} | {
 PARTS = ("## Mathematics", "## When to use it", "## Picture")
 
 
-def named(pages: list[Path]) -> list[object]:
+def named(pages: list[Path]) -> list[Any]:
     return [pytest.param(page, id=page.relative_to(ROOT / "docs").as_posix()) for page in pages]
 
 
@@ -55,7 +57,11 @@ def _registered() -> Iterator[None]:
         registry.update(copy)
 
 
-@pytest.mark.parametrize("page", named([page for page in PAGES if BLOCK.search(page.read_text())]))
+LONGER = ("start/one_technique.md", "start/own_data.md", "choosing/plan.md")
+EXAMPLES = named([page for page in PAGES if BLOCK.search(page.read_text())])
+
+
+@pytest.mark.parametrize("page", variants(EXAMPLES, default={one.id for one in EXAMPLES} - set(LONGER)))
 def test_the_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     run_blocks(page, slow=False)

@@ -45,6 +45,7 @@ def lost(benchmark):
     return of
 
 
+@pytest.mark.variant  # by default, rules in few bits are compared with their definitions, step by step
 @pytest.mark.parametrize(
     "name",
     [
@@ -60,6 +61,7 @@ def test_few_bits_lose_no_more_than_their_gate(benchmark, lost, name):
     assert lost(name) <= gate
 
 
+@pytest.mark.variant
 def test_a_state_with_zero_loses_more(benchmark, lost):
     rows = {row.name: row for row in benchmark.ROWS}
     control = rows["control_adamw_state_with_zero"]

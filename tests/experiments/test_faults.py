@@ -69,6 +69,7 @@ def test_wild_values_are_accepted_or_refused(tmp_path, monkeypatch, capsys):
     assert counts["constructed", "values alone"] >= 5
 
 
+@pytest.mark.variant
 def test_a_planted_fault_is_found(tmp_path, monkeypatch):
     """A draw that raises, one that never ends, one that ends its process, and sound ones before and after them."""
     monkeypatch.syspath_prepend(HARNESS.parent)

@@ -9,6 +9,7 @@ from jaxscale.data import Text
 from jaxscale.models.decoder import Decoder
 from jaxscale.recipe.experiment import Experiment
 from tests.plans import plan_of
+from tests.traced_once import share_traces
 
 FILE = """
 from jaxscale.data import Text
@@ -20,6 +21,11 @@ def experiment():
     model = Decoder(vocab=512, context=128, layers=4, embed=128, heads=4)
     return Experiment(name="small", model=model, data=Text("text.txt", context=128), batch=8)
 """
+
+
+@pytest.fixture(autouse=True)
+def _equal_steps_are_traced_once(monkeypatch):
+    share_traces(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ def test_auto_keeps_to_the_limit():
         pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
 
 
+@pytest.mark.variant
 def test_blocks_are_priced_under_the_plan_that_is_given():
     plan, platform = override(Plan(), {"pipeline": "auto:2", "memory": "full"}), Platform.parse("tpu v5e:2x2")
     chosen = pipeline_choice(EXPERIMENT, platform, 2**34, plan)

@@ -277,7 +277,7 @@ def linen_stack():
 @pytest.mark.parametrize(
     ("make", "menu"),
     [
-        (lambda: InList, ("none", "sqrt")),
+        pytest.param(lambda: InList, ("none", "sqrt"), marks=pytest.mark.variant),  # tests/models/test_foreign_chain.py
         pytest.param(linen_stack, ("none", "sqrt"), marks=pytest.mark.slow),
         pytest.param(lambda: InScan, ("none", "sqrt"), marks=pytest.mark.slow),
         pytest.param(lambda: InList, None, marks=pytest.mark.slow),

@@ -1,6 +1,5 @@
 """Joining: each scheduler's variables give the place of a process, and malformed ones are refused by name."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -185,17 +184,25 @@ PLANS = [
 ]
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _experiment(folder: Path, plan: str) -> Path:
+    """Write an experiment and its text."""
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 400)
+    file = folder / "joined.py"
+    file.write_text(EXPERIMENT.format(text=str(folder / "text.txt"), plan=plan))
+    return file
+
+
+@pytest.mark.variant  # by default, steps are compared (tests/step/test_two_processes.py)
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_seed_is_named(plan, tmp_path):
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
-    file = tmp_path / "joined.py"
-    file.write_text(EXPERIMENT.format(text=str(tmp_path / "text.txt"), plan=plan))
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            ports.append(probe.getsockname()[1])
-    together = [_start(file, tmp_path / "two", _torchrun(ports[0], rank)) for rank in (0, 1)]
+def test_a_run_of_two_processes_equals_a_run_of_one(plan, tmp_path):
+    file, port = _experiment(tmp_path, plan), _free_port()
+    together = [_start(file, tmp_path / "two", _torchrun(port, rank)) for rank in (0, 1)]
     assert main(["train", str(file), "--out", str(tmp_path / "alone")]) == 0
     for process in together:
         output, _ = process.communicate(timeout=300)
@@ -206,8 +213,12 @@ def test_a_run_of_two_processes_equals_a_run_of_one_and_a_process_with_another_s
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert len(losses[1]) == 6  # one log, one writer
     assert [beat.phase for beat in read_heartbeats(tmp_path / "two" / "processes").values()] == ["finished"] * 2
+
+
+def test_a_process_with_another_seed_is_named(tmp_path):
+    file, port = _experiment(tmp_path, 'mesh="fsdp:4", zero=3'), _free_port()
     seeds = ((), ("--seed", "5"))
-    different = [_start(file, tmp_path / "no", _torchrun(ports[1], rank), *seeds[rank]) for rank in (0, 1)]
+    different = [_start(file, tmp_path / "no", _torchrun(port, rank), *seeds[rank]) for rank in (0, 1)]
     outputs = [process.communicate(timeout=300)[0] for process in different]
     assert [process.returncode for process in different] == [2, 2], outputs
     assert "rank 1 differs from rank 0: experiment: seed (5 here, 0 there)" in outputs[1]

@@ -30,9 +30,14 @@ from jaxscale.recipe.combinations import check
 from jaxscale.recipe.plan import OffloadPlan, Plan, read_plan
 from jaxscale.recipe.requests import Facts
 from jaxscale.values import override
+from tests.tiers import variants as tiers
 
 GiB = 2**30
 PLATFORMS = ("tpu v5e:2x2", "tpu v5e:2x4", "tpu v5p:2x2x1", "gpu h100 x 8", "gpu a100 x 16", "tpu v6e:2x2 x 2")
+
+
+DISTANT = ("pipeline", "tensor", "offload", "loss_chunk")
+"""Settings whose plans tests of other settings do not search."""
 
 
 def experiment(**fields):
@@ -139,6 +144,7 @@ def test_the_search_is_not_worse_than_brute_force(case_count, monkeypatch):
     assert max(counts) <= search.MAX_ESTIMATES + search.MAX_BUDGETS
 
 
+@pytest.mark.variant  # brute force, above
 def test_a_search_of_a_real_model_finds_the_fastest_plan_that_fits():
     base = Plan(precision="bfloat16")
     forbidden = frozenset({"pipeline", "offload", "loss_chunk", "tensor"})
@@ -153,7 +159,7 @@ def test_a_search_of_a_real_model_finds_the_fastest_plan_that_fits():
     assert best.seconds.total == pytest.approx(sum(best.seconds.items.values()))
 
 
-@pytest.mark.parametrize("platform", ["tpu v5e:2x2", "gpu h100 x 2", "cpu x 2"])
+@pytest.mark.parametrize("platform", tiers(["tpu v5e:2x2", "gpu h100 x 2", "cpu x 2"], default={"cpu x 2"}))
 def test_a_choice_is_a_plan_of_all_devices(platform, tmp_path):
     choice = choose_plan(experiment(), platform)
     assert choice.fits
@@ -172,19 +178,23 @@ def test_a_choice_is_a_plan_of_all_devices(platform, tmp_path):
 
 def test_fixed_and_forbidden_settings_hold():
     plan = Plan(mesh="data:2,fsdp:4", zero=2, memory="full")
-    fixed = choose_plan(experiment(), "gpu h100 x 8", plan, fixed=("mesh", "zero", "memory")).plan
-    assert (str(fixed.mesh), fixed.zero, str(fixed.memory)) == ("data:2,fsdp:4", 2, "full")
-    plain = choose_plan(
-        experiment(), "gpu h100 x 2", forbidden=("zero", "pipeline", "tensor", "microbatches", "offload")
+    fixed = choose_plan(
+        experiment(), "gpu h100 x 8", plan, fixed=("mesh", "zero", "memory"), forbidden=("offload", "loss_chunk")
     ).plan
+    assert (str(fixed.mesh), fixed.zero, str(fixed.memory)) == ("data:2,fsdp:4", 2, "full")
+    plain = choose_plan(experiment(), "gpu h100 x 2", forbidden=("zero", "microbatches", *DISTANT)).plan
     assert (plain.zero, plain.pipeline, plain.mesh.tensor, plain.microbatches) == (0, None, 1, 1)
+
+
+@pytest.mark.variant  # a fixed setting, above
+def test_replicas_with_a_codec_stay():
     base = Plan(mesh="replica:2,fsdp:4", zero=3, reduce="int8")
-    codec = choose_plan(experiment(), "tpu v5e:2x2 x 2", base, forbidden=("pipeline", "tensor", "offload")).plan
+    codec = choose_plan(experiment(), "tpu v5e:2x2 x 2", base, forbidden=(*DISTANT, "microbatches")).plan
     assert (codec.mesh.replica, str(codec.reduce)) == (2, "int8")
 
 
 def test_the_objective_memory_takes_the_least_memory_and_equal_searches_choose_alike():
-    forbidden = ("pipeline", "offload", "tensor")
+    forbidden = (*DISTANT, "microbatches")
     least = choose_plan(experiment(), "gpu h100 x 4", objective="memory", forbidden=forbidden)
     fastest = choose_plan(experiment(), "gpu h100 x 4", forbidden=forbidden)
     assert least.best.device_bytes < fastest.best.device_bytes
@@ -192,8 +202,9 @@ def test_the_objective_memory_takes_the_least_memory_and_equal_searches_choose_a
     assert str(choose_plan(experiment(), "gpu h100 x 4", forbidden=forbidden)) == str(fastest)
 
 
+@pytest.mark.variant  # which machine would do is searched alike where nothing fits, below
 def test_the_objective_chips_takes_the_smallest_machine_that_the_model_fits():
-    forbidden = ("pipeline", "tensor", "offload", "replica")
+    forbidden = (*DISTANT, "replica")
     choice = choose_plan(experiment(), "gpu h100 x 8", limit="9MiB", objective="chips", forbidden=forbidden)
     assert choice.fits
     assert 1 < choice.platform.chips < 8
@@ -202,7 +213,7 @@ def test_the_objective_chips_takes_the_smallest_machine_that_the_model_fits():
 
 
 def test_when_nothing_fits_the_choice_reports_what_is_missing_and_which_machine_would_do():
-    choice = choose_plan(experiment(), "gpu h100 x 2", limit="5MiB", forbidden=("offload", "pipeline", "tensor"))
+    choice = choose_plan(experiment(), "gpu h100 x 2", limit="5MiB", forbidden=DISTANT)
     assert not choice.fits
     text = str(choice)
     assert "does not fit" in text
@@ -323,7 +334,7 @@ def test_mistakes(fields, message):
 
 
 def test_an_odd_number_of_devices_is_used_as_far_as_the_batch_allows():
-    choice = choose_plan(experiment(), "gpu h100 x 7", forbidden=("pipeline", "offload"))
+    choice = choose_plan(experiment(), "gpu h100 x 7", forbidden=(*DISTANT, "microbatches"))
     assert choice.plan.mesh.devices == 4
 
 

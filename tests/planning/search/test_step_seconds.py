@@ -8,6 +8,7 @@ import jaxscale as jx
 from jaxscale.planning.search.links import collective_seconds
 from jaxscale.planning.search.step_seconds import INTERFERENCE, modeled_seconds
 from jaxscale.platforms.platform import Platform
+from tests.tiers import variants
 
 MODEL = jx.models.Decoder(vocab=4096, context=2048, layers=4, embed=4096, heads=32, mlp=16384)
 EXPERIMENT = jx.Experiment("timed", MODEL, jx.data.Text("text.txt", context=2048), batch=64)
@@ -20,7 +21,7 @@ def items(platform, mesh):
     return modeled_seconds(EXPERIMENT, Platform.parse(platform), plan).items
 
 
-@pytest.mark.parametrize("platform", ["gpu h100 x 16", "tpu v5p:2x2x2 x 2"])
+@pytest.mark.parametrize("platform", variants(["gpu h100 x 16", "tpu v5p:2x2x2 x 2"], default=1))
 def test_gradients_between_hosts_and_slices_wait_for_no_product(platform):
     """Their time is that of an all-reduce of the shards, all layers together; inside a host, it is hidden."""
     between = items(platform, "data:2,fsdp:8")["gradients over data"]

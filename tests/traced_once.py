@@ -1,0 +1,38 @@
+"""Equal steps are traced once for all tests of a process: estimates of memory, and costs of a model's split."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import jaxscale.planning.estimate
+from jaxscale.planning import explain, fit, pipeline_choice
+from jaxscale.planning.search import advice, model_costs, search, step_seconds
+
+
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that keeps the results of arguments that can be hashed."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            hash((*arguments, *keywords.values()))
+        except TypeError:
+            return function(*arguments, **keywords)
+        return cached(*arguments, **keywords)
+
+    return call
+
+
+estimate = kept(jaxscale.planning.estimate.estimate)
+split_costs = kept(model_costs.split_costs)
+
+
+def share_traces(patch: pytest.MonkeyPatch) -> None:
+    """Have the planner share traces, for the time of a test."""
+    for module in (search, advice, fit, pipeline_choice, explain):
+        patch.setattr(module, "estimate", estimate)
+    for module in (search, step_seconds):
+        patch.setattr(module, "split_costs", split_costs)
