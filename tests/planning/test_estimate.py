@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.estimate import estimate, of_step
+from jaxscale.planning.estimate import of_step
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
+from tests.tiers import variants
+from tests.traced_once import estimate
 
 V5E = "tpu v5e:2x2"
 
@@ -29,7 +31,7 @@ def test_arguments_are_exact(planned):
     assert found.device_bytes_by_kind["batch"] == told["batch"]
 
 
-@pytest.mark.parametrize("memory", ["none", "dots", "full"])
+@pytest.mark.parametrize("memory", variants(["none", "dots", "full"], default=1))
 def test_this_machine_s_compiler_agrees_in_outline(planned, memory):
     """XLA:CPU fuses and schedules as no accelerator's compiler does; half as much again is as near as it comes."""
     experiment = planned(memory=MemoryPlan(memory), attention="plain")

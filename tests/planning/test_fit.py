@@ -10,11 +10,11 @@ from jaxscale.compiler.report import CompileReport, OutOfMemory
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import LoRA
-from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
 from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.platforms.platform import Platform
 from jaxscale.records.source import load_file
+from tests.traced_once import estimate
 
 V5E = "tpu v5e:2x2"
 

@@ -15,7 +15,6 @@ from jaxscale.memory.decision import Decision
 from jaxscale.models import ForeignModel, classification, linen_model
 from jaxscale.optim import Optimizer
 from jaxscale.planning import memory_search
-from jaxscale.planning.estimate import estimate
 from jaxscale.planning.explain import explain
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import cheapest_fit
@@ -26,6 +25,8 @@ from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from tests.plans import plan_of
+from tests.tiers import variants
+from tests.traced_once import estimate
 
 V5E = Platform.parse("tpu v5e:2x2")
 MIB = 2**20
@@ -309,7 +310,10 @@ ACCEPTED = {
 """Foreign models, and why a step refuses segments of their blocks."""
 
 
-@pytest.mark.parametrize(("model", "reason"), ACCEPTED.values(), ids=ACCEPTED)
+CASES = [pytest.param(*case, id=name) for name, case in ACCEPTED.items()]
+
+
+@pytest.mark.parametrize(("model", "reason"), variants(CASES, default=set(ACCEPTED) - {"linen", "scan"}))
 def test_segments_are_offered_to_the_foreign_models_whose_step_accepts_them(model, reason):
     experiment = foreign(model)
     candidates = memory_search._Candidates(experiment, V5E, experiment.plan, None)

@@ -15,6 +15,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.memory_resolve import traced_blocks
+from tests.tiers import variants
 
 EXPERIMENT = jx.Experiment(
     "small",
@@ -34,12 +35,15 @@ def by_kind(transfers_or_collectives):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"mesh": "data:8", "microbatches": 2},
-        {"mesh": "fsdp:8", "zero": 2, "microbatches": 2},
-        {"mesh": "fsdp:8", "zero": 3, "memory": "full"},
-        {"mesh": "fsdp:8", "zero": 3, "microbatches": 2, "memory": "full"},
-    ],
+    variants(
+        [
+            {"mesh": "data:8", "microbatches": 2},
+            {"mesh": "fsdp:8", "zero": 3, "microbatches": 2, "memory": "full"},
+            {"mesh": "fsdp:8", "zero": 2, "microbatches": 2},
+            {"mesh": "fsdp:8", "zero": 3, "memory": "full"},
+        ],
+        default=2,
+    ),
     ids=str,
 )
 def test_the_bytes_are_those_of_the_compiled_step(fields):
