@@ -82,8 +82,13 @@ def count_maps() -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
-    """Free the compiled programs of tests that have ended, once there are many."""
+    """Free the compiled programs of tests that have ended, once there are many.
+
+    Meanwhile, a collection passes over what earlier modules have left: each would take seconds in a long session.
+    """
+    gc.freeze()
     yield
+    gc.unfreeze()
     if count_maps() > MOST_MAPS:
         jax.clear_caches()
         gc.collect()

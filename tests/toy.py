@@ -56,3 +56,18 @@ def whole(_whole, tmp_path):
     import shutil
 
     return shutil.copytree(_whole, tmp_path / "whole")
+
+
+@pytest.fixture(scope="session")
+def _compiled():
+    """Compiled steps of toys, and what their compilation returned."""
+    return {}, {}
+
+
+@pytest.fixture(scope="module")
+def shared_steps(_compiled):
+    """Runs of one experiment and plan share their compiled step, as if it were loaded from a cache."""
+    from tests.system.whole import compiled_once
+
+    with compiled_once(*_compiled):
+        yield

@@ -63,10 +63,17 @@ def command(*words: str, codes: Sequence[int] = (0,)) -> str:
 
 
 @contextlib.contextmanager
-def compiled_once() -> Iterator[None]:
-    """Within it, runs of one experiment and plan share their compiled step, as if it were loaded from a cache."""
-    steps: dict[Any, TrainStep] = {}
-    done: dict[TrainStep, Any] = {}
+def compiled_once(
+    steps: dict[str, TrainStep] | None = None, done: dict[TrainStep, Any] | None = None
+) -> Iterator[None]:
+    """Within it, runs of one experiment and plan share their compiled step, as if it were loaded from a cache.
+
+    Args:
+        steps: by experiment and plan, those to begin with; those that are built are added.
+        done: by step, what its compilation returned; the same.
+    """
+    steps = {} if steps is None else steps
+    done = {} if done is None else done
     build, compile = jaxscale.step.build.build, TrainStep.compile
 
     def built(experiment: Any, plan: Any = None, *, devices: Any = None) -> TrainStep:

@@ -14,6 +14,8 @@ from flax import nnx
 import jaxscale as jx
 from jaxscale.recipe.experiment import Checkpointing, Evaluation
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 def rows_of(folder):
     """The rows of the log of a run."""

@@ -22,6 +22,7 @@ from jaxscale.report.page import report_html
 from jaxscale.step.build import build
 from jaxscale.training.loop import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 NEWEST = "checkpoints/00000012"
 
 

@@ -13,14 +13,18 @@ from jaxscale.training.evaluate import evaluate, held_out_means
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 def test_the_held_out_loss_is_the_mean_over_all_targets(toy, whole):
     run = Run.open(whole)
     found = evaluate(whole)
     data = toy().data.open(4, 0)
     total = weight = 0.0
+    model, module = toy().model, run.module
+    loss_of = jax.jit(lambda batch: model.loss(module, batch, Context()))
     for batch in data.evaluation():
-        loss = toy().model.loss(run.module, {k: jnp.asarray(v) for k, v in batch.items()}, Context())
+        loss = loss_of(batch)
         total, weight = total + float(loss.total), weight + float(loss.weight)
     assert found["step"] == 12
     assert found["targets"] == weight

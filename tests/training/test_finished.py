@@ -8,6 +8,7 @@ from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.records.metrics import read_metrics
 from jaxscale.training.loop import train
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 
 

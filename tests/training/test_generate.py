@@ -19,6 +19,7 @@ from jaxscale.training.generate import continuations, decode, generate
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 MODEL = Decoder(vocab=23, context=24, layers=2, embed=16, heads=2, kv_heads=1, mlp=16, init_std=0.3)
 
 
@@ -81,7 +82,7 @@ def test_a_prompt_beyond_the_positions_is_refused(module):
 
 def test_draws_follow_the_distribution_and_the_seed(module):
     prompt = np.array([3, 1, 4])
-    logits = module(jnp.asarray([prompt]))[0, -1]
+    logits = jax.jit(module)(jnp.asarray([prompt]))[0, -1]
     expected = np.asarray(jax.nn.softmax(logits[:23] / 1.5))
     drawn = np.concatenate(decode(Generator(module, MODEL), [prompt] * 4000, Sampling(1, temperature=1.5, seed=1)))
     share = np.bincount(drawn, minlength=23) / 4000
@@ -129,7 +130,11 @@ def test_from_a_run_directory(toy, whole):
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(mesh=MeshSpec(data=2)), Plan(mesh=MeshSpec(fsdp=2), zero=3)], ids=["data", "fsdp"]
+    "plan",
+    [
+        pytest.param(Plan(mesh=MeshSpec(data=2)), marks=pytest.mark.variant, id="data"),
+        pytest.param(Plan(mesh=MeshSpec(fsdp=2), zero=3), id="fsdp"),
+    ],
 )
 def test_the_cpus_of_a_process_decode_as_one_device(toy, tmp_path, plan):
     run = train(toy(steps=1, plan=plan), out=tmp_path / "run", quiet=True)

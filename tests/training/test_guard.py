@@ -14,6 +14,7 @@ from jaxscale.records.metrics import read_metrics
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 # a rate that is 0.01 in the first step and 1e29 in the second
 EXPLODING = Optimizer(learning_rate=1e-2, final_learning_rate=1e30, schedule="linear")
 EVERY_STEP = Checkpointing(every=1, minutes=None, best=False, keep=2)

@@ -16,6 +16,7 @@ from jaxscale.report.summary import summary
 from jaxscale.training.evaluate import evaluate
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+pytestmark = pytest.mark.usefixtures("shared_steps")
 NEWS, CODE = X[:21], X[21:30]
 
 
@@ -154,6 +155,7 @@ def test_a_metric_cannot_have_the_name_of_a_figure_of_a_set(tmp_path):
         jx.train(experiment(), out=tmp_path / "run", metrics={"news/loss": mae})
 
 
+@pytest.mark.variant  # by default: sets on one device and on four; a pipeline's evaluation in `tests/system`
 def test_a_pipeline_evaluates_sets_too(toy, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("the mat sat on the hat. " * 9)

@@ -26,6 +26,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 
 
@@ -334,7 +335,7 @@ def test_a_trace_ends_with_its_run(toy, tmp_path, monkeypatch):
 
 def test_the_best_checkpoint_is_kept(toy, tmp_path):
     experiment = toy(
-        steps=20,
+        steps=10,
         optimizer=Optimizer(learning_rate=0.05, schedule="constant"),
         evaluation=Evaluation(every=2, batches=1),
         checkpoint=Checkpointing(every=1, keep=1, minutes=None),
@@ -343,7 +344,7 @@ def test_the_best_checkpoint_is_kept(toy, tmp_path):
     losses = {row["step"]: row["loss"] for row in run.evaluations}
     best = min(losses, key=losses.__getitem__)
     assert Checkpoints(run.dir / "checkpoints", write=False).best() == best
-    assert set(steps_saved(run.dir)) == {best, 20}
+    assert set(steps_saved(run.dir)) == {best, 10}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 from jaxscale.values import override
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 SLOWER = Optimizer(warmup=5, learning_rate=5e-3)
 
@@ -114,9 +115,10 @@ def test_a_run_that_was_stopped_after_its_return_goes_on_by_the_same_call(toy, w
     train(experiment, out=twin, from_step=5, quiet=True)
     assert exact(whole) == exact(twin)
     slowest = dataclasses.replace(experiment, optimizer=Optimizer(warmup=5, learning_rate=2e-3))
-    train(slowest, out=whole, from_step=5, quiet=True)
+    train(slowest, out=whole, from_step=5, callbacks=[stop], quiet=True)
     assert [row["step"] for row in events(whole, "resume")] == [5, stopped_step, 5]
-    train(slowest, override(Plan(), {"mesh": "data:2", "microbatches": "2"}), out=whole, from_step=5, quiet=True)
+    plan = override(Plan(), {"mesh": "data:2", "microbatches": "2"})
+    train(slowest, plan, out=whole, from_step=5, callbacks=[stop], quiet=True)
     assert [row["step"] for row in events(whole, "resume")] == [5, stopped_step, 5, 5], "another plan is another return"
     assert "00000012.aside-2" in folders(whole), "nothing that was set aside is overwritten"
 

@@ -1,4 +1,7 @@
-"""Signals to processes of the command line: in each phase before the first step, during a save, and by a terminal."""
+"""Signals to processes of the command line: in each phase before the first step, during a save, and by a terminal.
+
+By default: while XLA compiles, while data are opened, while a checkpoint is restored, and one signal during a save.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ import sys
 import time
 
 import pytest
+from tiers import variants
 
 SECONDS = 5.0  # two on a machine with nothing else to do
 
@@ -79,7 +83,8 @@ experiment = jx.Experiment(
     model=jx.models.Decoder(vocab=256, context=16, layers=1, embed=8, heads=2, mlp=16),
     data=jx.data.Text(os.environ["TEXT"], context=16),
     steps=int(os.environ.get("STEPS", "40")), batch=4,
-    evaluation=jx.Evaluation(every=0), samples=jx.Samples(every=0),
+    evaluation=jx.Evaluation(every=0, batches=1), samples=jx.Samples(every=0, prompts=()),
+    optimizer=jx.Optimizer(schedule="constant", warmup=0),  # one program, whatever the number of steps
     checkpoint=jx.Checkpointing(every=4, minutes=None), plan=jx.Plan(mesh="data:1"),
 )
 """
@@ -88,21 +93,23 @@ experiment = jx.Experiment(
 class Runs:
     """Processes that train in one folder."""
 
-    def __init__(self, folder):
-        self.folder, self.mark = folder, folder / "mark"
+    def __init__(self, folder, cache):
+        self.folder, self.mark, self.cache = folder, folder / "mark", str(cache)
         self.processes = []
         (folder / "exp.py").write_text(FILE)
         (folder / "text.txt").write_text("the cat sat on the mat. " * 60)
 
+    def variables(self, phase):
+        """Return what a process has in its environment beside that of this process, whose own flags it lacks."""
+        files = {"MARK": str(self.mark), "TEXT": str(self.folder / "text.txt"), "JAXSCALE_CACHE": self.cache}
+        # the program whose compilation takes long is compiled as usual
+        flags = {} if phase == "compile" else {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        return {"PHASE": phase, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"} | files | flags
+
     def start(self, phase, *prefix, **variables):
         self.mark.unlink(missing_ok=True)
         environment = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-        environment |= {"PHASE": phase, "MARK": str(self.mark), "TEXT": str(self.folder / "text.txt")}
-        environment |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "1",
-            "JAXSCALE_CACHE": str(self.folder / "cache"),
-        }
+        environment |= self.variables(phase)
         command = [*prefix, sys.executable, "-u", "-m", "jaxscale", "train", "exp.py", "--out", "run"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.processes.append(subprocess.Popen(command, cwd=self.folder, env=environment | variables, **streams))
@@ -124,9 +131,15 @@ class Runs:
         return sorted(int(path.name) for path in (self.folder / "run" / "checkpoints").iterdir())
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder of compiled programs: those of the model are compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def runs(tmp_path):
-    all_runs = Runs(tmp_path)
+def runs(tmp_path, cache):
+    all_runs = Runs(tmp_path, cache)
     yield all_runs
     for process in all_runs.processes:  # a failed test must not leave one that trains a million steps
         process.kill()
@@ -142,7 +155,7 @@ def end(process, number=signal.SIGTERM):
     return code, process.stdout.read(), seconds
 
 
-@pytest.mark.parametrize("phase", ["compile", "data", "allocation", "trace"])
+@pytest.mark.parametrize("phase", variants(["compile", "data", "allocation", "trace"], default=2))
 def test_before_the_first_step_a_signal_ends_at_once(runs, phase):
     process = runs.start(phase)
     runs.wait_for_mark(process)
@@ -166,7 +179,7 @@ def test_what_the_signal_does_not_wait_for_takes_long(runs):
     assert float(line.split()[-1]) > 5
 
 
-@pytest.mark.parametrize("phase", ["restore", "compile"])
+@pytest.mark.parametrize("phase", variants(["restore", "compile"], default=1))
 def test_a_continued_run_ends_with_75_and_names_its_checkpoint(runs, phase):
     assert runs.start("none", STEPS="4").wait(100) == 0
     process = runs.start(phase)
@@ -180,7 +193,7 @@ def test_a_continued_run_ends_with_75_and_names_its_checkpoint(runs, phase):
     assert runs.saved_steps == [4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", variants([signal.SIGTERM, signal.SIGHUP], default=1))
 def test_a_signal_during_a_save_waits_for_it(runs, number):
     process = runs.start("save", SAVE_SECONDS="2", STEPS="1000000")
     runs.wait_for_mark(process)
@@ -223,8 +236,7 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(runs):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(runs.folder)
-        variables = {"PHASE": "steps", "MARK": str(runs.mark), "TEXT": "text.txt", "STEPS": "1000000"}
-        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAXSCALE_CACHE": str(runs.folder / "cache")}
+        variables = runs.variables("steps") | {"STEPS": "1000000"}
         base_variables = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
         words = ["-u", "-m", "jaxscale", "train", "exp.py", "--out", "run"]
         os.execve(sys.executable, [sys.executable, *words], base_variables | variables)
