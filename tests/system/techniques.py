@@ -18,7 +18,8 @@ class Technique:
         one: whether it means anything on one device.
         variant: of `tiny.py`; empty: the decoder.
         onto: flags of another layout that a run of it on four devices is continued on; empty: none.
-        default: whether it is its family's, which default tests take through a whole run.
+        default: whether default tests take it through a whole run.
+        each_change: whether it is its family's, which CI takes through a whole run with each change.
         mixes: whether mixtures draw it.
     """
 
@@ -29,6 +30,7 @@ class Technique:
     variant: str = ""
     onto: str = ""
     default: bool = False
+    each_change: bool = False
     mixes: bool = True
 
     @property
@@ -67,7 +69,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     *_alike("rematerialization", "--plan.memory jax:dots_with_no_batch_dims_saveable"),
     *_alike("every K-th block", "--plan.memory sqrt", "--plan.memory periodic:2"),
     *_alike("Revolve", "--plan.memory revolve:1"),
-    *_alike("Rotor", f"--plan.memory chain:{HELD}", default=True),
+    *_alike("Rotor", f"--plan.memory chain:{HELD}", each_change=True),
     *_alike("the optimal save set", f"--plan.memory save:{HELD}", f"--plan.memory save:{HELD}:flop"),
     *_alike("heuristics", f"--plan.memory greedy:{HELD}", f"--plan.memory dtr_static:{HELD}"),
     *_alike(
@@ -79,7 +81,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     *_alike("a decision made before", "--plan.memory file:DECISION", mixes=False, four=""),
     *_alike("optimizer state on the host", "--plan.offload.optimizer-state streamed", onto="--plan.mesh 1"),
-    *_alike("ZeRO-Offload", "--plan.offload.optimizer-state host", onto="--plan.mesh data:2", default=True),
+    *_alike("ZeRO-Offload", "--plan.offload.optimizer-state host", onto="--plan.mesh data:2", each_change=True),
     *_alike("ZeRO-Offload", "--plan.offload.optimizer-state host --plan.state.moments int8"),
     *_alike("optimizer state in 8 bits", *(f"--plan.state.moments {kind}" for kind in ("dynamic8", "fp8"))),
     *_alike("optimizer state in 8 bits", "--plan.state.moments int8", onto="--plan.mesh 1"),
@@ -100,7 +102,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         four=_REPLICAS,
         one=False,
     ),
-    *_alike("gradients compressed", "--plan.reduce powersgd:2", four=_REPLICAS, one=False, default=True),
+    *_alike("gradients compressed", "--plan.reduce powersgd:2", four=_REPLICAS, one=False, each_change=True),
     *_alike(
         "optimizers by name",
         *(
@@ -174,7 +176,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     Technique("any Flax model", "--plan.memory sqrt", variant="foreign_blocks", mixes=False),
     *(Technique("Llama", variant=name, mixes=False) for name in ("llama", "gpt2", "qwen3", "gemma2")),
-    Technique("Llama", variant="pretrained_vit", mixes=False, default=True),
+    Technique("Llama", variant="pretrained_vit", mixes=False, each_change=True),
     *(Technique("", variant=name, mixes=False) for name in ("vit", "resnet")),
     Technique("checkpoints", "", four="--plan.mesh data:4", mixes=False),
 )

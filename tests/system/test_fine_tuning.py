@@ -16,6 +16,19 @@ from jaxscale.models import LoRA, Pretrained
 from jaxscale.models.huggingface import load
 from jaxscale.training.evaluate import evaluate
 from tests.models.goldens import GOLDEN
+from tests.system.whole import compiled_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_step_each():
+    """Runs of one experiment and plan share their compiled step."""
+    with compiled_once():
+        yield
+
+
+def loss_of(experiment, module, batch):
+    """The loss of a model that has been trained, or was read from a folder."""
+    return jax.jit(lambda batch: experiment.model.loss(module, batch, Context()).total)(batch)
 
 
 def flat(params, prefix=""):
@@ -40,6 +53,7 @@ def run_of(tmp_path_factory):
             optimizer=jx.Optimizer(learning_rate=1e-2),
             steps=6,
             batch=8,
+            samples=jx.Samples(prompts=()),
         )
         stop = [lambda event: event.kind == "step" and event.step == stop_after]
         jx.train(experiment, plan, out=folder / name, quiet=True, callbacks=stop)
@@ -48,6 +62,7 @@ def run_of(tmp_path_factory):
     return run
 
 
+@pytest.mark.variant  # by default: over a base in few bits below, and the merged weights in `test_finetune.py`
 def test_the_base_is_the_folder_and_merged_weights_are_the_adapted_model(run_of, tmp_path):
     run = jx.Run.open(run_of("whole", jx.Plan(mesh="1")))
     base = {path: np.asarray(array[...], np.float32) for path, array in flat(load(GOLDEN / "llama")[1])}
@@ -60,13 +75,13 @@ def test_the_base_is_the_folder_and_merged_weights_are_the_adapted_model(run_of,
     step = jx.build(merged, jx.Plan(mesh="1"))
     tokens = jnp.arange(8 * 16, dtype=jnp.int32).reshape(8, 16) % 30
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
-    expected = run.experiment.model.loss(run.module, batch, Context())
-    found = merged.model.loss(step.module(step.init()), batch, Context())
-    np.testing.assert_allclose(found.total, expected.total, rtol=1e-5)
+    expected = loss_of(run.experiment, run.module, batch)
+    np.testing.assert_allclose(loss_of(merged, step.module(step.init()), batch), expected, rtol=1e-5)
     assert evaluate(run.dir)["loss"] == pytest.approx(run.held_out_loss, rel=1e-6)
     assert len(run.generate("the", tokens=4)) >= 4
 
 
+@pytest.mark.variant  # by default: cut on one device below; adapters on meshes in `tests/step/test_frozen.py`
 def test_a_cut_run_continues_on_another_mesh(run_of):
     plan = jx.Plan(mesh="fsdp:2", zero=3)
     run_of("cut", plan, stop_after=3)
@@ -76,7 +91,13 @@ def test_a_cut_run_continues_on_another_mesh(run_of):
     np.testing.assert_allclose(continued.held_out_loss, whole.held_out_loss, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [Pretrained, lambda folder: LoRA(Pretrained(folder), rank=2)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Pretrained, marks=pytest.mark.variant, id="all"),
+        pytest.param(lambda folder: LoRA(Pretrained(folder), rank=2), id="lora"),
+    ],
+)
 def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
     rng = np.random.default_rng(0)
     images = rng.normal(size=(32, 32, 32, 3)).astype("float32")
@@ -89,12 +110,12 @@ def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
     again = jx.Experiment("again", Pretrained(folder), None, steps=1, batch=8)
     step = jx.build(again, jx.Plan(mesh="1"))
     batch = {"images": jnp.asarray(images[:8]), "labels": jnp.zeros(8, jnp.int32)}
-    expected = run.experiment.model.loss(run.module, batch, Context())
-    exported_loss = again.model.loss(step.module(step.init()), batch, Context())
-    np.testing.assert_allclose(exported_loss.total, expected.total, rtol=1e-5)
+    expected = loss_of(run.experiment, run.module, batch)
+    exported_loss = loss_of(again, step.module(step.init()), batch)
+    np.testing.assert_allclose(exported_loss, expected, rtol=1e-5)
     original = jx.Experiment("first", Pretrained(GOLDEN / "vit"), None, steps=1, batch=8)
     step = jx.build(original, jx.Plan(mesh="1"))
-    assert abs(original.model.loss(step.module(step.init()), batch, Context()).total - exported_loss.total) > 1e-2
+    assert abs(loss_of(original, step.module(step.init()), batch) - exported_loss) > 1e-2
 
 
 def test_a_base_in_few_bits_is_the_folders_and_goes_through_a_whole_run(run_of, tmp_path):
@@ -124,6 +145,5 @@ def test_a_base_in_few_bits_is_the_folders_and_goes_through_a_whole_run(run_of, 
     step = jx.build(merged, jx.Plan(mesh="1"))
     tokens = jnp.arange(8 * 16, dtype=jnp.int32).reshape(8, 16) % 30
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
-    expected = run.experiment.model.loss(run.module, batch, Context())
-    loss = merged.model.loss(step.module(step.init()), batch, Context())
-    np.testing.assert_allclose(loss.total, expected.total, rtol=1e-5)
+    expected = loss_of(run.experiment, run.module, batch)
+    np.testing.assert_allclose(loss_of(merged, step.module(step.init()), batch), expected, rtol=1e-5)

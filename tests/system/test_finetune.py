@@ -18,6 +18,14 @@ from jaxscale.recipe.fine_tuning import fine_tuning
 from jaxscale.training.evaluate import evaluate
 from jaxscale.training.generate import generate, stream
 from tests.chat_folders import chat_file, model_folder, template_folder, turns
+from tests.system.whole import compiled_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_step_each():
+    """Runs of one experiment and plan share their compiled step."""
+    with compiled_once():
+        yield
 
 
 @pytest.fixture(scope="module")

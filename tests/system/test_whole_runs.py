@@ -1,8 +1,9 @@
 """Every technique of the README's table, alone and in mixtures, through a whole run of the command line.
 
 `fit`, train with checkpoints, stopped in the middle (some killed), resumed, some on another layout too; evaluate,
-generate, export, report. The losses after the restart are those of the undisturbed run, bit for bit. One technique of
-each family by default; all of them, on one device and on four, and 40 mixtures by `-m slow`.
+generate, export, report. The losses after the restart are those of the undisturbed run, bit for bit. ZeRO 3 and a
+pipeline by default (`test_earlier_runs.py` continues a run with a codec); one technique of each family as variants; all
+of them, on one device and on four, and 40 mixtures by `-m slow`.
 """
 
 import contextlib
@@ -73,11 +74,12 @@ def on_one() -> list:
 
 
 def on_four() -> list:
-    found = [technique for technique in TECHNIQUES if technique.four]
-    return [
-        pytest.param(technique, id=technique.name, marks=[] if technique.default else pytest.mark.slow)
-        for technique in found
-    ]
+    cases = []
+    for technique in TECHNIQUES:
+        if technique.four:
+            further = pytest.mark.variant if technique.each_change else pytest.mark.slow
+            cases.append(pytest.param(technique, id=technique.name, marks=() if technique.default else further))
+    return cases
 
 
 @pytest.mark.parametrize("technique", on_one())
@@ -96,7 +98,7 @@ def test_alone_on_one_device(technique: Technique, place, programs):
 
 @pytest.mark.parametrize("technique", on_four())
 def test_alone_on_four_devices(technique: Technique, place):
-    with compiled_once() if technique.default else contextlib.nullcontext():
+    with compiled_once() if technique.default or technique.each_change else contextlib.nullcontext():
         whole_run(place, technique.variant, technique.flags, technique.four, onto=technique.onto)
 
 

@@ -151,7 +151,7 @@ experiment = jx.Experiment(
     model=jx.models.Decoder(vocab=256, context=16, layers=1, embed=8, heads=2, mlp=16),
     data=jx.data.Text(folder + "/text.txt", context=16),
     steps=40 if case == "paused" else 6, batch=4,
-    evaluation=jx.Evaluation(every=0), samples=jx.Samples(every=0),
+    evaluation=jx.Evaluation(every=0, batches=1), samples=jx.Samples(every=0, prompts=()),
     checkpoint=jx.Checkpointing(every=3, minutes=None), plan=jx.Plan(mesh="data:2"),
 )
 train(experiment, out=folder + "/run", callbacks=[callback])
@@ -167,7 +167,8 @@ def _environment():
 def _ended(tmp_path, case):
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), case],
-        capture_output=True, text=True, timeout=120, env=_environment(), check=False,
+        capture_output=True, text=True, timeout=120, check=False,
+        env=_environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
     )  # fmt: skip
 
 
@@ -184,11 +185,12 @@ def test_a_stuck_collective_ends_the_process_with_a_word(tmp_path):
     assert (row["step"], row["limit"]) == (3, pytest.approx(2.0, abs=30))
     assert row["seconds"] > row["limit"]
     assert any("all-reduce" in text for text in row["by_op_id"].values())
-    again = _ended(tmp_path, "none")
+    again = _ended(tmp_path, "callback")  # a callback of 6 s is not stuck
     assert (again.returncode, again.stdout.splitlines()[-1]) == (0, "DONE"), again.stderr
     assert "after step 3" in again.stdout
 
 
+@pytest.mark.variant  # by default: in the run that is continued above
 def test_a_long_callback_is_not_stuck(tmp_path):
     ended = _ended(tmp_path, "callback")
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "DONE"), ended.stderr

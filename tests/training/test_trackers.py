@@ -13,6 +13,8 @@ from tests.trackers import install
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "own_loop.md"
 SETTINGS = {"wandb": {"id": "toy", "config": {"batch": 4}}, "trackio": {"config": {"batch": 4}}}
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_has_the_numbers_of_the_log_and_may_continue(name, toy, tmp_path, monkeypatch):
