@@ -5,6 +5,7 @@ And the wrapper of a rule whose state lies on the host: the same updates, and wh
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from tiers import variants
 
 from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.described import abstract_device, lower_for
@@ -99,11 +101,26 @@ def run(advance, optimizer, places, *, hosted, weights, clip=None):
     return jax.tree.map(np.asarray, (params, state))
 
 
-@pytest.mark.parametrize("name", list(RULES))
-@pytest.mark.parametrize("weights", [False, True], ids=["weights on the device", "weights on the host"])
+def clipped(name):
+    return optax.chain(optax.clip_by_global_norm(1.0), RULES[name])
+
+
+@functools.cache
+def on_the_device(name):
+    """Weights and state of a clipped rule that is on the device altogether."""
+    return run(update_on_device(clipped(name)), clipped(name), sharded(), hosted=False, weights=False)
+
+
+# whether the weights are on the host; by default a rule with moments, one without a state, and two in parts
+WAYS = variants(
+    itertools.product(RULES, [False, True]),
+    default=[("adamw", False), ("adamw", True), ("sgd", True), ("by label", False)],
+)
+
+
+@pytest.mark.parametrize(("name", "weights"), WAYS)
 def test_every_way_gives_the_same(name, weights):
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), RULES[name])
-    expected = run(update_on_device(optimizer), optimizer, sharded(), hosted=False, weights=False)
+    optimizer, expected = clipped(name), on_the_device(name)
     shapes = jax.tree.map(
         lambda shape, s: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s),
         SHAPES,
@@ -118,8 +135,10 @@ def test_every_way_gives_the_same(name, weights):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found, expected)
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-@pytest.mark.parametrize("weights", [False, True], ids=["weights on the device", "weights on the host"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    variants([("lamb", False), ("lars", True), ("lamb", True), ("lars", False)], default=2),
+)
 def test_a_rule_that_treats_layers_one_by_one_is_cut_between_layers(name, weights):
     shapes = jax.tree.map(
         lambda shape, s: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s),
@@ -221,7 +240,13 @@ HOSTED = {
 SELDOM = ("adamw in int8 by the host", "clipped outside")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in HOSTED])
+@pytest.mark.parametrize(
+    "name",
+    variants(
+        [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in HOSTED],
+        default=["adamw", "adamw in int8", "momentum, half of it", "lamb by the host"],
+    ),
+)
 def test_a_wrapped_rule_is_the_rule_with_its_state_on_the_host(name):
     make, options = HOSTED[name]
     places, params, gradients = wide()
