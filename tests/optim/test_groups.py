@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import variants
 
 from jaxscale.errors import UserError
 from jaxscale.optim.groups import describe_groups, group_indices, masked
@@ -54,7 +55,7 @@ def test_updates_are_those_of_optax_partition_to_the_bit():
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["muon", "lamb", "galore", "adafactor", "schedule_free"])
+@pytest.mark.parametrize("name", variants(["muon", "lamb", "galore", "adafactor", "schedule_free"], default=2))
 def test_a_rule_of_tensors_updates_its_group_as_if_there_were_no_other_parameters(name):
     optimizer = Optimizer(groups={"mlp/up|embed": Optimizer(name, 0.01, rank=2 if name == "galore" else None)})
     alone = Optimizer(name, 0.01, rank=2 if name == "galore" else None).rule(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tiers import variants
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import CODECS, Codec, codecs, wire
@@ -135,7 +136,10 @@ def test_the_first_steps_are_exact():
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("int4", False), ("int4", True), ("qsgd:4bit", True), ("powersgd:2", True), ("dgc:0.1,warmup=0", False)],
+    variants(
+        [("int4", True), ("powersgd:2", True), ("dgc:0.1,warmup=0", False), ("int4", False), ("qsgd:4bit", True)],
+        default=3,
+    ),
 )
 def test_other_numbers_of_replicas_owe_the_same(text, layers):
     codec, shape = Codec.parse(text), (2, *SHAPE)[not layers :]

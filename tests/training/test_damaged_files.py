@@ -175,10 +175,9 @@ def test_a_lock_that_cannot_be_written_is_one_sentence(toy, tmp_path):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_file_that_may_not_be_read_is_one_sentence(toy, tmp_path):
+def test_a_file_that_may_not_be_read_is_one_sentence(whole):
     """In a process without the rights of root, to which modes mean nothing."""
-    run = tmp_path / "run"
-    train(toy(steps=2), out=run, quiet=True)
+    run = whole
     (run / "source").chmod(0)
     program = (
         "import sys; sys.path.insert(0, 'experiments')\n"

@@ -16,7 +16,6 @@ from jaxscale.report.summary import summary
 from jaxscale.training.evaluate import evaluate
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
-pytestmark = pytest.mark.usefixtures("shared_steps")
 NEWS, CODE = X[:21], X[21:30]
 
 

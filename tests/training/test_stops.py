@@ -1,6 +1,7 @@
 """Signals to processes of the command line: in each phase before the first step, during a save, and by a terminal.
 
-By default: while XLA compiles, while data are opened, while a checkpoint is restored, and one signal during a save.
+By default: while XLA compiles, two signals during a save, `nohup`, and a closed terminal, whose run ends with 75 and a
+checkpoint. Variants: the other phases, which `test_loop.py` interrupts within one process, and a save that ends.
 """
 
 import json
@@ -155,7 +156,7 @@ def end(process, number=signal.SIGTERM):
     return code, process.stdout.read(), seconds
 
 
-@pytest.mark.parametrize("phase", variants(["compile", "data", "allocation", "trace"], default=2))
+@pytest.mark.parametrize("phase", variants(["compile", "data", "allocation", "trace"], default=1))
 def test_before_the_first_step_a_signal_ends_at_once(runs, phase):
     process = runs.start(phase)
     runs.wait_for_mark(process)
@@ -179,7 +180,7 @@ def test_what_the_signal_does_not_wait_for_takes_long(runs):
     assert float(line.split()[-1]) > 5
 
 
-@pytest.mark.parametrize("phase", variants(["restore", "compile"], default=1))
+@pytest.mark.parametrize("phase", variants(["restore", "compile"]))
 def test_a_continued_run_ends_with_75_and_names_its_checkpoint(runs, phase):
     assert runs.start("none", STEPS="4").wait(100) == 0
     process = runs.start(phase)
@@ -193,7 +194,7 @@ def test_a_continued_run_ends_with_75_and_names_its_checkpoint(runs, phase):
     assert runs.saved_steps == [4]
 
 
-@pytest.mark.parametrize("number", variants([signal.SIGTERM, signal.SIGHUP], default=1))
+@pytest.mark.parametrize("number", variants([signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_during_a_save_waits_for_it(runs, number):
     process = runs.start("save", SAVE_SECONDS="2", STEPS="1000000")
     runs.wait_for_mark(process)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiers import variants
 
 import jaxscale as jx
 from tests.trackers import install
@@ -16,7 +17,7 @@ SETTINGS = {"wandb": {"id": "toy", "config": {"batch": 4}}, "trackio": {"config"
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", variants(["wandb", "trackio"], default=1))
 def test_a_tracker_has_the_numbers_of_the_log_and_may_continue(name, toy, tmp_path, monkeypatch):
     (source,) = re.findall(
         r"^```python\n(import jax\n\n\nclass Tracker:.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
