@@ -59,7 +59,7 @@ def drawn(experiment):
             {"mesh": "fsdp:2", "zero": 2, "weights": "host"},
             {"mesh": "tensor:2"},
         ],
-        default=3,
+        default=2,
     ),
     ids=str,
 )
