@@ -1,6 +1,8 @@
 """Random combinations of techniques: each lowers or is refused, and what trains equals its plain twin.
 
-The draws, the twins and the tolerances are those of `experiments/composition.py`; other seeds are tried with it.
+The draws, the twins and the tolerances are those of `experiments/composition.py`; other seeds are tried with it. By
+default the draws that cost least are lowered, and two are trained: one over axes of data and sequence with state on the
+host, and one in a pipeline with a memory rule. What they combine, other tests prove one by one.
 """
 
 import dataclasses
@@ -29,6 +31,7 @@ from jaxscale.step.build import build
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
+from tests.tiers import variants
 
 SEED = 17
 QUICK = (101, 108, 111, 112, 117, 119, 120, 122, 134, 137, 139)
@@ -44,7 +47,11 @@ def combination(optimizer: str = "", **fields: str) -> Draw:
     return Draw(tuple(sorted({**rule, **changes}.items())))
 
 
-@pytest.mark.parametrize("number", range(30))
+LIGHT = {0, 2, 3, 4, 9, 11, 17, 18, 21, 24, 26, 27, 29}
+"""Draws that take little more than a processor second to trace, or that are refused."""
+
+
+@pytest.mark.parametrize("number", variants(range(30), LIGHT))
 def test_a_draw_lowers_or_is_refused(number: int) -> None:
     one = draw(SEED, number)
     one = dataclasses.replace(one, length=64)
@@ -56,7 +63,7 @@ def test_a_draw_lowers_or_is_refused(number: int) -> None:
     assert "func.func public @main" in traced.lower().as_text()
 
 
-@pytest.mark.parametrize("number", QUICK)
+@pytest.mark.parametrize("number", variants(QUICK, {122, 137}))
 def test_a_draw_trains_like_its_twins(number: int) -> None:
     one = dataclasses.replace(draw(SEED, number), length=64)
     verdict = judge(one)
@@ -109,8 +116,9 @@ FORMER_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n > 0)) for n, name in enumerate(FORMER_FAULTS)]
+@pytest.mark.parametrize(  # that blocks of replicas are planned as they run, `test_memory_plans.py` has by default
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if n else pytest.mark.variant) for n, name in enumerate(FORMER_FAULTS)],
 )
 def test_what_was_refused_or_crashed_trains_like_its_twins(name: str) -> None:
     verdict = judge(FORMER_FAULTS[name])

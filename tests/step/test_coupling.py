@@ -1,4 +1,7 @@
-"""Losses that couple the rows of a batch: refused where a batch is cut, and evaluated on whole batches."""
+"""Losses that couple the rows of a batch: refused where a batch is cut, and evaluated on whole batches.
+
+Every loss is refused by default; one, the contrastive, is trained.
+"""
 
 import random
 
@@ -14,6 +17,7 @@ from jaxscale.errors import UserError
 from jaxscale.models.foreign import ForeignModel
 from jaxscale.training.evaluate import held_out_means
 from tests.plans import plan_of
+from tests.tiers import variants
 
 ROWS = 8
 
@@ -124,7 +128,7 @@ def noisy(module, batch, key):
     return -jnp.diag(jax.nn.log_softmax(left @ right.T + noise @ noise.T))
 
 
-@pytest.mark.parametrize("score", [*COUPLED, tempered, noisy])
+@pytest.mark.parametrize("score", variants([*COUPLED, tempered, noisy], 1))
 def test_the_replicas_of_a_codec_have_the_loss_of_the_whole_batch(score, monkeypatch):
     monkeypatch.setitem(globals(), "TwoTowers", Tempered if score is tempered else TwoTowers)
     plain, plain_weights = figures(score)
@@ -181,7 +185,9 @@ def test_a_module_that_couples_rows_itself_is_refused_under_a_codec():
         step(step.init(), step.place(arrays()))
 
 
-@pytest.mark.parametrize("fields", [{}, {"mesh": "data:4"}, {"mesh": "fsdp:4", "zero": 3, "memory": "full"}])
+@pytest.mark.parametrize(
+    "fields", variants([{"mesh": "fsdp:4", "zero": 3, "memory": "full"}, {}, {"mesh": "data:4"}], 1)
+)
 def test_a_whole_batch_has_the_contrastive_loss_of_plain_code(fields):
     step = step_of(contrastive, **fields)
     state, batch = step.init(), arrays()
@@ -193,12 +199,15 @@ def test_a_whole_batch_has_the_contrastive_loss_of_plain_code(fields):
 
 @pytest.mark.parametrize(
     ("cut", "options"),
-    [
-        *((cut, {}) for cut in CUTS),
-        ("microbatches", {"norm": True}),
-        ("microbatches", {"rate": 0.5}),
-        ("microbatches", {"over": "rows", "score": contrastive}),
-    ],
+    variants(
+        [
+            *((cut, {}) for cut in CUTS),
+            ("microbatches", {"norm": True}),
+            ("microbatches", {"rate": 0.5}),
+            ("microbatches", {"over": "rows", "score": contrastive}),
+        ],
+        len(CUTS),
+    ),
 )
 def test_sums_over_rows_and_batch_statistics_are_trained(cut, options):
     step = step_of(**{"score": distance, **options}, **CUTS[cut])

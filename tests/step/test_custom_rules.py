@@ -13,6 +13,7 @@ from jaxscale.errors import UserError
 from jaxscale.models import Decoder
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
+from tests.tiers import variants
 
 MODEL = Decoder(vocab=16, context=8, layers=2, embed=16, heads=2, tied=False)
 STEPS = 3
@@ -54,11 +55,12 @@ def plain(name):
     """Parameters after the steps of a plain loop."""
     step = step_of(name)
     state, rule = step.init(), RULES[name](step.experiment.optimizer.schedule_fn(STEPS))
+    update = jax.jit(rule.update)
     params = jax.tree.map(jnp.array, state.params)
     rule_state = rule.init(params)
     for batch in batches():
         gradients = step.gradients_fn(state, step.place(batch))
-        updates, rule_state = rule.update(gradients, rule_state, params)
+        updates, rule_state = update(gradients, rule_state, params)
         params = optax.apply_updates(params, updates)
         state = step.init()
         state.params.clear()
@@ -69,7 +71,10 @@ def plain(name):
 SHARDED, ON_HOST = {"mesh": "fsdp:2", "zero": 2}, {"optimizer_state": "host"}
 
 
-@pytest.mark.parametrize(("name", "fields"), [*((name, SHARDED) for name in RULES), ("partition", ON_HOST)])
+CASES = [*((name, SHARDED) for name in RULES), ("partition", ON_HOST)]
+
+
+@pytest.mark.parametrize(("name", "fields"), variants(CASES, (("masked", SHARDED), ("partition", ON_HOST))))
 def test_a_rule_trains_as_in_a_plain_loop_and_its_state_is_restored(name, fields):
     step = step_of(name, **fields)
     state = step.init()

@@ -1,4 +1,9 @@
-"""Parameters that are not trained: no gradient, no state, shards as the others, and the numbers of a plain loop."""
+"""Parameters that are not trained: no gradient, no state, shards as the others, and the numbers of a plain loop.
+
+By default on one device, under ZeRO 3 and with streamed state.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,7 @@ from jaxscale.errors import UserError
 from jaxscale.models import Decoder, ForeignModel, LoRA, classification
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
+from tests.tiers import variants
 
 ROWS, STEPS = 8, 3
 DECODER = Decoder(vocab=16, context=8, layers=4, embed=16, heads=2, tied=False)
@@ -37,6 +43,13 @@ def trajectory(step):
         state, metrics = step(state, step.place(batch))
         losses.append(float(metrics["loss"]))
     return np.array(losses), state
+
+
+@functools.cache
+def alone(train=None):
+    """A step on one device, its losses and its last state."""
+    step = step_of(train=train)
+    return step, *trajectory(step)
 
 
 def plain(pattern):
@@ -75,18 +88,19 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("train", ["lora", "lora|head"])
+@pytest.mark.parametrize("train", variants([None, "lora|head"], 1), ids=lambda train: train or "lora")
 def test_adapters_train_as_in_a_plain_loop(train):
-    losses, _ = trajectory(step_of(train=train))
-    np.testing.assert_allclose(losses, plain(train), rtol=2e-5)
+    np.testing.assert_allclose(alone(train)[1], plain(train or "lora"), rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "one device"])
+@pytest.mark.parametrize(
+    "name", variants([name for name in PLANS if name != "one device"], {"ZeRO 3", "streamed state"})
+)
 def test_every_plan_trains_adapters_as_one_device_does(name):
     step = step_of(**PLANS[name])
     losses, state = trajectory(step)
     is_rounded = name in ("bfloat16", "a codec")
-    np.testing.assert_allclose(losses, trajectory(step_of())[0], rtol=2e-2 if is_rounded else 1e-5)
+    np.testing.assert_allclose(losses, alone()[1], rtol=2e-2 if is_rounded else 1e-5)
     before = named_leaves(step.init().rest)
     for path, leaf in named_leaves(state.rest).items():
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(before[path]))
@@ -113,8 +127,8 @@ def test_state_gradients_and_memory_are_those_of_the_adapters():
 
 
 def test_a_state_continues_on_another_mesh_and_has_the_names_of_all_parameters():
-    step, other = step_of(), step_of(mesh="fsdp:2", zero=3, precision="bfloat16")
-    _, state = trajectory(step)
+    step, _, state = alone()
+    other = step_of(mesh="fsdp:2", zero=3, precision="bfloat16")
     arrays = step.to_canonical(state)
     assert "params/blocks/layers/3/mlp/up/weight" in arrays
     assert "params/blocks/layers/3/mlp/up/lora/a" in arrays
@@ -131,7 +145,7 @@ def test_a_state_continues_on_another_mesh_and_has_the_names_of_all_parameters()
 
 
 def test_merged_weights_are_the_adapters_product():
-    _, state = trajectory(step := step_of())
+    step, _, state = alone()
     arrays = step.to_canonical(state)
     params = {name.partition("/")[2].replace("/", "."): value for name, value in arrays.items() if "params/" in name}
     merged = ADAPTED.merged(params)
@@ -154,11 +168,14 @@ class Net(nnx.Module):
 
 @pytest.mark.parametrize(
     ("train", "names"),
-    [
-        ("LoRAParam", ["adapter/lora/lora_a", "adapter/lora/lora_b"]),
-        ("lora_b|bias", ["adapter/bias", "adapter/lora/lora_b", "body/bias", "norm/bias"]),
-        (None, None),
-    ],
+    variants(
+        [
+            ("LoRAParam", ["adapter/lora/lora_a", "adapter/lora/lora_b"]),
+            ("lora_b|bias", ["adapter/bias", "adapter/lora/lora_b", "body/bias", "norm/bias"]),
+            (None, None),
+        ],
+        1,
+    ),
 )
 def test_a_foreign_model_trains_what_its_pattern_finds(train, names):
     model = ForeignModel(Net, classification())
