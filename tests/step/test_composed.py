@@ -1,9 +1,10 @@
 """Everything at once: axes in threes and all four, states and weights in few bits, codes on the slow axis, remat.
 
+By default three axes of which one is a pipeline.
+
 python tests/step/test_composed.py CHANGES...  (JSON each, with 16 devices: trains, prints held-out losses)
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -16,12 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxscale.blocks import Context, Loss
 from jaxscale.compiler.collectives import collectives
-from jaxscale.layers.mlp import MLP
-from jaxscale.layers.stack import Stack
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
@@ -32,47 +29,11 @@ from jaxscale.step.compiled_checks import bytes_over
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 from tests.plans import grouped
+from tests.step.residual import Residual, random_batch
+from tests.tiers import variants
 
-ROWS, LENGTH, WIDTH, VOCAB = 16, 4, 32, 16
-
-
-class Block(nnx.Module):
-    """A feed-forward layer and its residual."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.mlp = MLP(WIDTH, 2 * WIDTH, kind="relu", rngs=rngs)
-
-    def __call__(self, x: Any, *, context: Context = Context()) -> Any:
-        return x + self.mlp(x, context=context)
-
-
-class Blocks(nnx.Module):
-    """Two of them."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = Stack(lambda rngs: Block(rngs=rngs), 2, rngs=rngs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Residual:
-    """As few leaves as a stack can have: what is compiled here is the step around the model."""
-
-    layers: int = 2
-
-    def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> Blocks:
-        return Blocks(rngs)
-
-    def logical_sizes(self) -> dict[str, int]:
-        return {"mlp": 2 * WIDTH, "embed": WIDTH}
-
-    def loss(self, module: Blocks, batch: Any, context: Context) -> Loss:
-        x = batch["inputs"].astype(context.dtype or jnp.float32)
-        y = module.blocks(x, context=context).astype(jnp.float32)
-        return Loss(jnp.square(y - batch["targets"]).sum(), jnp.float32(x.size))
-
-
-RANDOM = np.random.default_rng(0)
-BATCH = {name: RANDOM.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32) for name in ("inputs", "targets")}
+ROWS, VOCAB = 16, 16
+BATCH = random_batch(ROWS)
 FEW_BITS = {"precision": "bfloat16", "master": "split", "state": "int8", "memory": "full"}
 CODES = {**FEW_BITS, "reduce": "int8"}
 
@@ -97,12 +58,15 @@ def alone() -> list[list[float]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2", **CODES},
-        {"mesh": "replica:2,fsdp:2", "pipeline": "1f1b:2x2", "zero": "2", **CODES},
-        {"mesh": "replica:2,tensor:2", "pipeline": "1f1b:2x2", **CODES},
-        {"mesh": "fsdp:2,tensor:2", "pipeline": "1f1b:2x2", "zero": "2", **FEW_BITS},
-    ],
+    variants(
+        [
+            {"mesh": "replica:2,fsdp:2", "pipeline": "1f1b:2x2", "zero": "2", **CODES},
+            {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2", **CODES},
+            {"mesh": "replica:2,tensor:2", "pipeline": "1f1b:2x2", **CODES},
+            {"mesh": "fsdp:2,tensor:2", "pipeline": "1f1b:2x2", "zero": "2", **FEW_BITS},
+        ],
+        1,
+    ),
     ids=lambda changes: changes["mesh"] + ",pipe:2" * ("pipeline" in changes),
 )
 def test_three_axes_train_as_one_device_does(changes: dict[str, str]) -> None:

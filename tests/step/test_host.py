@@ -18,17 +18,19 @@ from jaxscale.step.build import build
 from jaxscale.step.compiled_checks import NoEffect, check_host_bytes
 from jaxscale.step.host import check_host_size
 from tests.plans import plan_of
+from tests.step.residual import Residual, random_batch
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=3, embed=8, heads=4, mlp=24)
-BATCH = {
+TEXT = {
     name: np.random.default_rng(seed).integers(0, VOCAB, (ROWS, LENGTH), dtype=np.int32)
     for seed, name in enumerate(("tokens", "targets"))
 }
+SMALL, BATCH = Residual(), random_batch(ROWS)
 
 
-def make(mesh="fsdp:2", optimizer=Optimizer(learning_rate=0.01, warmup=2), **fields):
-    experiment = Experiment("host", MODEL, None, optimizer=optimizer, steps=10, batch=ROWS)
+def make(mesh="fsdp:2", optimizer=Optimizer(learning_rate=0.01, warmup=2), model=SMALL, **fields):
+    experiment = Experiment("host", model, None, optimizer=optimizer, steps=10, batch=ROWS)
     return build(experiment, plan_of(mesh=mesh, **fields))
 
 
@@ -98,8 +100,8 @@ def test_weights_stream_under_rematerialization_and_microbatches(memory):
 @pytest.mark.parametrize("memory", ["none", "dots"])
 def test_no_scan_over_layers_copies_weights_from_host_to_host(memory):
     """Where one does, the TPU's compiler gives up."""
-    step = make(weights="host", memory=MemoryPlan.parse(memory))
-    program = step.step_fn.trace(step.layout.abstract, step.abstract_batch(BATCH)).jaxpr
+    step = make(model=MODEL, weights="host", memory=MemoryPlan.parse(memory))
+    program = step.step_fn.trace(step.layout.abstract, step.abstract_batch(TEXT)).jaxpr
     scans = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
     on_host = [sum(v.aval.memory_space == jax.memory.Space.Host for v in eqn.invars) for eqn in scans]
     assert sum(on_host) > 0
@@ -168,7 +170,7 @@ def test_a_checkpoint_of_one_placement_is_one_of_every_other(places):
 def test_the_module_of_a_state_has_its_weights_on_the_device():
     step = make(weights="host", optimizer_state="streamed")
     module = step.module(step.init())
-    assert np.isfinite(np.asarray(module(jax.numpy.asarray(BATCH["tokens"])))).all()
+    assert np.isfinite(np.asarray(module.blocks(jax.numpy.asarray(BATCH["inputs"])))).all()
 
 
 def test_a_cpu_rehearses_and_says_so():
@@ -192,7 +194,7 @@ def test_a_host_that_is_too_small_is_refused():
 
 
 def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(monkeypatch):
-    layout = make(mesh="1", weights="host", optimizer_state="streamed").layout
+    layout = make(mesh="1", model=MODEL, weights="host", optimizer_state="streamed").layout
     monkeypatch.setattr("jaxscale.step.compiled_checks.is_rehearsal", lambda devices: False)
     monkeypatch.setattr("jaxscale.step.compiled_checks.cut", lambda *args: types.SimpleNamespace(pieces=3))
     with pytest.raises(NoEffect, match="0 bytes of the compiled step's arguments lie on the host"):

@@ -28,21 +28,19 @@ from jaxscale.state.naming import CODES, SCALE
 from jaxscale.step.build import build
 from jaxscale.step.compiled_checks import NoEffect, check_state_bits
 from tests.plans import plan_of
+from tests.step.residual import Residual, random_batch
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=32, heads=4, mlp=64)
-BATCH = {
-    name: np.random.default_rng(seed).integers(0, VOCAB, (ROWS, LENGTH), dtype=np.int32)
-    for seed, name in enumerate(("tokens", "targets"))
-}
+BATCH = random_batch(ROWS)
 STATE = "optimizer/1/0/mu/blocks/layers/1/mlp/down/weight"
 
 
 GUARD = Guard(spike=10, warmup=1)
 
 
-def make(mesh="1", optimizer=Optimizer(learning_rate=0.01, warmup=2), **fields):
-    experiment = Experiment("bits", MODEL, None, optimizer=optimizer, steps=10, batch=ROWS, guard=GUARD)
+def make(mesh="1", optimizer=Optimizer(learning_rate=0.01, warmup=2), model=MODEL, **fields):
+    experiment = Experiment("bits", model, None, optimizer=optimizer, steps=10, batch=ROWS, guard=GUARD)
     return build(experiment, plan_of(mesh=mesh, **fields))
 
 
@@ -227,7 +225,7 @@ def test_a_planted_fault_in_the_bits_of_a_state_is_found():
 @functools.cache
 def trained():
     """A step with int8 state over four devices, compiled, after three updates, and what each told."""
-    step = make(mesh="fsdp:4", zero=2, state="int8")
+    step = make(mesh="fsdp:4", zero=2, state="int8", model=Residual())
     compiled = step.compile(BATCH)
     state, told = step.init(), []
     for _ in range(3):
@@ -265,7 +263,7 @@ def test_it_learns_takes_the_bytes_it_says_and_a_skipped_step_leaves_every_bit()
 
 def test_a_state_moves_to_another_layout_bit_by_bit_where_its_blocks_fit_there():
     """From 4-way fsdp to 8-way fsdp x tensor: blocks get shorter, and every number stays what it is."""
-    one, other = trained().step, make(mesh="fsdp:2,tensor:4", zero=3, state="int8")
+    one, other = trained().step, make(mesh="fsdp:2,tensor:4", zero=3, state="int8", model=Residual())
     saved = one.to_canonical(trained().state)
     entries = {n: (x.shape, str(x.dtype)) for n, x in saved.items()}
     change = conversion(entries, other.canonical_abstract())
@@ -285,7 +283,7 @@ def test_split_weights_train_as_float32_masters_do_at_three_bytes_each():
     fields = {"mesh": "fsdp:2", "zero": 2, "precision": "bfloat16"}
     told = []
     for more in ({}, {"master": "split", "state": "int8"}):
-        step = make(**fields, **more)
+        step = make(model=Residual(), **fields, **more)
         step.compile(BATCH)
         state, losses = step.init(), []
         for _ in range(6):

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.data.rows import Arrays
-from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel
 from jaxscale.optim.leaves import ParamInfo
 from jaxscale.optim.optimizer import Optimizer
@@ -29,31 +28,18 @@ from jaxscale.step.train_step import TrainStep
 from jaxscale.step.update import _LARGEST_GROWTH
 from jaxscale.values import override
 from tests.plans import grouped
+from tests.step.residual import Residual, Vectors, random_batch
 from tests.tiers import variants
 
-ROWS, CONTEXT, VOCAB = 8, 8, 12
+ROWS = 8
 GUARD = Guard()
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Random tokens."""
-
-    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        return dict.fromkeys(("tokens", "targets"), ((batch, CONTEXT), "int32"))
-
-
-MODEL = Decoder(vocab=VOCAB, context=CONTEXT, layers=2, embed=16, heads=2)
-WIDE = dataclasses.replace(MODEL, embed=128)  # 8-bit states need matrices of some size
-EXPERIMENT = Experiment("guard", MODEL, Rows(), batch=ROWS, steps=6)
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (ROWS, CONTEXT + 1), dtype=np.int32)
-BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+EXPERIMENT = Experiment("guard", Residual(), Vectors(), batch=ROWS, steps=6)
+BATCH = random_batch(ROWS)
 
 
 def step_of(text: str, guard: Guard = GUARD, **optimizer: Any) -> TrainStep:
     rule = Optimizer(**{"schedule": "constant", **optimizer})
-    model = WIDE if "int8" in text else MODEL
-    experiment = dataclasses.replace(EXPERIMENT, model=model, optimizer=rule, guard=guard)
+    experiment = dataclasses.replace(EXPERIMENT, optimizer=rule, guard=guard)
     return build(experiment, override(Plan(), grouped(dict(part.split("=", 1) for part in text.split("; ")))))
 
 
