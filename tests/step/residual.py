@@ -25,10 +25,10 @@ class Block(nnx.Module):
 
 
 class Blocks(nnx.Module):
-    """Two of them."""
+    """A stack of them."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = Stack(lambda rngs: Block(rngs=rngs), 2, rngs=rngs)
+    def __init__(self, layers: int, rngs: nnx.Rngs):
+        self.blocks = Stack(lambda rngs: Block(rngs=rngs), layers, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Residual:
     layers: int = 2
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> Blocks:
-        return Blocks(rngs)
+        return Blocks(self.layers, rngs)
 
     def logical_sizes(self) -> dict[str, int]:
         return {"mlp": 2 * WIDTH, "embed": WIDTH}

@@ -13,6 +13,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
+from tests.tiers import variants
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing" / "wires.md"
 EXPERIMENT = Experiment(
@@ -54,7 +55,13 @@ def plan_of(options):
     )
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+DEFAULT = ("--plan.mesh fsdp:4 --plan.zero 3", "--plan.mesh tensor:4 --plan.sequence-parallel True")
+"""Rows that are compiled by default: one of shards, one of a tensor axis."""
+
+
+@pytest.mark.parametrize(
+    "row", variants([pytest.param(row, id=row[0]) for row in rows()], [row for row in rows() if row[0] in DEFAULT])
+)
 def test_the_table_is_what_the_programs_hold(row):
     options, forward, backward = row
     step = build(EXPERIMENT, plan_of(options))

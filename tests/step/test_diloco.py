@@ -19,6 +19,7 @@ from jaxscale.step.build import build
 from jaxscale.step.compiled_checks import SCALAR_BYTES, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
 from tests.plans import grouped
+from tests.step.residual import Residual, random_batch
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2)
 RNG = np.random.default_rng(0)
@@ -71,10 +72,13 @@ def test_meeting_after_every_step_is_data_parallel_training_with_plain_sgd_alone
         assert away > 1e-3
 
 
+VECTORS = [random_batch(8, seed) for seed in range(6)]
+
+
 @pytest.fixture(scope="module")
 def alone() -> Any:
     """A step of one replica's rows."""
-    return build(experiment(batch=4), Plan(mesh=MeshSpec()))
+    return build(experiment(batch=4, model=Residual()), Plan(mesh=MeshSpec()))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +94,11 @@ def alone() -> Any:
     ],
 )
 def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str], alone: Any) -> None:
-    step = build(experiment(steps=5), override(Plan(), grouped(plan)))
+    step = build(experiment(steps=5, model=Residual()), override(Plan(), grouped(plan)))
     diloco, outer = step.plan.diloco, step.replicas
     assert diloco is not None
     assert outer is not None
-    step.compile(BATCHES[0])  # checks what both programs send
+    step.compile(VECTORS[0])  # checks what both programs send
     assert "single numbers in between" in " ".join(step.describe())
     state = step.init()
     shared = {n: np.asarray(a) for n, a in step.to_canonical(state).items() if n.startswith("params/")}
@@ -103,7 +107,7 @@ def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str],
     own = [alone.init() for _ in range(2)]
     for n, a in alone.to_canonical(own[0]).items():
         np.testing.assert_array_equal(np.asarray(a), shared.get(n, np.asarray(a)))
-    for number, batch in enumerate(BATCHES[:5], 1):
+    for number, batch in enumerate(VECTORS[:5], 1):
         losses = []
         for i in range(2):
             rows = {name: part[4 * i : 4 * i + 4] for name, part in batch.items()}

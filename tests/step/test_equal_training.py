@@ -1,9 +1,12 @@
 """A layout changes speed and memory, never the training: every plan gives what a plain single device gives.
 
-The optimizer makes one SGD step and AdamW steps after it: Adam alone does not see a gradient of the wrong scale.
+The optimizer makes one SGD step and AdamW steps after it: Adam alone does not see a gradient of the wrong scale. By
+default two layouts have each axis, of data, tensor and sequence, and ZeRO 3; ZeRO 1 has dropout. `test_custom_rules.py`
+has ZeRO 2 and `test_composed.py` bfloat16 by default.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from tests.plans import plan_of
+from tests.tiers import variants
 
 ROWS, LENGTH, VOCAB, STEPS = 8, 16, 67, 6  # a prime vocabulary: it is padded under tensor parallelism
 SINGLE = Plan(mesh=MeshSpec(), matmul="highest")
@@ -82,11 +86,12 @@ def trajectory(experiment, plan, batch):
     return np.array(numbers), first
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return {
-        kind: trajectory(an_experiment(), SINGLE, make()) for kind, make in (("windows", windows), ("packed", packed))
-    }
+BATCHES = {"windows": windows, "packed": packed}
+
+
+@functools.cache
+def plain(kind):
+    return trajectory(an_experiment(), SINGLE, BATCHES[kind]())
 
 
 def layout(mesh, **fields):
@@ -134,40 +139,51 @@ TOGETHER = (
     "4 microbatches, zero 2",
 )
 """Layouts whose parts the others have; the slow suite trains them as well."""
+TIERS = {
+    **dict.fromkeys(TOGETHER, pytest.mark.slow),
+    **dict.fromkeys(("data", "context parallel"), pytest.mark.variant),
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TOGETHER else name for name in LAYOUTS]
-)
-def test_every_layout_trains_as_one_device_does(name, plain):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TIERS.get(name, ())) for name in LAYOUTS])
+def test_every_layout_trains_as_one_device_does(name):
     kind, plan = LAYOUTS[name]
-    numbers, first = trajectory(an_experiment(), plan, {"windows": windows, "packed": packed}[kind]())
-    expected, params = plain[kind]
+    numbers, first = trajectory(an_experiment(), plan, BATCHES[kind]())
+    expected, params = plain(kind)
     np.testing.assert_allclose(numbers, expected, rtol=1e-5)
     assert first.keys() == params.keys()
     for key, value in params.items():
         np.testing.assert_allclose(first[key], value, rtol=1e-5, atol=1e-5 * np.abs(value).max(), err_msg=key)
 
 
-def test_dropout_does_not_depend_on_the_layout(plain):
-    experiment = an_experiment(dropout=0.3)
-    expected, params = trajectory(experiment, SINGLE, packed())
-    numbers, first = trajectory(experiment, layout("data:2,fsdp:2", zero=2, microbatches=2), packed())
+@functools.cache
+def plain_with_dropout():
+    return trajectory(an_experiment(dropout=0.3), SINGLE, packed())
+
+
+@pytest.mark.parametrize("zero", variants([1, 2], 1))
+def test_dropout_does_not_depend_on_the_layout(zero):
+    expected, params = plain_with_dropout()
+    plan = layout("data:2,fsdp:2", zero=zero, microbatches=2)
+    numbers, first = trajectory(an_experiment(dropout=0.3), plan, packed())
     np.testing.assert_allclose(numbers, expected, rtol=1e-5)
     for key, value in params.items():
         np.testing.assert_allclose(first[key], value, rtol=1e-5, atol=1e-5 * np.abs(value).max(), err_msg=key)
-    assert not np.allclose(numbers, plain["packed"][0], rtol=1e-3)
+    assert not np.allclose(numbers, plain("packed")[0], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("zero", "reduce"),
-    [*(pytest.param(zero, "float32", marks=pytest.mark.slow) for zero in (0, 1, 3)), (2, None)],
+    [
+        *(pytest.param(zero, "float32", marks=pytest.mark.slow) for zero in (0, 1, 3)),
+        pytest.param(2, None, marks=pytest.mark.variant),
+    ],
 )
-def test_bfloat16_stays_near_float32(zero, reduce, plain):
+def test_bfloat16_stays_near_float32(zero, reduce):
     plan = layout("data:4" if zero == 0 else "fsdp:4", zero=zero, precision="bfloat16", reduce=reduce)
-    numbers, _ = trajectory(an_experiment(), plan, windows())
-    np.testing.assert_allclose(numbers, plain["windows"][0], rtol=2e-2)
-    assert np.abs(numbers / plain["windows"][0] - 1).max() > 1e-6, "bfloat16 had no effect"
+    numbers, _ = trajectory(an_experiment(), plan, packed())
+    np.testing.assert_allclose(numbers, plain("packed")[0], rtol=2e-2)
+    assert np.abs(numbers / plain("packed")[0] - 1).max() > 1e-6, "bfloat16 had no effect"
 
 
 def test_a_plan_is_a_value():

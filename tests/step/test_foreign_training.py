@@ -1,4 +1,7 @@
-"""Models with none of our layers train under every ZeRO stage as they do on one device, nothing in them changed."""
+"""Models with none of our layers train under every ZeRO stage as they do on one device, nothing in them changed.
+
+By default under ZeRO 3 with dropout and without, and under ZeRO 2 in bfloat16.
+"""
 
 import functools
 
@@ -150,9 +153,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("zero 0", "zero 1") else name for name in LAYOUTS]
-)
+TIERS = {"zero 0": pytest.mark.slow, "zero 1": pytest.mark.slow, "zero 2": pytest.mark.variant}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TIERS.get(name, ())) for name in LAYOUTS])
 def test_every_stage_trains_as_one_device_does(name):
     make, plan = LAYOUTS[name]
     expected = plain(make)
@@ -169,6 +173,7 @@ def test_every_stage_trains_as_one_device_does(name):
         assert [n for n, p in named_leaves(found[3].params).items() if p.shape == (CLASSES,)] == whole
 
 
+@pytest.mark.variant  # that microbatches go by their own statistics, `test_coupling.py` trains by default
 def test_microbatches_have_statistics_of_their_own():
     """As documented: two microbatches train as one device with two, and not as one device with one."""
     expected = plain(nnx_net, microbatches=2)
@@ -217,6 +222,7 @@ class DroppingNet(nnx.Module):
         return x
 
 
+@pytest.mark.variant  # `test_memory_plans.py` keeps such values beside dropout by default
 def test_a_set_of_kept_values_suits_blocks_with_dropout():
     """On a mesh, constants of the random numbers are placed, which the program that the decision is made for lacks."""
     model = ForeignModel(DroppingNet, lambda module, batch: (module(batch["x"]) ** 2).mean(-1))

@@ -18,17 +18,16 @@ from jaxscale.errors import UserError
 from jaxscale.models import Decoder, ForeignModel, LoRA, classification
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
+from tests.step.residual import Residual, random_batch
 from tests.tiers import variants
 
 ROWS, STEPS = 8, 3
 DECODER = Decoder(vocab=16, context=8, layers=4, embed=16, heads=2, tied=False)
-ADAPTED = LoRA(DECODER, rank=2, on="attention/(q|v)|mlp/up")
+ADAPTED = LoRA(Residual(), rank=2, on="mlp/up")
 
 
 def batches():
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 16, (STEPS, ROWS, 9)).astype(np.int32)
-    return [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens]
+    return [random_batch(ROWS, seed) for seed in range(STEPS)]
 
 
 def step_of(model=ADAPTED, train=None, mesh="1", **fields):
@@ -88,7 +87,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("train", variants([None, "lora|head"], 1), ids=lambda train: train or "lora")
+@pytest.mark.parametrize("train", variants([None, "lora|mlp/down"], 1), ids=lambda train: train or "lora")
 def test_adapters_train_as_in_a_plain_loop(train):
     np.testing.assert_allclose(alone(train)[1], plain(train or "lora"), rtol=2e-5)
 
@@ -111,7 +110,7 @@ def test_every_plan_trains_adapters_as_one_device_does(name):
 
 def test_state_gradients_and_memory_are_those_of_the_adapters():
     step = step_of()
-    adapter_count = 4 * (2 * (16 + 16) * 2 + (16 + 64) * 2)
+    adapter_count = 2 * (32 + 64) * 2
     assert step.parameters == adapter_count
     memory = step.memory(batches()[0])
     assert memory["parameters"] == 4 * adapter_count
@@ -130,8 +129,8 @@ def test_a_state_continues_on_another_mesh_and_has_the_names_of_all_parameters()
     step, _, state = alone()
     other = step_of(mesh="fsdp:2", zero=3, precision="bfloat16")
     arrays = step.to_canonical(state)
-    assert "params/blocks/layers/3/mlp/up/weight" in arrays
-    assert "params/blocks/layers/3/mlp/up/lora/a" in arrays
+    assert "params/blocks/layers/1/mlp/up/weight" in arrays
+    assert "params/blocks/layers/1/mlp/up/lora/a" in arrays
     moved = {name: jax.device_put(arrays[name], leaf.sharding) for name, leaf in other.canonical_abstract().items()}
     module, expected = other.module(other.from_canonical(moved)), step.module(state)
     np.testing.assert_allclose(
@@ -150,7 +149,7 @@ def test_merged_weights_are_the_adapters_product():
     params = {name.partition("/")[2].replace("/", "."): value for name, value in arrays.items() if "params/" in name}
     merged = ADAPTED.merged(params)
     assert not any("lora" in name for name in merged)
-    name = "blocks.layers.2.attention.q"
+    name = "blocks.layers.1.mlp.up"
     expected = params[f"{name}.weight"] + 2.0 * params[f"{name}.lora.a"] @ params[f"{name}.lora.b"]
     np.testing.assert_allclose(merged[f"{name}.weight"], expected, rtol=1e-6)
     assert float(jnp.abs(params[f"{name}.lora.b"]).max()) > 0
@@ -208,7 +207,7 @@ def test_a_foreign_model_trains_what_its_pattern_finds(train, names):
 )
 def test_a_pattern_that_finds_nothing_is_refused(train, message):
     with pytest.raises(UserError, match=message):
-        step_of(train=train)
+        step_of(LoRA(DECODER, rank=2), train=train)
 
 
 @pytest.mark.parametrize(

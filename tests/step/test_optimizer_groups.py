@@ -1,4 +1,8 @@
-"""Groups of an optimizer through the train step: on every layout they train as on one device, or as one rule does."""
+"""Groups of an optimizer through the train step: on every layout they train as on one device, or as one rule does.
+
+By default rules of elements, under ZeRO 3, and groups of one rule on one device; `test_optimizer_battery.py` has rules
+of whole matrices on layouts by default.
+"""
 
 import dataclasses
 import functools
@@ -18,6 +22,8 @@ from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.state.pure_model import PureModel
 from jaxscale.step.build import build
 from tests.plans import plan_of
+from tests.step.residual import Residual, Vectors, random_batch
+from tests.tiers import variants
 
 VOCAB, ROWS, LENGTH, STEPS = 16, 8, 8, 3
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=4, embed=32, heads=4, mlp=64)
@@ -35,6 +41,7 @@ class Tokens:
         return dict.fromkeys(("tokens", "targets"), ((batch, LENGTH), "int32"))
 
 
+TOKENS, SMALL, VECTORS = Tokens(), Residual(), Vectors()
 FLAT = Optimizer("sgd", 0.1, momentum=0.9, schedule="constant")
 ELEMENTWISE = Optimizer(
     learning_rate=0.01,
@@ -44,21 +51,19 @@ BY_LAYER = Optimizer(
     learning_rate=0.01,
     groups={"attention": Optimizer("lamb", 0.01), "mlp": Optimizer("muon", 0.01, precision="float32")},
 )
-ALIKE = Optimizer(
-    learning_rate=0.01, groups={"embed|head": Optimizer(learning_rate=0.01), "mlp": Optimizer(learning_rate=0.01)}
-)
+ALIKE = Optimizer(learning_rate=0.01, groups={"mlp/up": Optimizer(learning_rate=0.01)})
 PLAIN = Optimizer(learning_rate=0.01)
 
 
-def make(optimizer, model=MODEL, **plan):
-    return build(Experiment("groups", model, Tokens(), optimizer=optimizer, steps=20, batch=ROWS), plan_of(**plan))
+def make(optimizer, model=MODEL, data=TOKENS, **plan):
+    return build(Experiment("groups", model, data, optimizer=optimizer, steps=20, batch=ROWS), plan_of(**plan))
 
 
-def trained(step, count=STEPS):
+def trained(step, count=STEPS, batch=BATCH):
     """State, losses and metrics after some steps."""
     state, losses, metrics = step.init(), [], {}
     for _ in range(count):
-        state, metrics = step(state, step.place(BATCH))
+        state, metrics = step(state, step.place(batch))
         losses.append(float(metrics["loss"]))
     return state, losses, metrics
 
@@ -71,21 +76,22 @@ def alone(name):
     return losses, {key: np.array(array) for key, array in step.to_canonical(state).items()}
 
 
+VARIANT, SLOW = [pytest.mark.variant], [pytest.mark.slow]
 CASES = [
-    ("elementwise", {"mesh": "fsdp:4", "zero": 3}, False),
-    ("elementwise", {"mesh": "fsdp:2", "zero": 3, "weights": "host"}, False),
-    ("elementwise", {"mesh": "fsdp:2,tensor:2", "zero": 2, "microbatches": 2}, True),
-    ("elementwise", {"mesh": "fsdp:2", "zero": 1, "optimizer_state": "streamed"}, True),
-    ("elementwise", {"mesh": "1", "optimizer_state": "host"}, True),
-    ("elementwise", {"pipeline": "1f1b:2x4"}, True),
-    ("by layer", {"mesh": "fsdp:2", "zero": 3, "optimizer_state": "host"}, False),
-    ("by layer", {"mesh": "tensor:2", "microbatches": 2}, True),
-    ("by layer", {"pipeline": "gpipe:2x2"}, True),
+    ("elementwise", {"mesh": "fsdp:4", "zero": 3}, []),
+    ("elementwise", {"mesh": "fsdp:2", "zero": 3, "weights": "host"}, VARIANT),
+    ("elementwise", {"mesh": "fsdp:2,tensor:2", "zero": 2, "microbatches": 2}, SLOW),
+    ("elementwise", {"mesh": "fsdp:2", "zero": 1, "optimizer_state": "streamed"}, SLOW),
+    ("elementwise", {"mesh": "1", "optimizer_state": "host"}, SLOW),
+    ("elementwise", {"pipeline": "1f1b:2x4"}, SLOW),
+    ("by layer", {"mesh": "fsdp:2", "zero": 3, "optimizer_state": "host"}, VARIANT),
+    ("by layer", {"mesh": "tensor:2", "microbatches": 2}, SLOW),
+    ("by layer", {"pipeline": "gpipe:2x2"}, SLOW),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [pytest.param(n, p, marks=[pytest.mark.slow] * is_slow, id=f"{n} {p}") for n, p, is_slow in CASES]
+    ("name", "plan"), [pytest.param(name, plan, marks=marks, id=f"{name} {plan}") for name, plan, marks in CASES]
 )
 def test_every_layout_trains_as_one_device_does(name, plan):
     losses, arrays = alone(name)
@@ -105,7 +111,7 @@ def test_every_layout_trains_as_one_device_does(name, plan):
     "plan",
     [
         {"mesh": "1"},
-        {"pipeline": "pipedream:2"},
+        pytest.param({"pipeline": "pipedream:2"}, marks=pytest.mark.variant),
         pytest.param({"mesh": "replica:2", "diloco": "every=2"}, marks=pytest.mark.slow),
         pytest.param({"mesh": "fsdp:2", "zero": 2, "state": "int8"}, marks=pytest.mark.slow),
         pytest.param({"mesh": "replica:2", "reduce": "int8"}, marks=pytest.mark.slow),
@@ -117,11 +123,9 @@ def test_every_layout_trains_as_one_device_does(name, plan):
     ids=str,
 )
 def test_groups_of_one_rule_are_that_rule(plan):
-    model = (
-        dataclasses.replace(MODEL, mlp=128, tied=False) if "state" in plan else dataclasses.replace(MODEL, tied=False)
+    (_, losses, _), (_, found, _) = (
+        trained(make(rule, SMALL, VECTORS, **plan), batch=random_batch(ROWS)) for rule in (PLAIN, ALIKE)
     )
-    _, losses, _ = trained(make(PLAIN, model, **plan))
-    _, found, _ = trained(make(ALIKE, model, **plan))
     np.testing.assert_allclose(found, losses, atol=5e-7)
 
 
@@ -144,6 +148,11 @@ def test_a_pattern_means_all_layers_of_a_stack_in_groups_also_for_train():
         "layers",
         "layers_from_3",
     }
+
+
+@pytest.mark.variant  # `test_memory_plans.py` has values that a rule keeps, and the case above groups, by default
+def test_a_pattern_trains_all_layers_of_a_stack_in_groups():
+    pattern = "layers/mlp"
     grouped = Optimizer(learning_rate=0.01, groups={pattern: FLAT})
     whole = trained(make(grouped, mesh="1"))
     rotor = trained(make(grouped, mesh="1", memory="chain:40KiB"))
@@ -169,7 +178,12 @@ def test_adapters_and_a_head_have_rules_of_their_own():
     lines = "\n".join(step.describe())
     assert "the others: adamw, learning rate 0.001, weight decay 0.1 for head/weight" in lines
     assert "group LoRAParam: lion, learning rate 0.001, weight decay 0.1 for blocks/layers/attention/k/lora/a" in lines
-    _, losses, _ = trained(step)
+
+
+@pytest.mark.variant  # `test_frozen.py` trains adapters by default, and the first test here groups
+def test_adapters_and_a_head_train_by_rules_of_their_own():
+    optimizer = Optimizer(train="lora|head", groups={"LoRAParam": Optimizer("lion", 1e-3)})
+    _, losses, _ = trained(make(optimizer, LoRA(MODEL, rank=2), mesh="fsdp:2", zero=3))
     assert losses[-1] < losses[0]
 
 
@@ -205,15 +219,15 @@ def test_what_cannot_work_is_refused(optimizer, plan, message):
         make(optimizer, dataclasses.replace(MODEL, tied=False), **plan)
 
 
-@pytest.mark.parametrize("place", ["device", "streamed"])
+@pytest.mark.parametrize("place", variants(["streamed", "device"], 1))
 def test_the_guard_sees_the_rate_of_every_group(place):
     """An update that is not judged whole is judged by the rates of all groups."""
-    wild = Optimizer(learning_rate=1e-3, groups={"mlp": Optimizer(learning_rate=1e6, schedule="constant")})
-    experiment = Experiment("guard", MODEL, Tokens(), optimizer=wild, steps=20, batch=ROWS, guard=Guard())
+    wild = Optimizer(learning_rate=1e-3, groups={"mlp/up": Optimizer(learning_rate=1e6, schedule="constant")})
+    experiment = Experiment("guard", SMALL, VECTORS, optimizer=wild, steps=20, batch=ROWS, guard=Guard())
     step = build(experiment, plan_of(mesh="1", optimizer_state=place))
     state = step.init()
     before = [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
-    state, metrics = step(state, step.place(BATCH))
+    state, metrics = step(state, step.place(random_batch(ROWS)))
     assert int(metrics["skipped"]) == 1
     for old, new in zip(before, jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(old, np.array(new))
@@ -227,6 +241,6 @@ def test_a_rule_of_ones_own_in_a_group_gets_the_loss():
             jnp.asarray(value),
         ),
     )
-    step = make(Optimizer(groups={"mlp": Optimizer(custom=lambda rate: seen)}), mesh="1")
-    state, losses, _ = trained(step, 1)
+    step = make(Optimizer(groups={"mlp/up": Optimizer(custom=lambda rate: seen)}), SMALL, VECTORS, mesh="1")
+    state, losses, _ = trained(step, 1, random_batch(ROWS))
     assert losses[0] in [float(leaf) for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim == 0]

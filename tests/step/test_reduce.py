@@ -64,9 +64,8 @@ def expected() -> Any:
     return jax.tree.map(np.asarray, step.gradients_fn(state, step.place(batch())))
 
 
-CASES = [
-    {"mesh": "replica:2,data:2", "microbatches": "2"},
-]
+VARIANT = {"mesh": "replica:2,data:2", "microbatches": "2"}
+"""`test_coupling.py` has replicas of unlike weight under a codec that is still exact by default."""
 SLOW_CASES = [
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "3"},
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2", "sequence_parallel": "true"},
@@ -78,7 +77,12 @@ SLOW_CASES = [
 
 
 @pytest.mark.parametrize(
-    "changes", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+    "changes",
+    [
+        pytest.param(VARIANT, marks=pytest.mark.variant),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES),
+    ],
+    ids=str,
 )
 def test_the_mean_of_replicas_is_that_of_the_batch(changes: dict[str, str], expected: Any) -> None:
     step = build(EXPERIMENT, override(Plan(), grouped({"reduce": "int8", **changes})))

@@ -60,7 +60,7 @@ def plain_loss_and_norm(module):
         logits = nnx.merge(graphdef, params, rest, copy=True)(BATCH["tokens"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, BATCH["targets"]).mean()
 
-    value, gradients = jax.value_and_grad(loss)(params)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     return float(value), float(optax.tree.norm(gradients))
 
 

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import jaxscale as jx
+from tests.tiers import variants
 
 DECODER = jx.models.Decoder(vocab=16, context=8, layers=1, embed=16, heads=2)
 RNG = np.random.default_rng(0)
@@ -41,13 +42,16 @@ def with_holes(batch, name, hole):
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        {},
-        {"mesh": "tensor:2"},
-        {"mesh": "data:2", "microbatches": 2},
-        {"kernels": "loss_chunk=4"},
-        {"mesh": "pipe:2", "pipeline": "gpipe:2x2"},
-    ],
+    variants(
+        [
+            {},
+            {"mesh": "data:2", "microbatches": 2},
+            {"mesh": "tensor:2"},
+            {"kernels": "loss_chunk=4"},
+            {"mesh": "pipe:2", "pipeline": "gpipe:2x2"},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_an_ignored_target_is_one_of_weight_0(plan):
