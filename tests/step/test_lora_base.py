@@ -77,7 +77,7 @@ def trajectory(step):
 
 PLANS = {
     "microbatches": {"microbatches": 2, "memory": "full"},
-    "ZeRO 3": {"mesh": "fsdp:4", "zero": 3},
+    "ZeRO 3": {"mesh": "fsdp:4", "zero": 3, "memory": "full"},
     "tensor": {"mesh": "fsdp:2,tensor:2", "zero": 3, "memory": "chain:64KiB"},
     "bfloat16": {"precision": "bfloat16", "mesh": "sequence:2"},
     "a codec": {"mesh": "replica:2,fsdp:2", "zero": 3, "reduce": "int8"},
@@ -142,7 +142,7 @@ def test_a_state_in_8_bits_trains_as_over_the_dequantized_base():
 
 
 def test_zero_3_gathers_codes_and_not_numbers():
-    step = step_of(mesh="fsdp:4", zero=3, memory="full")
+    step = step_of(**PLANS["ZeRO 3"])
     text = step.step_fn.lower(step.layout.abstract, step.abstract_batch(batches()[0])).compile().as_text()
     gathered = {kind.replace("[1,", "[") for kind in re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", text)}
     # layers of 16 x 64 and 64 x 16 numbers, in blocks of 8: four bytes each

@@ -1,4 +1,7 @@
-"""Two processes of four devices train as one device does, each feeding its own rows, or running its own stages."""
+"""Two processes of four devices train as one device does, each feeding its own rows, or running its own stages.
+
+Variants: `platforms/test_join.py` has a run of two processes beside one of one process by default.
+"""
 
 import json
 import socket
@@ -16,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "3"},
+        pytest.param({"mesh": "replica:2,fsdp:2,tensor:2", "zero": "3"}, marks=pytest.mark.variant),
         pytest.param({"pipeline": "1f1b:2x2", "mesh": "fsdp:2,tensor:2", "zero": "1"}, marks=pytest.mark.slow),
     ],
     ids=str,
