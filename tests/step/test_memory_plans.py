@@ -27,6 +27,7 @@ from jaxscale.step.resolve import settle_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, override, to_json
 from tests.plans import plan_of
+from tests.tiers import variants
 
 LAYERS, ROWS, LENGTH = 6, 4, 16
 
@@ -129,7 +130,7 @@ def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
     check_kept_on_host(step.layout, step.decision, int(0.992 * step.decision.host_bytes))
 
 
-@pytest.mark.parametrize("memory", ["save:24KiB", "sqrt"])
+@pytest.mark.parametrize("memory", variants(["save:24KiB", "sqrt"], 1))
 def test_a_decision_is_read_from_a_file_and_refused_for_another_model(memory, tmp_path):
     decision = step_of(memory).decision
     assert decision is not None
