@@ -198,7 +198,6 @@ def _experiment(folder: Path, plan: str) -> Path:
     return file
 
 
-@pytest.mark.variant  # by default, steps are compared (tests/step/test_two_processes.py)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_run_of_two_processes_equals_a_run_of_one(plan, tmp_path):
     file, port = _experiment(tmp_path, plan), _free_port()
