@@ -147,6 +147,7 @@ def test_a_deeper_model_with_another_head_takes_what_fits_and_draws_the_rest(toy
     assert int(state.step) == 1
 
 
+@pytest.mark.variant  # by default: what is new and what is left out of a deeper model, and adapters that are named
 def test_adapters_are_new_over_a_base_that_is_taken_and_the_other_way_round(toy, whole, tmp_path):
     adapted = toy(name="adapted", model=LoRA(toy().model, rank=2), steps=2)
     run = train(adapted, out=tmp_path / "adapted", init_from=whole, quiet=True)
