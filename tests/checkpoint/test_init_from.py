@@ -7,7 +7,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiers import variants
 
 from jaxscale.checkpoint.export import export
 from jaxscale.checkpoint.init_from import Beginning, Match, WarmStart, read_record
@@ -23,6 +22,7 @@ from jaxscale.state.ema import averaged
 from jaxscale.step.build import build
 from jaxscale.training.loop import train
 from tests.plans import plan_of
+from tests.tiers import variants
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 

@@ -4,12 +4,12 @@ import grain
 import numpy as np
 import pytest
 from flax import nnx
-from tiers import variants
 
 import jaxscale as jx
 from jaxscale.data import Arrays, Stream
 from jaxscale.data.stream import as_data
 from jaxscale.errors import UserError
+from tests.tiers import variants
 
 
 def batch(number, rows=4):

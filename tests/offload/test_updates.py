@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from tiers import variants
 
 from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.described import abstract_device, lower_for
@@ -35,6 +34,7 @@ from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.programs.elementwise import first_mixing
 from tests.kernels.aot import gpu_compiler, tpu_compiler
+from tests.tiers import variants
 
 SHAPES = {"blocks": {"w": (6, 8, 16), "norm": (6, 8)}, "table": (24, 8), "bias": (8,)}
 MASK = jax.tree.map(lambda shape: len(shape) > 2, SHAPES, is_leaf=lambda x: isinstance(x, tuple))

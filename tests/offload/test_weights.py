@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiers import variants
 
 from jaxscale import blocks
 from jaxscale.layers.mlp import MLP
@@ -19,6 +18,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.offload.weights import Streamed, streaming
 from jaxscale.programs.collect import collect
 from jaxscale.sharding.memory_space import on_host, to_host
+from tests.tiers import variants
 
 LAYERS, WIDTH = 3, 8
 

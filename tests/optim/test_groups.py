@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiers import variants
 
 from jaxscale.errors import UserError
 from jaxscale.optim.groups import describe_groups, group_indices, masked
 from jaxscale.optim.leaves import leaf_of, leaves_of
 from jaxscale.optim.optimizer import Optimizer
+from tests.tiers import variants
 
 PARAMS = {
     "embedding": jnp.ones((8, 4)),

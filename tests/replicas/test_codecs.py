@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tiers import variants
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import CODECS, Codec, codecs, wire
 from jaxscale.replicas.codecs.powersgd import orthonormal
 from tests.replicas.replicas import AXIS, conserves, example, init, normal, owed, sent, steps
+from tests.tiers import variants
 
 KEY = jax.random.key(3)
 EVERY = pytest.mark.parametrize("codec", [example(codec) for codec in CODECS.values()], ids=str)

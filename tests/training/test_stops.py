@@ -13,7 +13,8 @@ import sys
 import time
 
 import pytest
-from tiers import variants
+
+from tests.tiers import variants
 
 SECONDS = 5.0  # two on a machine with nothing else to do
 

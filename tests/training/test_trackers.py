@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiers import variants
 
 import jaxscale as jx
+from tests.tiers import variants
 from tests.trackers import install
 
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "own_loop.md"
