@@ -128,7 +128,6 @@ class PureModel:
             UserError: no parameter is trained, the number of a parameter's axis names differs from the number of its
                 dims, a parameter is not of a real floating-point type, or two variables have one name.
         """
-        nnx.use_eager_sharding(False)
         abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
         graphdef, param_state, frozen_state, rest_state = nnx.split(abstract_module, _trained(train), nnx.Param, ...)
         _check_names_and_types(param_state, frozen_state, rest_state)
@@ -466,6 +465,7 @@ def in_groups(params: Params, group_depths: tuple[int, ...]) -> Params:
 
 def _build(model: Model, seed: int, vocab_multiple: int, group_depths: tuple[int, ...]) -> nnx.Module:
     """Build the module of a model, with its stack in groups, and return it."""
+    nnx.use_eager_sharding(False)  # a setting of the thread; a step may be built in one and initialized in another
     with blocks.grouping(group_depths):
         return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
@@ -271,6 +272,18 @@ def test_steps_of_one_shape_are_traced_once():
     for _ in range(3):
         state, _ = step(state, batch)
     assert int(state.step) == 3
+
+
+def test_a_step_of_one_thread_is_trained_in_another():
+    step = make(Decoder(**SIZES), mesh="fsdp:2", zero=3)
+
+    def losses():
+        state, batch = step.init(), step.place(text())
+        return [float(metrics["loss"]) for state, metrics in [step(state, batch)]]
+
+    with ThreadPoolExecutor(1) as pool:
+        in_another = pool.submit(losses).result()
+    assert in_another == losses()
 
 
 @pytest.mark.parametrize(
