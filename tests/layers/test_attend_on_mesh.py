@@ -21,7 +21,6 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.attention.visibility import Visibility
-from tests.tiers import variants
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 POSITIONS = jnp.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0], [7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
@@ -220,7 +219,7 @@ def _shape(kind):
     return [int(size) for size in re.search(r"\[([\d,]*)\]", kind)[1].split(",")]
 
 
-@pytest.mark.parametrize(("mesh", "chunk", "settings"), variants(MESHES, default=1))
+@pytest.mark.parametrize(("mesh", "chunk", "settings"), MESHES)
 def test_a_device_attends_from_its_own_queries_alone(mesh, chunk, settings):
     """Same values and gradients; 1/devices of the products; keys gathered once, their gradients scattered once."""
     arguments = q, k, _ = _draw(LONG, LONG, heads=8)
@@ -282,16 +281,13 @@ def _splash(q, k, v, *, soft_cap=None, scale=None, **given):
 
 @pytest.mark.parametrize(
     ("mesh", "case"),
-    variants(
-        [
-            ("data:2,sequence:2,tensor:2", "segments_cap"),
-            (None, "bidirectional"),
-            (None, "segments_cap"),
-            ("tensor:4", "causal"),
-            ("sequence:2", "window"),
-        ],
-        default=2,
-    ),
+    [
+        (None, "bidirectional"),
+        (None, "segments_cap"),
+        ("data:2,sequence:2,tensor:2", "segments_cap"),
+        ("tensor:4", "causal"),
+        ("sequence:2", "window"),
+    ],
 )
 def test_splash_is_the_definition(mesh, case):
     """On a mesh too, where masks are of the queries' places in the whole sequence, not in a device's part of it."""

@@ -17,7 +17,6 @@ from jaxscale.layers.linear import Linear
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.stack import Chain, Stack
-from tests.tiers import variants
 
 
 class Block(nnx.Module):
@@ -304,11 +303,7 @@ LONG = ("segments of one cycle", "segments, unrolled", "three groups, one of a l
 
 
 @pytest.mark.parametrize(
-    "name",
-    variants(
-        [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TREATMENTS],
-        default={"one segment", "groups"},
-    ),
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TREATMENTS]
 )
 def test_a_treatment_changes_nothing_but_memory(untreated, name):
     _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0)), TREATMENTS[name]), untreated[7])

@@ -21,7 +21,6 @@ from jaxscale.memory.chain_decision import CHAIN_RULES, chain_nodes
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.rotor_table import rotor
 from jaxscale.programs.flop import count_flop
-from tests.tiers import variants
 
 SIZE = 8
 RUNS: list[int] = []
@@ -110,7 +109,7 @@ def plain():
     return gradient(chain_of(9), blocks.Treatment())[0]
 
 
-@pytest.mark.parametrize("name", variants(PLANS, default={"periodic", "rotor 22"}))
+@pytest.mark.parametrize("name", PLANS)
 def test_gradients_are_bitwise_the_same_and_blocks_run_as_simulated(plain, name):
     nodes = PLANS[name]
     options = [[blocks.identity, blocks.identity]] * 9

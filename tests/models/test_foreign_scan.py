@@ -36,10 +36,6 @@ def figures_of(model, **plan_fields):
     return np.array(figures), step, state
 
 
-def variant(*values):
-    return pytest.param(*values, marks=pytest.mark.variant)
-
-
 def nightly(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -143,12 +139,12 @@ class InChain(InStack):
 @pytest.mark.parametrize(
     ("make", "plan"),
     [
-        variant(ScannedRemat, {"pipeline": "zb-h1:3x4", "stash": "input", "mesh": "1"}),  # padding rows
-        variant(ScannedRemat, {"pipeline": "1f1b:2x4", "mesh": "fsdp:2", "zero": "3", "weights": "host"}),
+        (ScannedRemat, {"pipeline": "zb-h1:3x4", "stash": "input", "mesh": "1"}),  # padding rows
+        (ScannedRemat, {"pipeline": "1f1b:2x4", "mesh": "fsdp:2", "zero": "3", "weights": "host"}),
         nightly(ScannedRemat, {"pipeline": "interleaved:2x4,v=2", "mesh": "tensor:2"}),
         (ScannedRemat, {"weights": "host", "gradients": "host", "memory": "full"}),
         nightly(ScannedPytree, {"memory": "sqrt"}),
-        variant(ScannedPytree, {"unroll": "2", "pipeline": "gpipe:2x2", "memory": "none"}),
+        (ScannedPytree, {"unroll": "2", "pipeline": "gpipe:2x2", "memory": "none"}),
         nightly(ScannedPytree, {"memory": "chain:4KiB", "mesh": "fsdp:2", "zero": "3"}),
         (InStack, PIPELINE),
         nightly(InStack, {"memory": "sqrt", "mesh": "fsdp:2", "zero": "3"}),

@@ -19,17 +19,10 @@ from tests.plans import plan_of
 
 SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 """Gemma sows as its public form does, outside of `nnx.capture`, which Flax has deprecated since."""
-DEFAULT = ("WaveNet", "two towers (CLIP)")
-"""The models of the default suite; those of `CHANGES` run with each change, the others nightly."""
-CHANGES = ("lm1b (flax/examples/lm1b_nnx)", "U-Net (diffusion)")
+DEFAULT = ("lm1b (flax/examples/lm1b_nnx)", "WaveNet", "U-Net (diffusion)", "two towers (CLIP)")
+"""The models of the default suite; the others run nightly."""
 MODELS = [
-    pytest.param(
-        name,
-        marks=[
-            *([] if name in DEFAULT else [pytest.mark.variant if name in CHANGES else pytest.mark.slow]),
-            *([SOWS] if "Gemma" in name else []),
-        ],
-    )
+    pytest.param(name, marks=[*([] if name in DEFAULT else [pytest.mark.slow]), *([SOWS] if "Gemma" in name else [])])
     for name in PUBLIC_MODELS
 ]
 

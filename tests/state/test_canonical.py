@@ -21,7 +21,6 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.naming import layer_name
 from jaxscale.step.build import build
-from tests.tiers import variants
 
 ROWS, LENGTH, VOCAB = 8, 8, 13  # a vocabulary that no axis divides: it is padded under tensor parallelism
 DECODER = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=8, heads=4, kv_heads=4, mlp=24)
@@ -225,11 +224,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    variants(
-        [pytest.param(name, marks=pytest.mark.slow) if name in ("groups", "factored") else name for name in MOVES],
-        default={"decoder", "groups, factored"},
-    ),
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("groups", "factored") else name for name in MOVES]
 )
 def test_a_state_moves_between_layouts_bit_by_bit_and_training_goes_on(name):
     one, other = (make(**fields) for fields in MOVES[name])

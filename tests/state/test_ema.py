@@ -14,7 +14,6 @@ from jaxscale.models.huggingface import load
 from jaxscale.training.evaluate import evaluate
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
-from tests.tiers import variants
 
 MODEL = Decoder(vocab=16, context=8, layers=4, embed=16, heads=2, tied=False)
 STEPS, DECAY = 5, 0.2
@@ -56,7 +55,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", variants(PLANS, default={"one device", "ZeRO 3"}))
+@pytest.mark.parametrize("name", PLANS)
 def test_the_average_is_that_of_plain_code_and_is_evaluated(name, expected):
     average, weights = expected
     step = step_of(**PLANS[name])
