@@ -1,3 +1,8 @@
+"""Tokens drawn through the cache: those of the model without a cache, under every form of the layers and on a mesh.
+
+By default: layers one by one of one kind of model with samples, in one group and in two; one mesh with two axes.
+"""
+
 import jax
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.training.generate import continuations, decode, stream_text
+from tests.tiers import variants
 
 FIELDS = {"vocab": 256, "context": 48, "layers": 3, "embed": 16, "heads": 4, "kv_heads": 2, "mlp": 16, "init_std": 0.3}
 MODELS = {
@@ -51,7 +57,12 @@ def generator():
     return Generator(model.build(nnx.Rngs(0)), model)
 
 
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "changes",
+    variants(
+        [pytest.param(changes, id=name) for name, changes in MODELS.items()], default=["rotary", "windows", "learned"]
+    ),
+)
 def test_rows_of_several_lengths_are_those_of_the_model_without_a_cache(changes):
     model = Decoder(**FIELDS, **changes)
     module = model.build(nnx.Rngs(0))
@@ -68,9 +79,21 @@ def test_a_prompt_fed_in_chunks_gives_the_same_tokens(generator, monkeypatch):
     assert [ids.tolist() for ids in chunked] == [ids.tolist() for ids in whole]
 
 
-@pytest.mark.parametrize("groups", [(3,), (2, 1)], ids=str)
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(9, samples=2, top_k=20, stop_ids=(7, 200))], ids=["greedy", "2"])
+SAMPLED = Sampling(9, samples=2, top_k=20, stop_ids=(7, 200))
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "sampling"),
+    variants(
+        [
+            pytest.param(groups, changes, sampling, id=f"{name} {kind} {groups}")
+            for groups in ((3,), (2, 1))
+            for name, changes in MODELS.items()
+            for kind, sampling in (("greedy", GREEDY), ("2", SAMPLED))
+        ],
+        default=["windows 2 (3,)", "learned greedy (2, 1)"],
+    ),
+)
 def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, changes, sampling, monkeypatch):
     model = Decoder(**FIELDS, **changes)
     with blocks.grouping(groups):
@@ -213,7 +236,9 @@ def test_a_stop_text_of_several_tokens_ends_the_text(generator):
     assert "".join(stream_text(generator, tokenizer, "ab", sampling)) == expected
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 2, "data": 4}], ids=str)
+@pytest.mark.parametrize(
+    "axes", variants([{"fsdp": 4, "tensor": 2}, {"fsdp": 8}, {"tensor": 2, "data": 4}], default=1), ids=str
+)
 def test_a_mesh_gives_the_tokens_of_one_device(generator, axes):
     mesh = MeshSpec(**axes).build(jax.devices())
     module = nnx.merge(generator.graphdef, generator.params, copy=True)

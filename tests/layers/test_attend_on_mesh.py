@@ -1,4 +1,7 @@
-"""Every implementation of attention against a loop over queries and keys, in float64."""
+"""Every implementation of attention against a loop over queries and keys, in float64.
+
+By default the cases whose settings have those of the others; devices split the sequence alone; splash on every axis.
+"""
 
 import collections
 import contextlib
@@ -21,6 +24,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
 from pallas_kernels.attention.visibility import Visibility
+from tests.tiers import variants
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 POSITIONS = jnp.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0], [7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
@@ -106,7 +110,7 @@ def _close(found, expected, tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), found, expected)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", variants(CASES, default=["causal", "bidirectional_segments", "packed", "blind"]))
 def test_values_are_the_definition_and_chunked_gradients_the_plain_ones(case):
     """And a query that sees no key gives zeros, in value and in gradient."""
     arguments = _draw()
@@ -219,7 +223,7 @@ def _shape(kind):
     return [int(size) for size in re.search(r"\[([\d,]*)\]", kind)[1].split(",")]
 
 
-@pytest.mark.parametrize(("mesh", "chunk", "settings"), MESHES)
+@pytest.mark.parametrize(("mesh", "chunk", "settings"), variants(MESHES, default=1))
 def test_a_device_attends_from_its_own_queries_alone(mesh, chunk, settings):
     """Same values and gradients; 1/devices of the products; keys gathered once, their gradients scattered once."""
     arguments = q, k, _ = _draw(LONG, LONG, heads=8)
@@ -281,13 +285,16 @@ def _splash(q, k, v, *, soft_cap=None, scale=None, **given):
 
 @pytest.mark.parametrize(
     ("mesh", "case"),
-    [
-        (None, "bidirectional"),
-        (None, "segments_cap"),
-        ("data:2,sequence:2,tensor:2", "segments_cap"),
-        ("tensor:4", "causal"),
-        ("sequence:2", "window"),
-    ],
+    variants(
+        [
+            ("data:2,sequence:2,tensor:2", "segments_cap"),
+            ("sequence:2", "window"),
+            (None, "bidirectional"),
+            (None, "segments_cap"),
+            ("tensor:4", "causal"),
+        ],
+        default=2,
+    ),
 )
 def test_splash_is_the_definition(mesh, case):
     """On a mesh too, where masks are of the queries' places in the whole sequence, not in a device's part of it."""

@@ -9,6 +9,7 @@ from jaxscale.layers.loss import cross_entropy, logits
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
+from tests.tiers import variants
 
 VOCAB = 13
 
@@ -69,7 +70,9 @@ SETTINGS = {"plain": {}, "z": {"z_loss": 0.1}, "cap": {"soft_cap": 2.0, "z_loss"
 
 @pytest.mark.parametrize(
     ("case", "chunk", "weighted"),
-    [("plain", None, True), ("cap", None, False), ("plain", 4, False), ("z", 5, True), ("cap", 3, True)],
+    variants(
+        [("cap", None, False), ("z", 5, True), ("plain", None, True), ("plain", 4, False), ("cap", 3, True)], default=2
+    ),
 )
 def test_sums_are_the_formulas(case, chunk, weighted):
     hidden, head, targets, weights = _draw()
@@ -80,7 +83,10 @@ def test_sums_are_the_formulas(case, chunk, weighted):
     np.testing.assert_allclose(found, _by_hand(hidden, head, targets, weights, **SETTINGS[case]), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("case", "chunk", "weighted"), [("plain", 5, False), ("z", 1, True), ("cap", 3, True)])
+@pytest.mark.parametrize(
+    ("case", "chunk", "weighted"),
+    variants([("plain", 5, False), ("cap", 3, True), ("z", 1, True)], default=2),
+)
 def test_chunked_gradients_are_the_plain_ones(case, chunk, weighted):
     arguments = _draw() if weighted else (*_draw()[:3], None)
     plain = _gradients(arguments, **SETTINGS[case])
@@ -140,7 +146,11 @@ def test_chunks_hold_no_whole_logits_and_cost_no_more_products():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "chunk"), [("data:4,tensor:2", None), ("data:4,tensor:2", 3), ("fsdp:2,sequence:2,tensor:2", 3)]
+    ("mesh", "chunk"),
+    variants(
+        [("data:4,tensor:2", None), ("fsdp:2,sequence:2,tensor:2", 3), ("data:4,tensor:2", 3)],
+        default=2,
+    ),
 )
 def test_a_mesh_gives_the_same(mesh, chunk):
     arguments = _draw(batch=4)

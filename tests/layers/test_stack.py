@@ -17,6 +17,7 @@ from jaxscale.layers.linear import Linear
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.stack import Chain, Stack
+from tests.tiers import variants
 
 
 class Block(nnx.Module):
@@ -64,7 +65,7 @@ def _gradient(stack, x, **call):
     def loss(params):
         return jnp.sum(jnp.square(nnx.merge(graphdef, params, copy=True)(x, **call)))
 
-    return jax.grad(loss)(nnx.to_pure_dict(state))
+    return jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))
 
 
 def _close(one, other, tolerance=1e-5):
@@ -303,7 +304,11 @@ LONG = ("segments of one cycle", "segments, unrolled", "three groups, one of a l
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TREATMENTS]
+    "name",
+    variants(
+        [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TREATMENTS],
+        default=["segments that divide not", "groups"],
+    ),
 )
 def test_a_treatment_changes_nothing_but_memory(untreated, name):
     _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0)), TREATMENTS[name]), untreated[7])

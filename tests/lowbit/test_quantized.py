@@ -16,6 +16,7 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.in_blocks import find_reshaper
 from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.lowbit.quantized import StatePolicy, dequantize, quantize_state, quantized_shardings, state_bytes
+from tests.tiers import variants
 
 PARAMS = {
     "blocks": {"up": jnp.ones((2, 128, 32)), "norm": jnp.ones((2, 4096)), "small": jnp.ones((4, 4))},
@@ -49,7 +50,10 @@ def names(state: Any) -> list[str]:
     return [f"{part[part.index('blocks') - 1]}/{part[-1]}" for part in parts]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    variants(RULES, default=["adamw", "lion", "sgd", "masked", "multi_transform", "inject_hyperparams", "multi_steps"]),
+)
 def test_the_moments_of_large_matrices_are_quantized_and_nothing_else(name: str) -> None:
     make, expected = RULES[name]
     rule = quantize_state(make(), "int8")
@@ -75,7 +79,7 @@ def test_the_moments_of_large_matrices_are_quantized_and_nothing_else(name: str)
     assert all(jax.tree.leaves(seen))
 
 
-@pytest.mark.parametrize("states", ["int8", "dynamic8", "int4", "fp8"])
+@pytest.mark.parametrize("states", variants(["int8", "int4", "fp8", "dynamic8"], default=3))
 def test_a_step_is_the_rules_own_on_the_decoded_state(states: Any) -> None:
     make = RULES["adamw"][0]
     rule, plain = quantize_state(make(), states), make()
@@ -102,12 +106,16 @@ def test_a_step_is_the_rules_own_on_the_decoded_state(states: Any) -> None:
 
 @pytest.mark.parametrize(
     ("platform", "states", "rule"),
-    [
-        ("tpu", "int8", lambda: optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))),
-        ("tpu", "int8", lambda: optax.contrib.schedule_free_adamw(1e-3)),
-        ("tpu", "dynamic8", lambda: optax.lamb(1e-3)),  # mixes numbers: not in blocks
-        ("gpu", "int4", lambda: optax.adamw(1e-3)),
-    ],
+    variants(
+        [
+            ("tpu", "int8", lambda: optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))),
+            ("gpu", "int4", lambda: optax.adamw(1e-3)),
+            ("tpu", "int8", lambda: optax.lamb(1e-3)),  # mixes numbers: not in blocks
+            ("tpu", "int8", lambda: optax.contrib.schedule_free_adamw(1e-3)),
+            ("tpu", "dynamic8", lambda: optax.lamb(1e-3)),
+        ],
+        default=3,
+    ),
 )
 def test_the_forms_for_tpu_and_gpu_give_the_same_update_and_state(platform: str, states: Any, rule: Any) -> None:
     here, there = (quantize_state(rule(), states, StatePolicy(block=32), platform=where) for where in ("cpu", platform))
@@ -205,15 +213,19 @@ def test_what_is_refused_says_why() -> None:
     assert not any(is_quantized(x) for x in jax.tree.leaves(jax.eval_shape(plain.init, large), is_leaf=is_quantized))
 
 
-@pytest.mark.parametrize("states", ["int8", "int4"])
+@pytest.mark.parametrize("states", variants(["int8", "int4"], default=1))
 def test_the_optimizer_of_flax_keeps_quantized_moments(states):
     model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, quantize_state(optax.adamw(1e-2), states), wrt=nnx.Param)
-    x, losses = jnp.ones((2, 64)), []
-    for _ in range(3):  # the second update reads what the first one stored
+    x = jnp.ones((2, 64))
+
+    @nnx.jit
+    def step(model, optimizer):
         loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
         optimizer.update(model, gradients)
-        losses.append(float(loss))
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(3)]  # the second update reads what the first one stored
     assert losses[2] < losses[1] < losses[0]
     moments = jax.tree.leaves(nnx.as_pure(optimizer.opt_state), is_leaf=is_quantized)
     assert [moment.shape for moment in moments if is_quantized(moment)] == [(64, 256), (64, 256)]

@@ -169,7 +169,7 @@ class Block(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Stack(Block, 6, rngs=nnx.Rngs(0)), lambda: Chain([Block(nnx.Rngs(i)) for i in range(6)])]
+    "make", [lambda: Stack(Block, 4, rngs=nnx.Rngs(0)), lambda: Chain([Block(nnx.Rngs(i)) for i in range(4)])]
 )
 @pytest.mark.parametrize(
     "text", ["chain", *(pytest.param(text, marks=pytest.mark.slow) for text in ("revolve:2", "sqrt"))]
@@ -186,7 +186,7 @@ def test_a_stack_and_a_chain_take_the_same_plans(make, text):
     calls = collect(loss, params)
     plan = MemoryPlan("chain", budget=budget_between(calls, 0.1)) if text == "chain" else MemoryPlan.parse(text)
     decision = decide_chain(plan, calls)
-    assert decision.layers == 6
+    assert decision.layers == 4
     assert decision.chain is not None
     assert max(times_run(decision.chain.nodes)) > 1 or decision.flop > 0
 

@@ -22,6 +22,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.programs.block import block_graph
 from jaxscale.programs.collect import collect
 from jaxscale.programs.flop import count_flop
+from tests.tiers import variants
 
 
 def kept(block, save, rolled=True):
@@ -69,7 +70,7 @@ def test_what_the_backward_pass_is_given_are_exactly_the_kept_bytes(case):
     assert 0 <= found - sizes - save.bytes <= constants
 
 
-@pytest.mark.parametrize("rolled", [True, False])
+@pytest.mark.parametrize("rolled", variants([True, False], default=1))
 def test_gradients_are_those_without_a_plan(case, rolled):
     block, params, x, graph = case
     params, x = drawn(params), drawn(x, 1)
@@ -140,9 +141,9 @@ def test_blocks_with_statistics_and_a_key_update_them_as_without_a_plan():
     calls = collect(loss, state, x)
     assert len({call.fingerprint for call in calls}) == len(calls) == 2
     saves = [solve(call.graph, call.graph.needed_bytes // 2) for call in calls]
-    expected = jax.grad(loss, has_aux=True)(state, x)
+    expected = jax.jit(jax.grad(loss, has_aux=True))(state, x)
     with blocks.treating(Treatment(keeping(saves))):
-        found = jax.grad(lambda *given: loss(*given), has_aux=True)(state, x)
+        found = jax.jit(jax.grad(lambda *given: loss(*given), has_aux=True))(state, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 
 

@@ -19,6 +19,7 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import load, read_config, their_tensors
 from tests.models.goldens import DECODERS, GOLDEN, golden
+from tests.tiers import variants
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,11 @@ def trained(name):
 each = pytest.mark.parametrize("name", DECODERS)
 
 
+def those(*names):
+    """These by default, the others as variants: by default, too, every model's logits are those of the reference."""
+    return pytest.mark.parametrize("name", variants(DECODERS, default=names))
+
+
 @each
 def test_logits_of_whole_padded_and_packed_rows(name):
     t = trained(name)
@@ -93,7 +99,7 @@ def test_logits_of_whole_padded_and_packed_rows(name):
     close(logits[4:], t.arrays["packed_logits"])
 
 
-@each
+@those("gemma2")
 def test_every_hidden_state(name):
     t = trained(name)
     module = t.module(t.params)
@@ -108,7 +114,7 @@ def test_every_hidden_state(name):
     close(t.rows[:2], t.arrays[f"hidden_states/{t.model.layers}"])
 
 
-@each
+@those("gemma2", "gpt2")
 def test_greedy_tokens_through_the_cache(name):
     t = trained(name)
     prompt = t.arrays["greedy_prompt"].astype(np.int32)
@@ -130,7 +136,7 @@ def test_greedy_tokens_through_the_cache(name):
     np.testing.assert_array_equal(generate(t.params, prompt).T, t.arrays["greedy_tokens"])
 
 
-@each
+@those("llama", "gemma2", "gpt2")
 def test_loss_and_gradient_norms(name):
     t = trained(name)
     loss, gradient = t.step(t.params)
@@ -143,7 +149,7 @@ def test_loss_and_gradient_norms(name):
         close(found[name], norm, rtol=1e-5)
 
 
-@each
+@those("llama")
 @pytest.mark.parametrize(("run", "clip"), [("adamw", None), ("adamw_clip0.5", 0.5)])
 def test_ten_steps_of_adamw(name, run, clip):
     t = trained(name)
