@@ -10,6 +10,7 @@ from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.layers.conv import BatchNorm, Conv, convolve, max_pool
 from jaxscale.layers.stack import Chain
+from tests.tiers import variants
 
 CASES = [  # size, window, stride, padding
     (6, 3, 1, "SAME"),
@@ -21,6 +22,8 @@ CASES = [  # size, window, stride, padding
     (8, 4, 4, "VALID"),
     (5, 3, 2, ((0, 2), (1, 0))),
 ]
+KINDS = [(6, 3, 2, "SAME"), (8, 7, 2, 3), (9, 2, 3, "VALID"), (5, 3, 2, ((0, 2), (1, 0)))]
+"""Each kind of padding, which runs by default."""
 
 
 def windows(x, window, stride, padding, fill=0.0):
@@ -45,18 +48,23 @@ def windows(x, window, stride, padding, fill=0.0):
     )
 
 
-@pytest.mark.parametrize(("size", "window", "stride", "padding"), CASES)
+@pytest.mark.parametrize(("size", "window", "stride", "padding"), variants(CASES, default=KINDS))
 def test_convolution_and_both_of_its_gradients_are_the_definitions(size, window, stride, padding):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(2, size, size, 3)), rng.normal(size=(window, window, 3, 4))
     patches = windows(x, window, stride, padding)
     expected = np.einsum("bpqijc,ijco->bpqo", patches, w)
     x32, w32 = jnp.float32(x), jnp.float32(w)
-    np.testing.assert_allclose(convolve(x32, w32, stride=stride, padding=padding), expected, atol=1e-4)
-
     dy = rng.normal(size=expected.shape)
     expected_dw = np.einsum("bpqijc,bpqo->ijco", patches, dy)
-    dx, dw = jax.vjp(lambda x, w: convolve(x, w, stride=stride, padding=padding), x32, w32)[1](jnp.float32(dy))
+
+    @jax.jit
+    def result_and_gradients(x, w, dy):
+        y, pull_back = jax.vjp(lambda x, w: convolve(x, w, stride=stride, padding=padding), x, w)
+        return y, *pull_back(dy)
+
+    y, dx, dw = result_and_gradients(x32, w32, jnp.float32(dy))
+    np.testing.assert_allclose(y, expected, atol=1e-4)
     np.testing.assert_allclose(dw, expected_dw, atol=1e-4)
     # bfloat16 activations with a float32 kernel: the gradients keep the types of what they are of
     x16, dy16 = x32.astype(jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
@@ -70,7 +78,7 @@ def test_convolution_and_both_of_its_gradients_are_the_definitions(size, window,
     np.testing.assert_allclose(np.float32(dx16), dx, atol=0.1, rtol=0.05)
 
 
-@pytest.mark.parametrize(("size", "window", "stride", "padding"), CASES)
+@pytest.mark.parametrize(("size", "window", "stride", "padding"), variants(CASES, default=KINDS))
 def test_max_pool_is_the_largest_of_each_window(size, window, stride, padding):
     x = np.random.default_rng(1).normal(size=(2, size, size, 3)).astype(np.float32) - 5
     expected = windows(x, window, stride, padding, fill=-np.inf).max((3, 4))
@@ -123,7 +131,7 @@ def test_batch_norm_gradient_goes_through_the_statistics():
         centred = x - x.mean(0, keepdims=True)
         return ((centred / jnp.sqrt((centred**2).mean(0, keepdims=True) + 1e-5)) ** 3).sum()
 
-    np.testing.assert_allclose(jax.grad(f)(x), jax.grad(by_hand)(x), atol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(x), jax.jit(jax.grad(by_hand))(x), atol=1e-4)
 
 
 def test_batch_norm_in_bfloat16_keeps_statistics_in_float32():

@@ -15,13 +15,14 @@ from jaxscale.memory.plan import POLICIES
 from jaxscale.memory.save_set import EVERYTHING, Host, exposed_seconds, policy_set, recompute, save_set
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import BlockGraph, Equation, Value, block_graph
+from tests.tiers import variants
 
 
 def priced(save, objective):
     return (save.flop if objective == "flop" else round(save.seconds * 1e6)), save.bytes
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", variants(range(100), default=20))
 def test_the_program_finds_what_trying_every_set_finds(seed):
     graph = random_graph(seed)
     sets = every_set(graph)
@@ -46,7 +47,7 @@ def test_more_memory_never_costs_more_and_what_a_menu_gives_is_optimal(seed):
 
 
 @pytest.mark.parametrize("score", ["ratio", "dtr_static"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", variants(range(20), default=5))
 def test_a_heuristic_holds_the_budget_and_is_never_ahead(seed, score):
     graph = random_graph(seed, 12)
     for budget in (0, 20, 60):

@@ -29,6 +29,7 @@ from jaxscale.programs.block import block_graph
 from jaxscale.programs.collect import collect
 from jaxscale.programs.flop import count_flop
 from jaxscale.values import from_json, to_json
+from tests.tiers import variants
 
 LAYERS = 8
 
@@ -192,8 +193,11 @@ def scanned():
 
 @pytest.mark.parametrize(
     "text",
-    ["none", "dots", "full", "jax:dots_with_no_batch_dims_saveable", "save:64KiB", "save:200KiB", "save:33KiB",
-     "greedy:100KiB", "dtr_static:100KiB", "periodic:4", "sqrt"],
+    variants(
+        ["none", "full", "save:64KiB", "sqrt", "dots", "jax:dots_with_no_batch_dims_saveable", "save:200KiB",
+         "save:33KiB", "greedy:100KiB", "dtr_static:100KiB", "periodic:4"],
+        default=4,
+    ),
 )  # fmt: skip
 def test_a_decision_says_the_recomputed_flop_of_the_whole_model(text):
     loss, params, x = scanned()

@@ -22,15 +22,24 @@ def batch_for(config=TINY, rows=4, size=8, seed=0):
     return {"images": jnp.asarray(images), "labels": rng.integers(0, config.classes, rows).astype(np.int32)}
 
 
+@functools.cache
+def parts_of(config):
+    @nnx.jit
+    def build():
+        module = config.build(nnx.Rngs(0))
+        params = nnx.state(module, nnx.Param)
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        moved = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+        nnx.update(module, jax.tree.unflatten(structure, moved))
+        return module
+
+    return nnx.split(build())
+
+
 def module_of(config=TINY):
     """Every parameter moved off its initial value, so that each matters."""
-    module = config.build(nnx.Rngs(0))
-    params = nnx.state(module, nnx.Param)
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    moved = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    nnx.update(module, jax.tree.unflatten(structure, moved))
-    return module
+    return nnx.merge(*parts_of(config), copy=True)
 
 
 class Reference(linen.Module):
@@ -92,14 +101,14 @@ def as_reference(module):
 def test_a_plain_flax_network_gives_the_same_logits_statistics_and_evaluation(config):
     module, images = module_of(config), batch_for(config, size=16)["images"]
     reference, variables = Reference(config), as_reference(module)
-    expected, after = reference.apply(variables, images, True, mutable=["batch_stats"])
-    logits = module(images, context=Context(key=jax.random.key(0)))
+    expected, after = jax.jit(lambda v, x: reference.apply(v, x, True, mutable=["batch_stats"]))(variables, images)
+    logits = nnx.jit(lambda module, x: module(x, context=Context(key=jax.random.key(0))))(module, images)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     found = as_reference(module)
     assert jax.tree.structure(found["batch_stats"]) == jax.tree.structure(after["batch_stats"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found["batch_stats"], after["batch_stats"])
-    expected = reference.apply(variables | after, images, False)
-    np.testing.assert_allclose(module(images), expected, atol=1e-4)
+    expected = jax.jit(lambda v, x: reference.apply(v, x, False))(variables | after, images)
+    np.testing.assert_allclose(nnx.jit(lambda module, x: module(x))(module, images), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The ViT against Hugging Face's, and its parts against their definitions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +25,20 @@ def batch_for(config=SMALL, rows=4, seed=0):
     return {"images": jnp.asarray(images), "labels": rng.integers(0, config.classes, rows).astype(np.int32)}
 
 
+@functools.cache
+def parts_of(config):
+    @nnx.jit
+    def build():
+        module = config.build(nnx.Rngs(0))
+        module.head.weight[...] += 0.1 * jax.random.normal(jax.random.key(1), module.head.weight.shape)
+        return module
+
+    return nnx.split(build())
+
+
 def module_of(config=SMALL):
     """With a head that is not zeros, so that every parameter matters."""
-    module = config.build(nnx.Rngs(0))
-    module.head.weight[...] += 0.1 * jax.random.normal(jax.random.key(1), module.head.weight.shape)
-    return module
+    return nnx.merge(*parts_of(config), copy=True)
 
 
 def run(module, images, **context):
@@ -47,7 +58,7 @@ def pure(config, module):
 def hugging_face():
     """The golden's weights in our module: the map of names, written out."""
     config = ViT(classes=10, image=32, patch=8, layers=2, embed=64, heads=4, mlp=128, norm_eps=1e-12)
-    module = config.build(nnx.Rngs(0))
+    module = nnx.jit(lambda: config.build(nnx.Rngs(0)))()
     given = safetensors.numpy.load_file(GOLDEN / "vit" / "model.safetensors")
     taken = set()
 

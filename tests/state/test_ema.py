@@ -1,6 +1,6 @@
 """The average of weights: the recurrence of plain code, under every layout, in evaluation, checkpoints and export.
 
-By default: under ZeRO 3, in a pipeline, and of split weights.
+By default: under ZeRO 3, and of split weights.
 """
 
 import functools
@@ -66,7 +66,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", variants(PLANS, default=["ZeRO 3", "a pipeline", "split weights"]))
+@pytest.mark.parametrize("name", variants(PLANS, default=["ZeRO 3", "split weights"]))
 def test_the_average_is_that_of_plain_code_and_is_evaluated(name, expected):
     average, weights = expected
     step = step_of(**PLANS[name])
