@@ -97,7 +97,7 @@ def test_scanned_and_unrolled_have_the_same_gradients_with_dropout():
     assert not np.allclose(scanned["layers"]["mlp"]["up"]["weight"], without["layers"]["mlp"]["up"]["weight"])
 
 
-@pytest.mark.parametrize("layers", [4, 5, 1])
+@pytest.mark.parametrize("layers", variants([5, 1, 4], default=2))
 def test_a_cycle_of_settings_stays_static_and_reaches_its_layers(layers):
     seen = []
 
@@ -115,7 +115,10 @@ def test_a_cycle_of_settings_stays_static_and_reaches_its_layers(layers):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("cycle", [({},), ({"scale": 1.0}, {"scale": 2.0})])
+@pytest.mark.parametrize(
+    "cycle",
+    variants([pytest.param(({"scale": 1.0}, {"scale": 2.0}), id="two"), pytest.param(({},), id="one")], default=1),
+)
 def test_per_layer_inputs_and_outputs(scan, cycle):
     stack, x = _stack(scan=scan), _x()
     shifts, extras = jnp.arange(3.0), 10 * jnp.arange(3.0)
@@ -193,7 +196,7 @@ def test_remat_in_a_chain_keeps_gradients():
         _close(_gradient(chain, x), plain)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", variants([True, False], default=1))
 def test_compiled_cost_is_at_most_that_of_a_scan_written_by_hand(remat):
     size, x = 32, _x(4, 16, 32)
     stack = _stack(4, size=size)

@@ -26,6 +26,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.programs.collect import collect
 from jaxscale.programs.flop import count_flop
 from jaxscale.values import from_json, to_json
+from tests.tiers import variants
 
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
@@ -169,7 +170,10 @@ class Block(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Stack(Block, 4, rngs=nnx.Rngs(0)), lambda: Chain([Block(nnx.Rngs(i)) for i in range(4)])]
+    "make",
+    variants(
+        [lambda: Stack(Block, 4, rngs=nnx.Rngs(0)), lambda: Chain([Block(nnx.Rngs(i)) for i in range(4)])], default=1
+    ),
 )
 @pytest.mark.parametrize(
     "text", ["chain", *(pytest.param(text, marks=pytest.mark.slow) for text in ("revolve:2", "sqrt"))]

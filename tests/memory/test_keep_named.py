@@ -29,7 +29,7 @@ def kept(block, save, rolled=True):
     return keeping([save])(block, rolled)
 
 
-@pytest.fixture(scope="module", params=["plain", "chunked"])
+@pytest.fixture(scope="module", params=variants(["chunked", "plain"], default=1))
 def case(request):
     block, params, x = decoder_block(attention=request.param)
     return block, params, x, block_graph(block, params, x)

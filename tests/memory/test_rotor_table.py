@@ -9,6 +9,7 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.memory.chain import Option, Remat, Save, Stage, keep_all, periodic, revolve, simulate
 from jaxscale.memory.rotor_table import Bound, least_budget, rotor
+from tests.tiers import variants
 
 
 def chain(rng, count, *, options=3, scale=1000, passes=False):
@@ -166,7 +167,7 @@ def rounding(kind, seed, count, bound: Bound = "alive"):
             assert rounded.seconds <= exact.seconds * (1 + 1e-12), (kind, seed, budget, least)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", variants(KINDS, default=3))
 def test_rounding_costs_less_than_a_hundredth_of_the_budget(kind):
     rounding(kind, 6, 1)
 

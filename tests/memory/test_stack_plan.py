@@ -230,9 +230,9 @@ def test_a_decision_read_from_its_file_trains_alike(tmp_path):
     again = decide(MemoryPlan.parse(f"file:{tmp_path / 'memory.json'}"), ())
     assert again == decision
     x = jax.random.normal(jax.random.key(0), x.shape)
-    expected = jax.grad(lambda *given: loss(*given))(params, x)
+    expected = jax.jit(jax.grad(lambda *given: loss(*given)))(params, x)
     with blocks.treating(treatment_for(again)):
-        found = jax.grad(lambda *given: loss(*given))(params, x)
+        found = jax.jit(jax.grad(lambda *given: loss(*given)))(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
