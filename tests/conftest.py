@@ -69,6 +69,8 @@ MOST_MAPS = 20_000
 
 Each compiled program of the CPU has several. A worker that reaches the limit fails in every test, and aborts.
 """
+MOST_GROWTH_BYTES = 4 << 30
+"""Bytes of memory by which this process may grow before compiled programs are freed."""
 
 
 def count_maps() -> int:
@@ -80,15 +82,28 @@ def count_maps() -> int:
         return 0
 
 
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds; 0 where the system does not show them."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
-    """Free the compiled programs of tests that have ended, once there are many.
+    """Free the compiled programs of tests that have ended, once there are many; until then, collections pass over them.
 
-    Meanwhile, a collection passes over what earlier modules have left: each would take seconds in a long session.
+    A collection that looks at what a long session has left takes seconds.
     """
     gc.freeze()
     yield
-    gc.unfreeze()
-    if count_maps() > MOST_MAPS:
+    if count_maps() > MOST_MAPS or resident_bytes() > _bytes_after_freeing[-1] + MOST_GROWTH_BYTES:
+        gc.unfreeze()
         jax.clear_caches()
         gc.collect()
+        _bytes_after_freeing.append(resident_bytes())
+
+
+_bytes_after_freeing = [0]

@@ -86,6 +86,7 @@ def test_split_weights_are_those_of_the_source_within_their_precision(toy, whole
     assert any(np.any(array) for array in corrections)
 
 
+@pytest.mark.variant
 def test_split_weights_are_joined_where_they_are_taken(toy, tmp_path):
     plan = plan_of(mesh="1", precision="bfloat16", master="split")
     source = train(toy(steps=2), plan, out=tmp_path / "split", quiet=True)

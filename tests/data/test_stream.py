@@ -209,6 +209,7 @@ def test_a_run_on_batches_of_ones_own_continues_exactly_and_is_evaluated(tmp_pat
     assert whole.held_out_loss == pytest.approx(float(((predicted - np.arange(3)) ** 2).mean()), rel=1e-5)
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("kind", variants(["map", "iter"], default=1))  # `grain_batches` above are an iterator's
 def test_a_run_on_a_dataset_of_grain_continues_bit_for_bit(kind, tmp_path):
     """Shuffled anew in each epoch of 6 batches, with a run of 9 steps that is cut after 4 and after 7."""

@@ -48,6 +48,7 @@ def test_an_unknown_part_is_refused():
     assert "invalid choice: 'floods'" in result.stderr
 
 
+@pytest.mark.variant
 def test_wild_values_are_accepted_or_refused(tmp_path, monkeypatch, capsys):
     """300 draws of the harness, without a built step; `--part values` makes 10,000, each in a child with limits."""
     monkeypatch.syspath_prepend(HARNESS.parent)

@@ -181,6 +181,7 @@ def test_microbatches_have_statistics_of_their_own():
     assert np.abs(expected[0] / plain(nnx_net)[0] - 1).max() > 1e-3
 
 
+@pytest.mark.variant
 def test_dropout_is_reproducible_and_does_not_depend_on_the_mesh():
     expected = plain(nnx_net, 0.3)
     step = expected[2]

@@ -353,6 +353,7 @@ def test_proposals_pass_the_rules_without_a_trace():
                 check(Facts(variant.applied(layout), experiment()))
 
 
+@pytest.mark.variant
 def test_seconds_of_pipelines_offload_and_interference():
     assert bubble_of(jx.pipeline.PipelinePlan.parse("gpipe:4x8")) == pytest.approx(3 / 11)
     assert bubble_of(jx.pipeline.PipelinePlan.parse("zb-h1:4x8")) < bubble_of(
