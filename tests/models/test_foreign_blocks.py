@@ -16,7 +16,7 @@ from jaxscale.models.foreign_blocks import repeated_blocks
 from tests.models.foreign_nets import Block, LinenNet, Net, assert_close, data, numbers, pure, rngs
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("rate", [0.5, pytest.param(0.0, marks=pytest.mark.variant)])
 def test_remat_per_block_keeps_the_result_and_is_per_block(rate):
     params, rest, f = pure(ForeignModel(lambda rngs: Net(rngs, rate=rate, depth=4), classification()))
     batch, key = data(), jax.random.key(3)

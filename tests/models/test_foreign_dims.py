@@ -12,6 +12,7 @@ from jaxscale.model_traits import TensorDims
 from jaxscale.models.foreign import ForeignModel, classification, linen_model
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.state.pure_model import PureModel
+from tests.plans import plan_of
 
 DEPTH, WIDTH = 3, 8
 
@@ -101,7 +102,9 @@ def test_projections_of_heads_are_matrices_of_inputs_and_outputs():
 def test_stacked_vectors_do_not_decay_and_muon_takes_a_layer_at_a_time():
     model = ForeignModel(Stacked, unreached)
     optimizer = jaxscale.Optimizer("muon", learning_rate=0.5, warmup=0, schedule="constant", weight_decay=0.2)
-    step = jaxscale.build(jaxscale.Experiment("decay", model, data=None, steps=4, batch=4, optimizer=optimizer))
+    step = jaxscale.build(
+        jaxscale.Experiment("decay", model, data=None, steps=4, batch=4, optimizer=optimizer), plan_of(mesh="1")
+    )
     assert "parameters: 6 matrices (4 stacks of layers), 1 table, 9 vectors (7 stacks of layers)" in step.describe()
     state = step.init()
     before = jax.tree.map(np.asarray, state.params)

@@ -99,26 +99,40 @@ def test_the_average_is_that_of_plain_code_and_is_evaluated(name, expected):
     assert "average of weights with decay 0.2" in "\n".join(step.describe())
 
 
-def test_a_run_is_evaluated_continued_and_exported_by_its_average(tmp_path):
-    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 60)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("the quick brown fox\n" * 60)
+    return folder
 
-    def train(folder, stop=None, **fields):
-        experiment = jx.Experiment(
-            name="ema",
-            model=Decoder(vocab=32, context=8, layers=1, embed=16, heads=2),
-            data=jx.data.Text(tmp_path / "text.txt", tokenizer="char", context=8),
-            optimizer=Optimizer(learning_rate=1e-2, ema=0.9, **fields),
-            steps=6,
-            batch=8,
-        )
-        callbacks = [lambda event: event.kind == "step" and event.step == stop]
-        return jx.train(experiment, jx.Plan(mesh="1"), out=tmp_path / folder, quiet=True, callbacks=callbacks)
 
-    whole = train("whole")
-    train("cut", stop=3)
-    continued = train("cut")
+def trained(folder, name, stop=None):
+    experiment = jx.Experiment(
+        name="ema",
+        model=Decoder(vocab=32, context=8, layers=1, embed=16, heads=2),
+        data=jx.data.Text(folder / "text.txt", tokenizer="char", context=8),
+        optimizer=Optimizer(learning_rate=1e-2, ema=0.9),
+        steps=6,
+        batch=8,
+    )
+    callbacks = [lambda event: event.kind == "step" and event.step == stop]
+    return jx.train(experiment, jx.Plan(mesh="1"), out=folder / name, quiet=True, callbacks=callbacks)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return trained(folder, "whole")
+
+
+@pytest.mark.variant  # by default: the average is a part of the canonical state, which every run continues from
+def test_a_run_is_continued_with_its_average(folder, whole):
+    trained(folder, "cut", stop=3)
+    continued = trained(folder, "cut")
     assert continued.step == 6
     assert continued.held_out_loss == whole.held_out_loss
+
+
+def test_a_run_is_evaluated_and_exported_by_its_average(tmp_path, whole):
     assert evaluate(whole.dir)["loss"] == pytest.approx(whole.held_out_loss, rel=1e-6)
     _, params = load(export(whole.dir, tmp_path / "folder"))
     average = names_of(whole.state.extra["ema"])
