@@ -142,6 +142,7 @@ def pure(config, module):
     return params, f
 
 
+@pytest.mark.variant  # by default: those of a chain with statistics, in `tests/memory/test_chain_apply.py`
 def test_remat_of_each_block_keeps_gradients_and_statistics():
     params, f = pure(TINY, module_of())
     batch, context = batch_for(), Context(key=jax.random.key(0))

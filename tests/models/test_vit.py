@@ -199,6 +199,7 @@ def test_dropout_and_smoothing_act_in_their_places():
     np.testing.assert_allclose(total(config, alone, Context()), 0.7 * plain + 0.3 * uniform, rtol=1e-5)
 
 
+@pytest.mark.variant  # by default: the gradients of a stack under remat, in `tests/layers/test_stack.py`
 def test_remat_of_the_blocks_keeps_the_gradients():
     module, batch = module_of(), batch_for()
     params, total = pure(SMALL, module)
