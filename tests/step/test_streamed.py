@@ -270,7 +270,9 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["lamb", pytest.param("lars", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("lamb", marks=pytest.mark.variant), pytest.param("lars", marks=pytest.mark.slow)]
+)
 def test_layers_of_a_stage_are_updated_one_by_one(name: str) -> None:
     """Two layers a stage, which a rule of norms would otherwise take for one tensor."""
     rule = override(Optimizer(learning_rate=0.3, clip=0.3, warmup=2), {"name": name})

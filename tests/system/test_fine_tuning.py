@@ -118,6 +118,7 @@ def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
     assert abs(loss_of(original, step.module(step.init()), batch) - exported_loss) > 1e-2
 
 
+@pytest.mark.variant  # by default: numbers in tests/step/test_lora_base.py, whole runs of adapters in test_finetune.py
 def test_a_base_in_few_bits_is_the_folders_and_goes_through_a_whole_run(run_of, tmp_path):
     run = jx.Run.open(run_of("few bits", jx.Plan(mesh="1"), base="nf4"))
     frozen, nf4, stored_names = dict(flat(run.state.rest)), FORMATS["nf4"], set()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false "
+    "--xla_backend_optimization_level=0",
 }
 
 import importlib

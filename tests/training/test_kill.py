@@ -39,7 +39,6 @@ def kill_and_compare(folder: Path, steps: int, kills: int, seed: int) -> None:
     assert [p.name for p in (killed / "checkpoints").iterdir() if "tmp" in p.name] == []
 
 
-@pytest.mark.slow
 def test_three_kills(tmp_path):
     kill_and_compare(tmp_path, steps=80, kills=3, seed=0)
 
