@@ -239,7 +239,7 @@ ELSEWHERE = {
     "gradients": 'step/test_effect_compiled.py: "gradients host": Row(',
     "memory=offload": 'step/test_effect_compiled.py: "memory offload": Row(',
     "kernels": "recipe/test_kernels.py: def test_the_named_loss_reaches_the_step_and_holds_no_logits(",
-    "compiler": "compiler/test_options.py: def test_a_report_and_a_run_have_one_program_and_it_depends_on_the_options(",
+    "compiler": "compiler/test_options.py: def test_the_program_depends_on_the_options(",
     "synchronous_steps": "step/test_streamed.py: def test_synchronous_steps_come_first(",
     "anneal": "pipeline/test_asynchronous.py: def test_each_remedy(",
     "correction": "pipeline/test_asynchronous.py: def test_each_remedy(",
