@@ -99,7 +99,10 @@ def _free_programs():
     """
     gc.freeze()
     yield
-    if count_maps() > MOST_MAPS or resident_bytes() > _bytes_after_freeing[-1] + MOST_GROWTH_BYTES:
+    if (
+        count_maps() > MOST_MAPS
+        or resident_bytes() > min(_bytes_after_freeing[-1], MOST_GROWTH_BYTES) + MOST_GROWTH_BYTES
+    ):
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()

@@ -40,4 +40,8 @@ def variants(cases: Iterable[Any], default: int | Collection[Any] = 0) -> list[A
 
 def _forms(parameter: Any) -> list[Any]:
     """Return the forms in which a case can be chosen: its values, its only value, its id."""
-    return [parameter.values, *(parameter.values if len(parameter.values) == 1 else ()), parameter.id]
+    return [
+        parameter.values,
+        *(parameter.values if len(parameter.values) == 1 else ()),
+        *([] if parameter.id is None else [parameter.id]),
+    ]

@@ -13,7 +13,7 @@ from jaxscale.planning.search import advice, model_costs, search, step_seconds
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that keeps the results of arguments that can be hashed."""
-    cached = functools.cache(function)
+    cached = functools.lru_cache(maxsize=None, typed=True)(function)
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:

@@ -3,12 +3,9 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 BENCHMARK = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "data.py"
 
 
-@pytest.mark.variant
 def test_the_benchmark_ends_with_its_figures_as_json():
     ran = subprocess.run([sys.executable, str(BENCHMARK), "--tiny"], capture_output=True, text=True, check=True)
     figures = json.loads(ran.stdout.splitlines()[-1])

@@ -48,7 +48,6 @@ def test_an_unknown_part_is_refused():
     assert "invalid choice: 'floods'" in result.stderr
 
 
-@pytest.mark.variant
 def test_wild_values_are_accepted_or_refused(tmp_path, monkeypatch, capsys):
     """300 draws of the harness, without a built step; `--part values` makes 10,000, each in a child with limits."""
     monkeypatch.syspath_prepend(HARNESS.parent)
@@ -70,7 +69,7 @@ def test_wild_values_are_accepted_or_refused(tmp_path, monkeypatch, capsys):
     assert counts["constructed", "values alone"] >= 5
 
 
-@pytest.mark.variant
+@pytest.mark.variant  # of the harness, which CI alone runs
 def test_a_planted_fault_is_found(tmp_path, monkeypatch):
     """A draw that raises, one that never ends, one that ends its process, and sound ones before and after them."""
     monkeypatch.syspath_prepend(HARNESS.parent)

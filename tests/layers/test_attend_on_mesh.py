@@ -1,6 +1,6 @@
 """Every implementation of attention against a loop over queries and keys, in float64.
 
-By default the cases whose settings have those of the others; devices split the sequence alone; splash on every axis.
+By default the cases whose settings include those of the others; devices split the sequence alone; splash on every axis.
 """
 
 import collections

@@ -275,7 +275,7 @@ def plain_flop() -> int:
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if row.slow else pytest.mark.variant if name == "zero 1" else ())
-        for name, row in ROWS_OF.items()  # `test_compiled_checks.py` has the program of each stage of ZeRO by default
+        for name, row in ROWS_OF.items()  # by default, `test_compiled_checks.py` has each stage of ZeRO
     ],
 )
 def test_what_a_technique_promises_shows_in_its_program_and_not_in_its_control(name):

@@ -40,7 +40,7 @@ MIXING = ("muon", "adafactor")
 """Rules that look across a tensor and keep other shapes than its own: their state is updated whole, so not streamed."""
 FACTORED = ("adafactor",)
 """Rules whose state has no leaf that blocks would make smaller."""
-GATE = {"float32": 2e-4, "int8": 0.02, "int4": 0.03}
+GATE = {"float32": 1e-4, "int8": 0.01, "int4": 0.03}
 """Nats from the float32 twin on one device, after four updates: the first sums in another order."""
 QUICK = {
     ("adamw", "int8", "fsdp:2", "device"),
@@ -118,7 +118,7 @@ def test_it_trains_as_its_twin_does_saves_and_restores(name, state, mesh, where)
     assert bool(found) == (state != "float32")
     after, losses = trained(step, step.init(), STEPS)
     np.testing.assert_allclose(losses, twin(name), atol=GATE[state])
-    assert losses[-1] < losses[0] - 0.02
+    assert losses[-1] < losses[0] - 0.1
     saved, abstract = step.to_canonical(after), step.canonical_abstract()
     bits = {leaf: np.array(array) for leaf, array in saved.items()}
     again = step.from_canonical({leaf: jax.device_put(array, abstract[leaf].sharding) for leaf, array in bits.items()})

@@ -65,7 +65,7 @@ def expected() -> Any:
 
 
 VARIANT = {"mesh": "replica:2,data:2", "microbatches": "2"}
-"""`test_coupling.py` has replicas of unlike weight under a codec that is still exact by default."""
+"""By default, `test_coupling.py` has replicas of unlike weight under a codec that is still exact."""
 SLOW_CASES = [
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "3"},
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2", "sequence_parallel": "true"},

@@ -326,8 +326,7 @@ def test_synchronous_steps_come_first(alone: TrainStep) -> None:
 @pytest.mark.parametrize(
     ("codec", "bound"),
     [
-        # what a codec sends and owes beside exact means, the test below has by default
-        pytest.param("int8,start=100", 2e-5, marks=pytest.mark.variant),
+        ("int8,start=100", 2e-5),
         pytest.param("int8", 2e-2, marks=pytest.mark.slow),
     ],
 )

@@ -81,7 +81,7 @@ def test_the_base_is_the_folder_and_merged_weights_are_the_adapted_model(run_of,
     assert len(run.generate("the", tokens=4)) >= 4
 
 
-@pytest.mark.variant  # by default: cut on one device below; adapters on meshes in `tests/step/test_frozen.py`
+@pytest.mark.variant  # by default: cut on one device below, over few bits; on meshes in `tests/step/test_frozen.py`
 def test_a_cut_run_continues_on_another_mesh(run_of):
     plan = jx.Plan(mesh="fsdp:2", zero=3)
     run_of("cut", plan, stop_after=3)
@@ -118,7 +118,6 @@ def test_a_vit_of_a_folder_trains_and_is_exported(tmp_path, make):
     assert abs(loss_of(original, step.module(step.init()), batch) - exported_loss) > 1e-2
 
 
-@pytest.mark.variant  # by default: numbers in tests/step/test_lora_base.py, whole runs of adapters in test_finetune.py
 def test_a_base_in_few_bits_is_the_folders_and_goes_through_a_whole_run(run_of, tmp_path):
     run = jx.Run.open(run_of("few bits", jx.Plan(mesh="1"), base="nf4"))
     frozen, nf4, stored_names = dict(flat(run.state.rest)), FORMATS["nf4"], set()

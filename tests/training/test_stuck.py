@@ -185,12 +185,11 @@ def test_a_stuck_collective_ends_the_process_with_a_word(tmp_path):
     assert (row["step"], row["limit"]) == (3, pytest.approx(2.0, abs=30))
     assert row["seconds"] > row["limit"]
     assert any("all-reduce" in text for text in row["by_op_id"].values())
-    again = _ended(tmp_path, "callback")  # a callback of 6 s is not stuck
+    again = _ended(tmp_path, "none")
     assert (again.returncode, again.stdout.splitlines()[-1]) == (0, "DONE"), again.stderr
     assert "after step 3" in again.stdout
 
 
-@pytest.mark.variant  # by default: in the run that is continued above
 def test_a_long_callback_is_not_stuck(tmp_path):
     ended = _ended(tmp_path, "callback")
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "DONE"), ended.stderr
