@@ -40,7 +40,7 @@ MIXING = ("muon", "adafactor")
 """Rules that look across a tensor and keep other shapes than its own: their state is updated whole, so not streamed."""
 FACTORED = ("adafactor",)
 """Rules whose state has no leaf that blocks would make smaller."""
-GATE = {"float32": 1e-4, "int8": 0.01, "int4": 0.03}
+GATE = {"float32": 2e-4, "int8": 0.01, "int4": 0.03}
 """Nats from the float32 twin on one device, after four updates: the first sums in another order."""
 QUICK = {
     ("adamw", "int8", "fsdp:2", "device"),
