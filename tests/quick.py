@@ -9,7 +9,7 @@ FLAGS = " ".join(
         "--xla_backend_optimization_level=0",
         # the other cores have a test of their own: one piece costs a tenth less than the sum of many
         "--xla_cpu_parallel_codegen_split_count=1",
-        # three times faster to compile; JAX 0.12 no longer knows it
+        # three times faster to compile; later versions have no such flag
         *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
     ]
 )

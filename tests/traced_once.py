@@ -11,8 +11,8 @@ from jaxscale.planning import explain, fit, pipeline_choice
 from jaxscale.planning.search import advice, model_costs, search, step_seconds
 
 
-def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that keeps the results of arguments that can be hashed."""
+def memoized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a memory of its results for arguments that can be hashed."""
     cached = functools.lru_cache(maxsize=None, typed=True)(function)
 
     @functools.wraps(function)
@@ -26,8 +26,8 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-estimate = kept(jaxscale.planning.estimate.estimate)
-split_costs = kept(model_costs.split_costs)
+estimate = memoized(jaxscale.planning.estimate.estimate)
+split_costs = memoized(model_costs.split_costs)
 
 
 def share_traces(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ places them on its mesh.
 
 from typing import TYPE_CHECKING
 
-from flax import nnx
+import flax
 
 from jaxscale.lazy import lazy_names
 
@@ -87,4 +87,5 @@ __all__ = [
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME)
 
-nnx.use_eager_sharding(False)
+# axes of layers are logical: a step gives them to its mesh; `nnx.use_eager_sharding` would hold in this thread alone
+flax.config.update("flax_always_shard_variable", False)

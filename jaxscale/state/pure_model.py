@@ -465,8 +465,7 @@ def in_groups(params: Params, group_depths: tuple[int, ...]) -> Params:
 
 def _build(model: Model, seed: int, vocab_multiple: int, group_depths: tuple[int, ...]) -> nnx.Module:
     """Build the module of a model, with its stack in groups, and return it."""
-    nnx.use_eager_sharding(False)  # a setting of the thread; a step may be built in one and initialized in another
-    with blocks.grouping(group_depths):
+    with nnx.use_eager_sharding(False), blocks.grouping(group_depths):
         return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
 
 

@@ -143,8 +143,8 @@ def test_blocks_with_statistics_and_a_key_update_them_as_without_a_plan():
     saves = [solve(call.graph, call.graph.needed_bytes // 2) for call in calls]
     expected = jax.jit(jax.grad(loss, has_aux=True))(state, x)
     with blocks.treating(Treatment(keeping(saves))):
-        found = jax.jit(jax.grad(lambda *given: loss(*given), has_aux=True))(state, x)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+        gradients = jax.jit(jax.grad(lambda state, x: loss(state, x), has_aux=True))(state, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradients, expected)
 
 
 LAYERS = 6

@@ -232,8 +232,8 @@ def test_a_decision_read_from_its_file_trains_alike(tmp_path):
     x = jax.random.normal(jax.random.key(0), x.shape)
     expected = jax.jit(jax.grad(lambda *given: loss(*given)))(params, x)
     with blocks.treating(treatment_for(again)):
-        found = jax.jit(jax.grad(lambda *given: loss(*given)))(params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+        gradients = jax.jit(jax.grad(lambda params, x: loss(params, x)))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, expected)
 
 
 def test_groups_become_a_treatment_of_groups():

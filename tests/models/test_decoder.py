@@ -231,8 +231,8 @@ def test_dropout_is_drawn_where_there_is_a_key():
     t = trained("llama")
     model = dataclasses.replace(t.model, dropout=0.5)
     module = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))), t.params)
-    told = {"positions": None, "segments": None}
-    hidden = jax.jit(lambda context: module.hidden(t.batch["tokens"], context=context, **told))
+    whole_rows = {"positions": None, "segments": None}
+    hidden = jax.jit(lambda context: module.hidden(t.batch["tokens"], context=context, **whole_rows))
     plain = hidden(Context())
     close(plain, t.rows[:2, :-1])
     drawn = [hidden(Context(key=jax.random.key(seed))) for seed in (0, 0, 1)]

@@ -64,9 +64,9 @@ def test_some_of_the_layers_move_as_they_do_among_all(name):
     for layer in range(LAYERS):
         here = [{n: leaf[layer : layer + 1] for n, leaf in tree.items()} for tree in (params, gradients)]
         alone = [{**part, "embedding": tree["embedding"]} for part, tree in zip(here, (params, gradients), strict=True)]
-        found = update(alone[1], alone[0])
+        update_alone = update(alone[1], alone[0])
         for key in ("mlp", "conv", "bias"):
-            np.testing.assert_allclose(found[key][0], updates[key][layer], rtol=1e-6)
+            np.testing.assert_allclose(update_alone[key][0], updates[key][layer], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

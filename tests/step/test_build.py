@@ -277,13 +277,15 @@ def test_steps_of_one_shape_are_traced_once():
 def test_a_step_of_one_thread_is_trained_in_another():
     step = make(Decoder(**SIZES), mesh="fsdp:2", zero=3)
 
-    def losses():
-        state, batch = step.init(), step.place(text())
-        return [float(metrics["loss"]) for state, metrics in [step(state, batch)]]
+    def trained():
+        state, metrics = step(step.init(), step.place(text()))
+        return float(metrics["loss"]), float(step.evaluate(state, step.place(text())).total)
 
     with ThreadPoolExecutor(1) as pool:
-        in_another = pool.submit(losses).result()
-    assert in_another == losses()
+        in_another = pool.submit(trained).result()
+        module = pool.submit(lambda: step.experiment.model.build(nnx.Rngs(0))).result()
+    assert in_another == trained()
+    assert nnx.state(module, nnx.Param)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def make(model=DECODER, mesh="1", optimizer=Optimizer(), **fields):
 
 
 def trace(step):
-    batch = TEXT if isinstance(step.experiment.model, Decoder) else VECTORS
+    batch = {Decoder: TEXT, Residual: random_batch(ROWS)}.get(type(step.experiment.model), VECTORS)
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch))
     step.check_traced(traced.jaxpr, batch)
     return traced
@@ -137,7 +137,7 @@ def test_a_memory_plan_is_not_the_other_one():
 @pytest.fixture(scope="module")
 def compiled():
     """Steps of each stage, compiled: what each is asked for, and what each does."""
-    steps = {zero: make(Plainly(), mesh="fsdp:4", zero=zero) for zero in (0, 1, 2, 3)}
+    steps = {zero: make(Residual(), mesh="fsdp:4", zero=zero) for zero in (0, 1, 2, 3)}
     return {zero: (step, trace(step).lower().compile()) for zero, step in steps.items()}
 
 
@@ -165,7 +165,7 @@ def test_the_program_of_a_lower_stage_is_refused(compiled, asked, does, says):
 
 def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
     """Placements say what is meant; a step built with other shardings does not do it."""
-    step = make(Plainly(), mesh="fsdp:4", zero=1)
+    step = make(Residual(), mesh="fsdp:4", zero=1)
     whole = NamedSharding(step.mesh, PartitionSpec())
     state = dataclasses.replace(
         step.layout.state_shardings, optimizer=jax.tree.map(lambda _: whole, step.layout.state_shardings.optimizer)
@@ -176,7 +176,7 @@ def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
     layout = dataclasses.replace(step.layout, state_shardings=state, abstract=abstract)
     planted = type(step)(dataclasses.replace(step.parts, layout=layout))
     with pytest.raises(NoEffect, match="zero 1: the compiled step keeps the optimizer state of"):
-        planted.compile(VECTORS)
+        planted.compile(random_batch(ROWS))
 
 
 def wires(**dtypes):

@@ -114,8 +114,8 @@ class Reference:
         names = {name: jnp.asarray(leaf) for part in read for name, leaf in part.items()}
         arrays = {**self.step.to_canonical(self.state), **names, "step": jnp.int32(number)}
         state = self.step.from_canonical(arrays)
-        found = self.step.gradients_fn(state, self.step.place(self.batch_of(number)))
-        self.state = dataclasses.replace(state, params=found)
+        gradients = self.step.gradients_fn(state, self.step.place(self.batch_of(number)))
+        self.state = dataclasses.replace(state, params=gradients)
         named = parameters(on_host(self.step, self.state))
         for s, update in enumerate(self.updates):
             own = {name: named[name] for name in self.versions[s][-1]}
