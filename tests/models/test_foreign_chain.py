@@ -234,7 +234,7 @@ ALL = ("down/0", "down/1", "up/0", "up/1")
     variants(
         [
             (Numbered, None, {"pipeline": "interleaved:2x4,v=2", "stash": "input"}),
-            (Residual, "layers", {"memory": "chain:1KiB"}),
+            (Residual, "layers", {"memory": "chain:200B"}),
             (Net, None, {"memory": "revolve:2"}),
             (Net, None, {"pipeline": "1f1b:2x4", "stash": "input"}),  # padding rows: three blocks on two stages
             (Branches, ALL, {"pipeline": "1f1b:2x4", "stash": "input", "mesh": "1"}),
@@ -248,7 +248,7 @@ ALL = ("down/0", "down/1", "up/0", "up/1")
             (Translator, "up", {"pipeline": "1f1b:2x4", "stash": "input", "mesh": "data:2"}),
             (Residual, "layers", {"mesh": "data:2", "pipeline": "interleaved:2x4,v=2", "stash": "input"}),
             (Net, None, {"memory": "sqrt"}),
-            (Net, None, {"memory": "chain:1KiB", "mesh": "data:2"}),
+            (Net, None, {"memory": "chain:400B", "mesh": "data:2"}),
         ],
         default=3,
     ),
@@ -256,6 +256,14 @@ ALL = ("down/0", "down/1", "up/0", "up/1")
 )
 def test_blocks_in_sequence_give_the_numbers_of_one_device(make, blocks, plan):
     np.testing.assert_allclose(trajectory(make, blocks, **plan), plain(make), rtol=2e-5)
+
+
+@pytest.mark.parametrize(("make", "memory"), [(Residual, "chain:200B"), (Net, "revolve:2"), (Summed, "sqrt")])
+def test_a_rule_of_several_blocks_keeps_less_than_everything(make, memory):
+    model = ForeignModel(make, classification(), blocks="layers")
+    experiment = Experiment("net", model, batches()[0], Optimizer("sgd"), steps=3, batch=8)
+    some, everything = (build(experiment, plan_of(memory=rule)).decision for rule in (memory, "chain:1MiB"))
+    assert 0 < some.bytes < everything.bytes
 
 
 @pytest.mark.parametrize("precision", variants(["float32", "bfloat16"], default=1))
