@@ -35,6 +35,8 @@ _hook = jaxtyping.install_import_hook(["jaxscale", "pallas_kernels"], "typecheck
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# lines of the code that an instruction comes from cost a twentieth of the suite; tests that read them ask for them
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # `nohup make test` ignores a hangup, and with it each process that a test starts
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

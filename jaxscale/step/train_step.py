@@ -137,6 +137,7 @@ class TrainStep:
             self.meetings = Meetings(parts.replicas, layout, step_count, recording)
         self._executable: jax.stages.Compiled | None = None
         self._class_counts: dict[str, int] | None = None  # counted for the first batch
+        self._model_flop_by_shapes: dict[frozenset[tuple[str, jax.ShapeDtypeStruct]], int] = {}
         self._coupling, self._is_loss_checked = Coupling(planned), False
         # whether each program waits for the one before: up to JAX 0.10, collectives of some fifty programs in flight
         # starve one another of a CPU's threads
@@ -220,6 +221,10 @@ class TrainStep:
 
     def model_flop(self, batch: Batch) -> int:
         """Return the FLOP of a step's matrix products and convolutions, forward and backward, without recomputation."""
+        shapes = batches.shapes(batch)
+        key = frozenset(shapes.items())
+        if key in self._model_flop_by_shapes:  # counting takes a trace of the model and of its gradient
+            return self._model_flop_by_shapes[key]
         plan_context = self.objective.planned.context(None)
         context = dataclasses.replace(plan_context, attention="plain", loss_chunk=None, loss="reference")
 
@@ -227,7 +232,8 @@ class TrainStep:
             return self.experiment.model.loss(self.pure_model.module(params, model_state), batch, context).total
 
         model_shapes = (self.pure_model.abstract_module_params, self.pure_model.abstract_model_state)
-        return model_flop(jax.grad(total_loss), *model_shapes, batches.shapes(batch))
+        self._model_flop_by_shapes[key] = model_flop(jax.grad(total_loss), *model_shapes, shapes)
+        return self._model_flop_by_shapes[key]
 
     # -- batches -------------------------------------------------------------------------------------------------------
 

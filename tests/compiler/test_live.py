@@ -9,6 +9,15 @@ from jaxscale.compiler.live_names import clean_name, phase_of
 from tests.kept_programs import kept
 
 
+@pytest.fixture(autouse=True)
+def _lines_of_the_code():
+    """Programs have the lines that their instructions come from, as outside of the tests."""
+    frames = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", frames)
+
+
 def dumped(folder, fn, *shapes, donate=()):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}

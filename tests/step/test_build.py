@@ -20,6 +20,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.leaves import is_decayed
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
@@ -272,6 +273,20 @@ def test_steps_of_one_shape_are_traced_once():
     for _ in range(3):
         state, _ = step(state, batch)
     assert int(state.step) == 3
+
+
+def test_the_flop_of_a_batch_are_counted_once(monkeypatch):
+    step, counts = make(Decoder(**SIZES)), []
+
+    def count(*arguments):
+        counts.append(model_flop(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr("jaxscale.step.train_step.model_flop", count)
+    batch = text()
+    half = {name: array[: ROWS // 2] for name, array in batch.items()}
+    assert step.model_flop(batch) == step.model_flop(step.place(batch)) == 2 * step.model_flop(half) > 0
+    assert len(counts) == 2
 
 
 def test_a_step_of_one_thread_is_trained_in_another():

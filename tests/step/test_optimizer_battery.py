@@ -4,6 +4,7 @@ A newcomer is a line of `RULES`. The default suite has rules of elements, of nor
 bits, each mesh and each place; `-m variant` has a wider cross-section, and `-m slow` runs the rest.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,9 +19,10 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.step.build import build
 from tests.plans import plan_of
 from tests.step.residual import Residual, random_batch
+from tests.tiers import variants
 
 ROWS, STEPS = 8, 4
-BATCH = random_batch(ROWS)
+BATCHES = [random_batch(ROWS, seed) for seed in range(STEPS)]
 RULES = {
     "adamw": Optimizer(learning_rate=0.005),
     "nadamw": Optimizer(name="nadamw", learning_rate=0.004),
@@ -40,8 +42,13 @@ MIXING = ("muon", "adafactor")
 """Rules that look across a tensor and keep other shapes than its own: their state is updated whole, so not streamed."""
 FACTORED = ("adafactor",)
 """Rules whose state has no leaf that blocks would make smaller."""
-GATE = {"float32": 2e-4, "int8": 0.01, "int4": 0.03}
-"""Nats from the float32 twin on one device, after four updates: the first sums in another order."""
+GATE = {"float32": 1e-3, "int8": 0.05, "int4": 0.25}
+"""Largest distance from the parameters of the float32 twin on one device, as a share of how far these have moved.
+
+In float32, sums have another order. Each step has another batch, so that a rule without its moments lies further away.
+"""
+BFLOAT16_GATE = 0.03
+"""The same for Muon in float32, whose products are in bfloat16."""
 QUICK = {
     ("adamw", "int8", "fsdp:2", "device"),
     ("adamw", "int8", "fsdp:2", "streamed"),
@@ -86,18 +93,36 @@ def make(name, state="float32", mesh="1", where="device"):
     return build(Experiment("battery", Residual(), None, optimizer=RULES[name], steps=20, batch=ROWS), plan)
 
 
-def trained(step, state, count):
+def trained(step, state, count=STEPS, lose_moments=False):
+    """Return the state after so many steps, and their losses; `lose_moments` fills the moments with zeros at each."""
     losses = []
-    for _ in range(count):
-        state, metrics = step(state, step.place(BATCH))
+    for batch in BATCHES[:count]:
+        if lose_moments:
+            moments = jax.tree.map(lambda leaf: leaf * (leaf.ndim == 0), state.optimizer)
+            state = dataclasses.replace(state, optimizer=jax.device_put(moments, step.layout.state_shardings.optimizer))
+        state, metrics = step(state, step.place(batch))
         losses.append(float(metrics["loss"]))
     return state, losses
 
 
+def parameters(step, state):
+    """Return all parameters as one vector."""
+    arrays = step.to_canonical(state)
+    return np.concatenate([np.asarray(arrays[name]).ravel() for name in sorted(arrays) if name.startswith("params/")])
+
+
 @functools.cache
 def twin(name):
+    """Return the float32 step on one device, and its parameters before and after the updates."""
     step = make(name)
-    return trained(step, step.init(), STEPS)[1]
+    start = parameters(step, step.init())
+    return step, start, parameters(step, trained(step, step.init())[0])
+
+
+def distance(name, step, state):
+    """Return the distance of a state's parameters from those of the twin, as a share of how far these have moved."""
+    _, start, end = twin(name)
+    return np.linalg.norm(parameters(step, state) - end) / np.linalg.norm(end - start)
 
 
 CELLS = [
@@ -116,8 +141,8 @@ def test_it_trains_as_its_twin_does_saves_and_restores(name, state, mesh, where)
     step = make(name, state, mesh, where)
     found = [q for q in jax.tree.leaves(step.layout.abstract.optimizer, is_leaf=is_quantized) if is_quantized(q)]
     assert bool(found) == (state != "float32")
-    after, losses = trained(step, step.init(), STEPS)
-    np.testing.assert_allclose(losses, twin(name), atol=GATE[state])
+    after, losses = trained(step, step.init())
+    assert distance(name, step, after) < (BFLOAT16_GATE if (name, state) == ("muon", "float32") else GATE[state])
     assert losses[-1] < losses[0] - 0.1
     saved, abstract = step.to_canonical(after), step.canonical_abstract()
     bits = {leaf: np.array(array) for leaf, array in saved.items()}
@@ -125,6 +150,12 @@ def test_it_trains_as_its_twin_does_saves_and_restores(name, state, mesh, where)
     for old, new in zip(jax.tree.leaves(after), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(np.array(old), np.array(new))
     assert trained(step, again, 1)[1] == trained(step, after, 1)[1]
+
+
+@pytest.mark.parametrize("name", variants([name for name in RULES if name not in FACTORED], ("lion", "lamb")))
+def test_a_rule_that_loses_its_moments_lies_outside_of_every_gate(name):
+    step, _, _ = twin(name)
+    assert distance(name, step, trained(step, step.init(), lose_moments=True)[0]) > 1.2 * max(GATE.values())
 
 
 assert {cell.values for cell in CELLS} >= QUICK >= DEFAULT

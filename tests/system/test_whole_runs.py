@@ -13,10 +13,7 @@ import shutil
 from pathlib import Path
 from typing import get_args
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from kept_programs import kept
 
 from jaxscale.memory.plan import MemoryRule
 from jaxscale.memory.selectors import SELECTORS
@@ -40,17 +37,6 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _none_kept():
-    """No program of several devices is loaded from a cache: on CPUs its collectives may wait for one another."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture
 def place(data, tmp_path, monkeypatch):
     """A folder of one test, with the experiment file."""
@@ -60,12 +46,6 @@ def place(data, tmp_path, monkeypatch):
     (folder / "tiny.py").write_text(Path(__file__).with_name("tiny.py").read_text())
     monkeypatch.chdir(tmp_path)
     return folder
-
-
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    """A folder in which programs of one device are kept."""
-    return tmp_path_factory.mktemp("programs")
 
 
 def on_one() -> list:
@@ -83,17 +63,13 @@ def on_four() -> list:
 
 
 @pytest.mark.parametrize("technique", on_one())
-def test_alone_on_one_device(technique: Technique, place, programs):
+def test_alone_on_one_device(technique: Technique, place):
     flags = technique.flags
-    jax.config.update("jax_enable_compilation_cache", True)
-    with kept(programs):
-        if "DECISION" in flags:
-            before = str(place / "before")
-            command(
-                "train", str(place / "tiny.py"), "--plan.memory", f"save:{HELD}", "--plan.mesh", "1", "--out", before
-            )
-            flags = flags.replace("DECISION", f"{before}/memory.json")
-        whole_run(place, technique.variant, flags, "--plan.mesh 1")
+    if "DECISION" in flags:
+        before = str(place / "before")
+        command("train", str(place / "tiny.py"), "--plan.memory", f"save:{HELD}", "--plan.mesh", "1", "--out", before)
+        flags = flags.replace("DECISION", f"{before}/memory.json")
+    whole_run(place, technique.variant, flags, "--plan.mesh 1")
 
 
 @pytest.mark.parametrize("technique", on_four())

@@ -77,8 +77,7 @@ def compiled_once(
     """
     steps = {} if steps is None else steps
     done = {} if done is None else done
-    flop: dict[TrainStep, Any] = {}
-    build, compile, model_flop = jaxscale.step.build.build, TrainStep.compile, TrainStep.model_flop
+    build, compile = jaxscale.step.build.build, TrainStep.compile
 
     def built(experiment: Any, plan: Any = None, *, devices: Any = None) -> TrainStep:
         key = json.dumps([to_json(experiment), to_json(plan), str(devices)], sort_keys=True)
@@ -94,15 +93,9 @@ def compiled_once(
             done[key] = compile(self, batch)
         return done[key]
 
-    def counted(self: TrainStep, batch: Any) -> Any:
-        if self not in flop:
-            flop[self] = model_flop(self, batch)
-        return flop[self]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxscale.step.build.build", built)
         patch.setattr(TrainStep, "compile", compiled)
-        patch.setattr(TrainStep, "model_flop", counted)
         yield
 
 

@@ -10,11 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false "
-    "--xla_backend_optimization_level=0",
-}
+TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TWO_DEVICES}"}
 
 import importlib
 
@@ -29,7 +26,14 @@ from jaxscale.training.loop import train
 
 EVERY = 7
 
-for slow in ("grain", "orbax.checkpoint", "jaxscale.models.decoder_module", "jaxscale.report.page"):
+for slow in (
+    "grain",
+    "orbax.checkpoint",
+    "jaxscale.models.decoder_module",
+    "jaxscale.planning.fit",
+    "jaxscale.report.page",
+    "jaxscale.step.build",
+):
     importlib.import_module(slow)
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick import FLAGS
 
 from jaxscale.records.metrics import read_metrics
 from tests.training.watching import EXACT, described, last_lines
@@ -16,7 +17,7 @@ def kill_and_compare(folder: Path, steps: int, kills: int, seed: int) -> None:
     program = Path(__file__).with_name("killing.py")
     done = subprocess.run(
         [sys.executable, program, folder, str(steps), str(kills), str(seed)],
-        env={"PATH": "/usr/bin:/bin", "JAXSCALE_CACHE": str(folder / "cache"), "HOME": str(folder)},
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "JAXSCALE_CACHE": str(folder / "cache"), "XLA_FLAGS": FLAGS},
         capture_output=True,
         text=True,
         timeout=1500,
