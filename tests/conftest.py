@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from quick import FLAGS
+from quick import FLAGS, share_contexts
 
 # the runs that tests train are trusted by records (`records/trusted_sources.py`) outside of the user's own cache
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".jax_cache" / "user")
@@ -35,6 +35,8 @@ _hook = jaxtyping.install_import_hook(["jaxscale", "pallas_kernels"], "typecheck
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if jax.__version_info__ < (0, 12):
+    share_contexts()
 # lines of the code that an instruction comes from cost a twentieth of the suite; tests that read them ask for them
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # `nohup make test` ignores a hangup, and with it each process that a test starts
