@@ -68,7 +68,7 @@ gc.set_threshold(200_000, 20, 100)
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-MOST_MAPS = 20_000
+MOST_MAPS = 40_000
 """Number of memory maps of this process above which compiled programs are freed; Linux allows about 65,000.
 
 Each compiled program of the CPU has several. A worker that reaches the limit fails in every test, and aborts.

@@ -179,26 +179,26 @@ def test_long_phases_that_change_give_no_alarm(tmp_path):
     body = """
         for step in range(5, 9):
             heartbeat.set_phase("stepping", step)
-            time.sleep(0.7)
+            time.sleep(0.4)
         heartbeat.set_phase("finished")
         heartbeat.stop()
-        time.sleep(3)  # a script's own work after training
+        time.sleep(1.5)  # a script's own work after training
     """
-    assert _run(tmp_path, body, count=2)[0] == 0
+    assert _run(tmp_path, body, count=2, stepping=1.0)[0] == 0
 
 
-@pytest.mark.parametrize(("seconds", "code"), variants([(2.0, 0), (20.0, 1)], default=1))
+@pytest.mark.parametrize(("seconds", "code"), variants([(1.5, 0), (20.0, 1)], default=1))
 def test_a_phase_may_take_five_times_as_long_as_before(seconds, code, tmp_path):
     body = f"""
         heartbeat.set_phase("evaluating")
-        wait(0.8)
+        wait(0.6)
         heartbeat.set_phase("stepping", 5)
         heartbeat.set_phase("evaluating")
         wait({seconds})
         heartbeat.set_phase("finished")
         heartbeat.stop()
     """
-    ended_code, verdict, _ = _run(tmp_path, body, 1, evaluating=1.2)
+    ended_code, verdict, _ = _run(tmp_path, body, 1, evaluating=1.0)
     assert ended_code == code
     if code:
         assert "has been in evaluating, step 5" in verdict
@@ -272,7 +272,6 @@ def test_another_hosts_failure_ends_this_hosts_processes(tmp_path):
 
 
 def test_a_host_that_only_follows_reports_the_code_of_the_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxscale.launch.watch.FAILURE_GRACE", 3)
     body = """
         from jaxscale.errors import UserError
         heartbeat.fail(UserError("another process failed and reports the reason"))
@@ -280,9 +279,11 @@ def test_a_host_that_only_follows_reports_the_code_of_the_failure(tmp_path, monk
     """
     watchdog = _watchdog(tmp_path, body, 2)
     timer = threading.Timer(1.5, write_ending, (Watched(tmp_path / "processes", 5), Ending(4, "other", 1, "exit", 7)))
-    timer.start()
-    assert watchdog.run() == 7
-    timer.join()
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxscale.launch.watch.FAILURE_GRACE", 3)
+        timer.start()
+        assert watchdog.run() == 7
+        timer.join()
     assert _watchdog(tmp_path / "alone", body, 2).run() == 2
 
 

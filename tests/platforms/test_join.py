@@ -235,21 +235,22 @@ def test_under_a_watchdog_the_missing_ranks_are_named(tmp_path, monkeypatch):
     assert "the outputs of the others" in _missing_text(ProcessPlace("Slurm", "a:1", 4, 0))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_whose_peers_are_missing_ends_with_a_message(rank, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+def test_a_process_whose_peers_are_missing_ends_with_a_message(tmp_path):
     file = tmp_path / "joined.py"
     file.write_text(EXPERIMENT.format(text="unread", plan=""))
-    process = _start(file, tmp_path / "run", _torchrun(port, rank) | {"JAXSCALE_JOIN_TIMEOUT": "3"})
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2, output
+    ports = _free_port(), _free_port()  # each process is alone in its run
+    processes = [
+        _start(file, tmp_path / f"run {rank}", _torchrun(port, rank) | {"JAXSCALE_JOIN_TIMEOUT": "3"})
+        for rank, port in enumerate(ports)
+    ]
     starts = ("after 3 s, not all 2 processes have joined", "rank 1 of 2 waited for rank 0 at localhost")
-    assert f"jaxscale: torchrun: {starts[rank]}" in output
-    assert "Traceback" not in output
-    assert "Check failure" not in output
-    assert not (tmp_path / "run").exists()
+    for rank, process in enumerate(processes):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        assert f"jaxscale: torchrun: {starts[rank]}" in output
+        assert "Traceback" not in output
+        assert "Check failure" not in output
+        assert not (tmp_path / f"run {rank}").exists()
 
 
 def test_a_port_in_use_is_refused(tmp_path):

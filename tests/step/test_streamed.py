@@ -323,19 +323,26 @@ def test_synchronous_steps_come_first(alone: TrainStep) -> None:
     assert after[2]["learning_rate"] < after[0]["learning_rate"] < one[-1]["learning_rate"]
 
 
+VECTORS = dataclasses.replace(EXPERIMENT, model=Residual(), data=Vectors())
+WIDE = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
+
+
 @pytest.mark.parametrize(
-    ("codec", "bound"),
+    ("codec", "bound", "experiment", "batch_of"),
     [
-        ("int8,start=100", 2e-5),
-        pytest.param("int8", 2e-2, marks=pytest.mark.slow),
+        ("int8,start=100", 2e-5, VECTORS, functools.partial(random_batch, ROWS)),
+        pytest.param("int8,start=100", 2e-5, WIDE, batch, marks=pytest.mark.variant),
+        pytest.param("int8", 2e-2, WIDE, batch, marks=pytest.mark.slow),
     ],
+    ids=["exact", "exact with dropout", "int8"],
 )
-def test_a_codec_that_still_sends_the_exact_mean_changes_nothing(codec: str, bound: float) -> None:
-    wide = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
+def test_a_codec_that_still_sends_the_exact_mean_changes_nothing(
+    codec: str, bound: float, experiment: Experiment, batch_of: Callable[[int], Any]
+) -> None:
     told = []
     for reduce in ("", f"; reduce={codec}"):
-        step = step_of(f"pipeline=2bw:2x2; mesh=replica:2{reduce}", wide)
-        told.append(fed(step, step.init(), range(STEPS))[1])
+        step = step_of(f"pipeline=2bw:2x2; mesh=replica:2{reduce}", experiment)
+        told.append(fed(step, step.init(), range(STEPS), batch_of)[1])
     for name in ("loss", "grad_norm"):
         exact, coded = ([metrics[name] for metrics in one] for one in told)
         np.testing.assert_allclose(coded, exact, rtol=bound)
@@ -345,8 +352,8 @@ def test_a_codec_that_still_sends_the_exact_mean_changes_nothing(codec: str, bou
 @pytest.mark.parametrize(("mesh", "synchronous"), variants([("replica:2", 0), ("replica:2,data:2", 1)], 1))
 def test_a_codec_reports_what_stages_send_and_owe(mesh: str, synchronous: int) -> None:
     """Nothing while a pipe fills: 2BW makes the first update of a batch when the next one enters."""
-    wide = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16, dropout=0.0))
-    step = step_of(f"pipeline=2bw:2x2; mesh={mesh}; reduce=int8; synchronous_steps={synchronous}", wide)
+    undropped = dataclasses.replace(WIDE, model=dataclasses.replace(WIDE.model, dropout=0.0))
+    step = step_of(f"pipeline=2bw:2x2; mesh={mesh}; reduce=int8; synchronous_steps={synchronous}", undropped)
     assert step.async_pipeline is not None
     codes = step.async_pipeline.gradient_exchange
     state, metrics = fed(step, step.init(), range(synchronous + 3))

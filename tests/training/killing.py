@@ -10,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
-os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TWO_DEVICES}"}
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false "
+    + os.environ.get("XLA_FLAGS", ""),
+}
 
 import importlib
 

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+from quick import FLAGS
 
 from tests.tiers import variants
 
@@ -105,7 +106,7 @@ class Runs:
         """Return what a process has in its environment beside that of this process, whose own flags it lacks."""
         files = {"MARK": str(self.mark), "TEXT": str(self.folder / "text.txt"), "JAXSCALE_CACHE": self.cache}
         # the program whose compilation takes long is compiled as usual
-        flags = {} if phase == "compile" else {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        flags = {} if phase == "compile" else {"XLA_FLAGS": FLAGS}
         return {"PHASE": phase, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"} | files | flags
 
     def start(self, phase, *prefix, **variables):
@@ -161,7 +162,7 @@ def end(process, number=signal.SIGTERM):
 def test_before_the_first_step_a_signal_ends_at_once(runs, phase):
     process = runs.start(phase)
     runs.wait_for_mark(process)
-    time.sleep(2)  # XLA is at work by now
+    time.sleep(1)  # XLA is at work by now
     code, output, seconds = end(process)
     assert (code, "compiled in" in output) == (130, False), output
     assert output.count("jaxscale: stopped by SIGTERM before the first step: nothing is lost; start the run again") == 1

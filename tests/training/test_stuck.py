@@ -1,11 +1,11 @@
 """A step that waits without end: by a clock of the test's own, and in a process that sits in XLA's rendezvous."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from quick import environment
 
 from jaxscale import heartbeat
 from jaxscale.training.stuck import StuckWatch
@@ -144,7 +144,7 @@ TrainStep.__call__ = step
 
 def callback(event):
     if case == "callback" and event.step == 4:
-        time.sleep(6)
+        time.sleep(4)
 
 experiment = jx.Experiment(
     name="stuck",
@@ -159,16 +159,11 @@ print("DONE", flush=True)
 """
 
 
-def _environment():
-    variables = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    return variables | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-
-
 def _ended(tmp_path, case):
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), case],
         capture_output=True, text=True, timeout=120, check=False,
-        env=_environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env=environment(JAX_NUM_CPU_DEVICES="2"),
     )  # fmt: skip
 
 
@@ -200,6 +195,6 @@ def test_xla_waits_longer_than_the_watcher_where_the_environment_sets_no_limit()
     code += "import jax; jax.devices(); print(os.environ.get('XLA_FLAGS', ''))"
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
     for flags, expected in {"": f"{flag}=3600", f"{flag}=50": f"{flag}=50"}.items():
-        variables = _environment() | ({"XLA_FLAGS": flags} if flags else {})
+        variables = environment(JAX_NUM_CPU_DEVICES="2", XLA_FLAGS=flags)
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
         assert ended.stdout.strip() == expected
