@@ -32,10 +32,11 @@ help:
 train: $(TRAIN)
 	$(PY) -m jaxscale train experiments/shakespeare.py $(ARGS)
 
-# tests import hundreds of files in each process: their bytecode is kept
+# tests import hundreds of files in each process: their bytecode is kept; on two cores, the third process runs while
+# another waits for processes that it has started
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(TEST)
-	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+	$(PY) -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 lint: $(TEST)
 	$(VENV)/bin/ruff format --check .

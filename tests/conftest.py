@@ -68,6 +68,14 @@ gc.set_threshold(200_000, 20, 100)
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
+OF_PROCESSES = ("tests/launch/", "tests/platforms/", "tests/training/test_kill", "tests/training/test_st")
+"""Tests that start processes and wait for them. They come first: at the end, other workers would wait for one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(OF_PROCESSES))
+
+
 MOST_MAPS = 40_000
 """Number of memory maps of this process above which compiled programs are freed; Linux allows about 65,000.
 

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxscale", "pallas_kernels", "experiments", "tests")
+OPERATIONS = {dis.opmap[name]: name for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")}
 IMPLICIT = {"__annotations__", "__file__", "__name__", "__doc__", "__path__", "__spec__", "__package__"}
 
 
@@ -21,18 +22,24 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(constant)
 
 
+def names_by_operation(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Each operation on a global name, or on a name of the module: (operation, name). `dis` is ten times slower."""
+    high_bits = 0
+    for operation, low_bits in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        number = high_bits | low_bits
+        high_bits = number << 8 if operation == dis.EXTENDED_ARG else 0
+        if (name := OPERATIONS.get(operation)) is not None:
+            yield name, code.co_names[number >> 1 if name == "LOAD_GLOBAL" else number]
+
+
 def unbound(source: str) -> set[str]:
     """Global names that a module's code reads and nothing binds."""
     module = compile(source, "module", "exec", dont_inherit=True)
     bound, read = {*dir(builtins), *IMPLICIT}, set()
     for code in codes(module):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and (
-                code is module or "GLOBAL" in instruction.opname
-            ):
-                bound.add(instruction.argval)
-            if instruction.opname == "LOAD_GLOBAL" or (code is module and instruction.opname == "LOAD_NAME"):
-                read.add(instruction.argval)
+        for operation, name in names_by_operation(code):
+            if code is module or "GLOBAL" in operation:
+                (bound if "STORE" in operation else read).add(name)
     return read - bound
 
 

@@ -57,7 +57,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     *_layouts("data parallel", "--plan.mesh data:4", "--plan.mesh replica:2,data:2", onto="--plan.mesh fsdp:2"),
     *_layouts("data parallel", "--plan.mesh replica:2,fsdp:2", onto="--plan.mesh 1"),
     *_layouts("ZeRO", *(f"--plan.mesh fsdp:4 --plan.zero {stage}" for stage in (1, 2)), onto="--plan.mesh 1"),
-    *_layouts("ZeRO", "--plan.mesh fsdp:4 --plan.zero 3", onto="--plan.mesh data:2,tensor:2", default=True),
+    *_layouts("ZeRO", "--plan.mesh fsdp:4 --plan.zero 3", onto="--plan.mesh data:2,tensor:2", each_change=True),
     *_layouts("tensor parallel", "--plan.mesh tensor:4", "--plan.mesh fsdp:2,tensor:2 --plan.sequence-parallel True"),
     *_layouts("tensor parallel", "--plan.mesh tensor:4 --plan.sequence-parallel True", onto="--plan.mesh 1"),
     *_layouts("context parallel", "--plan.mesh sequence:4", "--plan.mesh data:2,sequence:2", onto="--plan.mesh data:4"),

@@ -1,9 +1,9 @@
 """Every technique of the README's table, alone and in mixtures, through a whole run of the command line.
 
 `fit`, train with checkpoints, stopped in the middle (some killed), resumed, some on another layout too; evaluate,
-generate, export, report. The losses after the restart are those of the undisturbed run, bit for bit. ZeRO 3 and a
-pipeline by default (`test_earlier_runs.py` continues a run with a codec); one technique of each family as variants; all
-of them, on one device and on four, and 40 mixtures by `-m slow`.
+generate, export, report. The losses after the restart are those of the undisturbed run, bit for bit. A pipeline by
+default (`test_earlier_runs.py` continues a run with a codec, `tests/launch` and `tests/platforms` train with ZeRO 3); one
+technique of each family as variants; all of them, on one device and on four, and 40 mixtures by `-m slow`.
 """
 
 import contextlib

@@ -160,10 +160,15 @@ def test_a_search_of_a_real_model_finds_the_fastest_plan_that_fits():
 
 
 @pytest.mark.parametrize(
-    "platform", tiers(["tpu v5e:2x2", "gpu h100 x 2", "cpu x 2"], default={"gpu h100 x 2", "cpu x 2"})
+    ("platform", "forbidden"),
+    [
+        pytest.param("tpu v5e:2x2", (), marks=pytest.mark.variant),
+        ("gpu h100 x 2", ()),
+        ("cpu x 2", (*DISTANT, "microbatches")),
+    ],
 )
-def test_a_choice_is_a_plan_of_all_devices(platform, tmp_path):
-    choice = choose_plan(experiment(), platform)
+def test_a_choice_is_a_plan_of_all_devices(platform, forbidden, tmp_path):
+    choice = choose_plan(experiment(), platform, forbidden=forbidden)
     assert choice.fits
     assert choice.plan.mesh.devices == choice.platform.devices
     words = flags_of(choice.plan).replace("--plan.", "").split()
