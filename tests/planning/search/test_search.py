@@ -30,7 +30,6 @@ from jaxscale.recipe.combinations import check
 from jaxscale.recipe.plan import OffloadPlan, Plan, read_plan
 from jaxscale.recipe.requests import Facts
 from jaxscale.values import override
-from tests.tiers import variants as tiers
 
 GiB = 2**30
 PLATFORMS = ("tpu v5e:2x2", "tpu v5e:2x4", "tpu v5p:2x2x1", "gpu h100 x 8", "gpu a100 x 16", "tpu v6e:2x2 x 2")
