@@ -171,7 +171,8 @@ def _torchrun(port: int, rank: int) -> dict[str, str]:
 
 
 PLANS = [
-    'mesh="fsdp:4", zero=3',
+    # by default: processes that a launcher starts, one of which is killed (`tests/launch/test_launch.py`)
+    pytest.param('mesh="fsdp:4", zero=3', marks=pytest.mark.variant),
     *(
         pytest.param(plan, marks=pytest.mark.slow)
         for plan in (

@@ -1,6 +1,6 @@
 """Signals to processes of the command line: in each phase before the first step, during a save, and by a terminal.
 
-By default: while XLA compiles, two signals during a save, `nohup`, and a closed terminal, whose run ends with 75 and a
+By default: while XLA compiles, signals during a save under `nohup`, and a closed terminal, whose run ends with 75 and a
 checkpoint. Variants: the other phases, which `test_loop.py` interrupts within one process, and a save that ends.
 """
 
@@ -206,18 +206,20 @@ def test_a_signal_during_a_save_waits_for_it(runs, number):
     assert runs.saved_steps[-1] == runs.events("preempted")[0]["step"]
 
 
-def test_a_second_signal_during_a_save_ends_at_once(runs):
-    process = runs.start("save", SAVE_SECONDS="60", STEPS="1000000")
+def test_nohup_ignores_a_hangup_and_a_second_signal_during_a_save_ends_at_once(runs):
+    process = runs.start("save", "nohup", SAVE_SECONDS="60", STEPS="1000000")
     runs.wait_for_mark(process)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None
-    code, _, seconds = end(process)
-    assert code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # a second hangup would end it
+        process.send_signal(number)
+        time.sleep(0.3)
+        assert process.poll() is None
+    code, output, seconds = end(process)
+    assert code in (-signal.SIGTERM, 128 + signal.SIGTERM), output
     assert seconds < SECONDS
 
 
-def test_nohup_ignores_a_hangup(runs):
+@pytest.mark.variant  # by default: two hangups, above
+def test_a_run_under_nohup_goes_on_to_its_end(runs):
     process = runs.start("steps", "nohup", STEPS="6")
     runs.wait_for_mark(process)
     code, output, _ = end(process, signal.SIGHUP)
