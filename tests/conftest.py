@@ -37,7 +37,7 @@ import jax  # noqa: E402 (after the environment and the hook above, which it rea
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.__version_info__ < (0, 12):
     share_contexts()
-# lines of the code that an instruction comes from cost a twentieth of the suite; tests that read them ask for them
+# the lines of code that instructions come from cost a twentieth of the suite; tests that read them turn them on
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # `nohup make test` ignores a hangup, and with it each process that a test starts
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -68,15 +68,15 @@ gc.set_threshold(200_000, 20, 100)
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-OF_PROCESSES = ("tests/launch/", "tests/platforms/", "tests/training/test_kill", "tests/training/test_st")
+PROCESS_TESTS = ("tests/launch/", "tests/platforms/", "tests/training/test_kill", "tests/training/test_st")
 """Tests that start processes and wait for them. They come first: at the end, other workers would wait for one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(OF_PROCESSES))
+    items.sort(key=lambda item: not item.nodeid.startswith(PROCESS_TESTS))
 
 
-MOST_MAPS = 40_000
+MOST_MAPS = 20_000
 """Number of memory maps of this process above which compiled programs are freed; Linux allows about 65,000.
 
 Each compiled program of the CPU has several. A worker that reaches the limit fails in every test, and aborts.
@@ -113,7 +113,7 @@ def _free_programs():
     yield
     if (
         count_maps() > MOST_MAPS
-        or resident_bytes() > min(_bytes_after_freeing[-1], MOST_GROWTH_BYTES) + MOST_GROWTH_BYTES
+        or resident_bytes() > min(_bytes_after_freeing[-1], MOST_GROWTH_BYTES // 2) + MOST_GROWTH_BYTES
     ):
         gc.unfreeze()
         jax.clear_caches()

@@ -1,7 +1,7 @@
 """How tests trace and compile many tiny programs quickly: flags of XLA, and contexts of MLIR that modules share."""
 
-import itertools
 import os
+import threading
 from importlib.metadata import version
 from typing import Any
 
@@ -28,14 +28,17 @@ MODULES_OF_A_CONTEXT = 50
 
 
 def share_contexts() -> None:
-    """Make modules share a context, as they do from JAX 0.12: to create one takes longer than to lower an addition."""
+    """Make modules of a thread share contexts, as JAX 0.12 does: creating one takes longer than lowering a sum."""
     from jax._src.interpreters import mlir
 
-    initialize, numbers, contexts = mlir.ModuleContext.__init__, itertools.count(), [None]
+    original_init, of_thread = mlir.ModuleContext.__init__, threading.local()
 
-    def initialize_in_shared(self: Any, *, context: Any = None, **fields: Any) -> None:
-        if context is None and next(numbers) % MODULES_OF_A_CONTEXT == 0:
-            contexts[0] = mlir.make_ir_context()
-        initialize(self, context=context or contexts[0], **fields)
+    def init_in_shared(self: Any, *, context: Any = None, **fields: Any) -> None:
+        if context is None:
+            number = getattr(of_thread, "number", 0)
+            if number % MODULES_OF_A_CONTEXT == 0:
+                of_thread.context = mlir.make_ir_context()
+            of_thread.number, context = number + 1, of_thread.context
+        original_init(self, context=context, **fields)
 
-    mlir.ModuleContext.__init__ = initialize_in_shared
+    mlir.ModuleContext.__init__ = init_in_shared

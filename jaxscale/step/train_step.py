@@ -223,7 +223,7 @@ class TrainStep:
         """Return the FLOP of a step's matrix products and convolutions, forward and backward, without recomputation."""
         shapes = batches.shapes(batch)
         key = frozenset(shapes.items())
-        if key in self._model_flop_by_shapes:  # counting takes a trace of the model and of its gradient
+        if key in self._model_flop_by_shapes:  # counting traces the model and its gradient
             return self._model_flop_by_shapes[key]
         plan_context = self.objective.planned.context(None)
         context = dataclasses.replace(plan_context, attention="plain", loss_chunk=None, loss="reference")
@@ -232,8 +232,9 @@ class TrainStep:
             return self.experiment.model.loss(self.pure_model.module(params, model_state), batch, context).total
 
         model_shapes = (self.pure_model.abstract_module_params, self.pure_model.abstract_model_state)
-        self._model_flop_by_shapes[key] = model_flop(jax.grad(total_loss), *model_shapes, shapes)
-        return self._model_flop_by_shapes[key]
+        flop = model_flop(jax.grad(total_loss), *model_shapes, shapes)
+        self._model_flop_by_shapes[key] = flop
+        return flop
 
     # -- batches -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tests.kept_programs import kept
 def _lines_of_the_code():
     """Programs have the lines that their instructions come from, as outside of the tests."""
     frames = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", 10)
+    jax.config.update("jax_traceback_in_locations_limit", 100)
     yield
     jax.config.update("jax_traceback_in_locations_limit", frames)
 

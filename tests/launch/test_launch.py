@@ -48,7 +48,9 @@ def _losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_metrics(run_dir, "train")]
 
 
-def test_a_killed_run_comes_back_bitwise_and_reports_what_that_cost(text, tmp_path, monkeypatch):
+def test_a_killed_run_comes_back_bitwise_reports_what_that_cost_and_trains_as_one_process_does(
+    text, tmp_path, monkeypatch
+):
     code, output, seconds = _launch(text, tmp_path / "killed", "SIGKILL:1:stepping:7:1")
     assert code == 0, output
     assert "after step 4" in output
@@ -72,9 +74,9 @@ def test_a_killed_run_comes_back_bitwise_and_reports_what_that_cost(text, tmp_pa
     assert abs(parts - run_hours.seconds) < 0.1
     assert "Lost to restarts" in (tmp_path / "killed" / "report.html").read_text()
     assert run_hours.seconds < seconds < run_hours.seconds + 4  # the launcher's own start
-    # two processes train as one does, from whose training only the order of sums may differ
+    # only the order of sums differs from the run of one process
     monkeypatch.setenv("TEXT", str(text))
-    monkeypatch.setattr(heartbeat.Writer, "set", heartbeat.Writer.set)  # which the experiment's file replaces
+    monkeypatch.setattr(heartbeat.Writer, "set", heartbeat.Writer.set)  # the file replaces it: restored at the end
     assert main(["train", str(FILE), "--out", str(tmp_path / "alone")]) == 0
     alone = [loss for _, loss in _losses(tmp_path / "alone")]
     assert [loss for _, loss in _losses(tmp_path / "killed")] == pytest.approx(alone, rel=1e-5)

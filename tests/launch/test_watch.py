@@ -179,15 +179,15 @@ def test_long_phases_that_change_give_no_alarm(tmp_path):
     body = """
         for step in range(5, 9):
             heartbeat.set_phase("stepping", step)
-            time.sleep(0.4)
+            time.sleep(0.5)
         heartbeat.set_phase("finished")
         heartbeat.stop()
-        time.sleep(1.5)  # a script's own work after training
+        time.sleep(3)  # a script's own work after training, longer than a process may be silent before
     """
-    assert _run(tmp_path, body, count=2, stepping=1.0)[0] == 0
+    assert _run(tmp_path, body, count=2)[0] == 0
 
 
-@pytest.mark.parametrize(("seconds", "code"), variants([(1.5, 0), (20.0, 1)], default=1))
+@pytest.mark.parametrize(("seconds", "code"), variants([(2.3, 0), (20.0, 1)], default=1))
 def test_a_phase_may_take_five_times_as_long_as_before(seconds, code, tmp_path):
     body = f"""
         heartbeat.set_phase("evaluating")

@@ -1,5 +1,6 @@
 """Joining: each scheduler's variables give the place of a process, and malformed ones are refused by name."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -185,10 +186,16 @@ PLANS = [
 ]
 
 
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("localhost", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    return _free_ports(1)[0]
 
 
 def _experiment(folder: Path, plan: str) -> Path:
@@ -239,14 +246,13 @@ def test_under_a_watchdog_the_missing_ranks_are_named(tmp_path, monkeypatch):
 def test_a_process_whose_peers_are_missing_ends_with_a_message(tmp_path):
     file = tmp_path / "joined.py"
     file.write_text(EXPERIMENT.format(text="unread", plan=""))
-    ports = _free_port(), _free_port()  # each process is alone in its run
     processes = [
         _start(file, tmp_path / f"run {rank}", _torchrun(port, rank) | {"JAXSCALE_JOIN_TIMEOUT": "3"})
-        for rank, port in enumerate(ports)
+        for rank, port in enumerate(_free_ports(2))  # each process is alone in its run
     ]
     starts = ("after 3 s, not all 2 processes have joined", "rank 1 of 2 waited for rank 0 at localhost")
-    for rank, process in enumerate(processes):
-        output, _ = process.communicate(timeout=120)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         assert process.returncode == 2, output
         assert f"jaxscale: torchrun: {starts[rank]}" in output
         assert "Traceback" not in output

@@ -46,7 +46,9 @@ class Residual:
     def loss(self, module: Blocks, batch: Any, context: Context) -> Loss:
         x = batch["inputs"].astype(context.dtype or jnp.float32)
         y = module.blocks(x, context=context).astype(jnp.float32)
-        return Loss(jnp.square(y - batch["targets"]).sum(), jnp.float32(x.size))
+        weights = batch.get("weights", jnp.ones(x.shape[0]))  # of rows
+        losses = jnp.square(y - batch["targets"]).sum((1, 2))
+        return Loss((weights * losses).sum(), weights.sum() * LENGTH * WIDTH)
 
 
 @dataclasses.dataclass(frozen=True)

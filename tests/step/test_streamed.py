@@ -41,11 +41,23 @@ class Rows:
         return {name: ((batch, CONTEXT), kind) for name, kind in kinds.items()}
 
 
+class WeightedVectors(Vectors):
+    """Random vectors, rows of unlike weight."""
+
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {**super().shapes(batch), "weights": ((batch,), "float32")}
+
+
+def vectors(number: int) -> dict[str, np.ndarray]:
+    weights = np.random.default_rng(number).random(ROWS) * np.linspace(0.3, 1, ROWS)
+    return {**random_batch(ROWS, number), "weights": weights.astype(np.float32)}
+
+
 MODEL = Decoder(vocab=VOCAB, context=CONTEXT, layers=2, embed=4, heads=1, dropout=0.1)
 # a rule in which a wrong delay shows, and rounding does not grow; most gradients are clipped
 RULE = Optimizer(name="sgd", learning_rate=0.3, momentum=0.5, clip=0.3, warmup=2)
 EXPERIMENT = Experiment("streamed", MODEL, Rows(), optimizer=RULE, batch=ROWS, steps=8)
-VECTORS = dataclasses.replace(EXPERIMENT, model=Residual(), data=Vectors())
+VECTORS = dataclasses.replace(EXPERIMENT, model=Residual(), data=WeightedVectors())
 WIDE = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
 STEPS = 5
 
@@ -171,7 +183,7 @@ def alone() -> TrainStep:
 
 def test_weights_equal_a_loop_of_whole_gradients_and_clipping_is_by_stage() -> None:
     alone = build(VECTORS, Plan(mesh=MeshSpec()), devices=jax.devices()[:1])
-    check(step_of("pipeline=pipedream:2; mesh=data:1", VECTORS), alone, batch_of=functools.partial(random_batch, ROWS))
+    check(step_of("pipeline=pipedream:2; mesh=data:1", VECTORS), alone, batch_of=vectors)
 
 
 @pytest.mark.slow
@@ -331,7 +343,7 @@ def test_synchronous_steps_come_first(alone: TrainStep) -> None:
 @pytest.mark.parametrize(
     ("codec", "bound", "experiment", "batch_of"),
     [
-        ("int8,start=100", 2e-5, VECTORS, functools.partial(random_batch, ROWS)),
+        ("int8,start=100", 2e-5, VECTORS, vectors),
         pytest.param("int8,start=100", 2e-5, WIDE, batch, marks=pytest.mark.variant),
         pytest.param("int8", 2e-2, WIDE, batch, marks=pytest.mark.slow),
     ],
@@ -353,8 +365,8 @@ def test_a_codec_that_still_sends_the_exact_mean_changes_nothing(
 @pytest.mark.parametrize(("mesh", "synchronous"), variants([("replica:2", 0), ("replica:2,data:2", 1)], 1))
 def test_a_codec_reports_what_stages_send_and_owe(mesh: str, synchronous: int) -> None:
     """Nothing while a pipe fills: 2BW makes the first update of a batch when the next one enters."""
-    undropped = dataclasses.replace(WIDE, model=dataclasses.replace(WIDE.model, dropout=0.0))
-    step = step_of(f"pipeline=2bw:2x2; mesh={mesh}; reduce=int8; synchronous_steps={synchronous}", undropped)
+    without_dropout = dataclasses.replace(WIDE, model=dataclasses.replace(WIDE.model, dropout=0.0))
+    step = step_of(f"pipeline=2bw:2x2; mesh={mesh}; reduce=int8; synchronous_steps={synchronous}", without_dropout)
     assert step.async_pipeline is not None
     codes = step.async_pipeline.gradient_exchange
     state, metrics = fed(step, step.init(), range(synchronous + 3))

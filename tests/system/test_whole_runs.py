@@ -2,8 +2,9 @@
 
 `fit`, train with checkpoints, stopped in the middle (some killed), resumed, some on another layout too; evaluate,
 generate, export, report. The losses after the restart are those of the undisturbed run, bit for bit. A pipeline by
-default (`test_earlier_runs.py` continues a run with a codec, `tests/launch` one with ZeRO 3); one technique of each
-family as variants; all of them, on one device and on four, and 40 mixtures by `-m slow`.
+default (`test_earlier_runs.py` continues a run with a codec, `tests/launch` one with ZeRO 3, which is not evaluated or
+exported there); one technique of each family as variants; all of them, on one device and on four, and 40 mixtures by
+`-m slow`.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from quick import FLAGS
+from quick import environment
 
 from tests.tiers import variants
 
@@ -102,20 +102,20 @@ class Runs:
         (folder / "exp.py").write_text(FILE)
         (folder / "text.txt").write_text("the cat sat on the mat. " * 60)
 
-    def variables(self, phase):
-        """Return what a process has in its environment beside that of this process, whose own flags it lacks."""
+    def environment(self, phase, **variables):
+        """Return the environment of a process."""
         files = {"MARK": str(self.mark), "TEXT": str(self.folder / "text.txt"), "JAXSCALE_CACHE": self.cache}
         # the program whose compilation takes long is compiled as usual
-        flags = {} if phase == "compile" else {"XLA_FLAGS": FLAGS}
-        return {"PHASE": phase, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"} | files | flags
+        flags = {"XLA_FLAGS": ""} if phase == "compile" else {}
+        return environment(PHASE=phase, JAX_NUM_CPU_DEVICES="1", **files, **flags, **variables)
 
     def start(self, phase, *prefix, **variables):
         self.mark.unlink(missing_ok=True)
-        environment = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-        environment |= self.variables(phase)
         command = [*prefix, sys.executable, "-u", "-m", "jaxscale", "train", "exp.py", "--out", "run"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.processes.append(subprocess.Popen(command, cwd=self.folder, env=environment | variables, **streams))
+        self.processes.append(
+            subprocess.Popen(command, cwd=self.folder, env=self.environment(phase, **variables), **streams)
+        )
         return self.processes[-1]
 
     def wait_for_mark(self, process=None):
@@ -211,7 +211,7 @@ def test_nohup_ignores_a_hangup_and_a_second_signal_during_a_save_ends_at_once(r
     runs.wait_for_mark(process)
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # a second hangup would end it
         process.send_signal(number)
-        time.sleep(0.3)
+        time.sleep(0.5)
         assert process.poll() is None
     code, output, seconds = end(process)
     assert code in (-signal.SIGTERM, 128 + signal.SIGTERM), output
@@ -241,10 +241,8 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(runs):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(runs.folder)
-        variables = runs.variables("steps") | {"STEPS": "1000000"}
-        base_variables = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
         words = ["-u", "-m", "jaxscale", "train", "exp.py", "--out", "run"]
-        os.execve(sys.executable, [sys.executable, *words], base_variables | variables)
+        os.execve(sys.executable, [sys.executable, *words], runs.environment("steps", STEPS="1000000"))
     runs.wait_for_mark()
     os.close(terminal)
     assert code_within(pid, 60) == 75

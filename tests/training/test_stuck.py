@@ -110,7 +110,7 @@ def test_with_several_processes_all_must_be_in_the_step(tmp_path, monkeypatch):
 
 
 PROGRAM = """
-import os, signal, sys, threading, time
+import sys, threading, time
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 import jaxscale as jx
@@ -143,8 +143,9 @@ def step(self, state, batch):
 TrainStep.__call__ = step
 
 def callback(event):
-    if case == "callback" and event.step == 8:  # by then the limit is the least
-        time.sleep(4)
+    if case == "callback" and event.step == 8:  # by then the limit is LEAST_SECONDS
+        time.sleep(6)
+        print("the callback is over")
 
 experiment = jx.Experiment(
     name="stuck",
@@ -183,6 +184,7 @@ def test_a_stuck_collective_ends_the_process_with_a_word_and_a_long_callback_doe
     again = _ended(tmp_path, "callback")
     assert (again.returncode, again.stdout.splitlines()[-1]) == (0, "DONE"), again.stderr
     assert "after step 3" in again.stdout
+    assert "the callback is over" in again.stdout
 
 
 def test_xla_waits_longer_than_the_watcher_where_the_environment_sets_no_limit():
@@ -191,5 +193,7 @@ def test_xla_waits_longer_than_the_watcher_where_the_environment_sets_no_limit()
     flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
     for flags, expected in {"": f"{flag}=3600", f"{flag}=50": f"{flag}=50"}.items():
         variables = environment(JAX_NUM_CPU_DEVICES="2", XLA_FLAGS=flags)
+        if not flags:
+            del variables["XLA_FLAGS"]
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
         assert ended.stdout.strip() == expected

@@ -273,8 +273,7 @@ def choose_plan(
         >>> from jaxscale.models import Decoder
         >>> from jaxscale.data import Text
         >>> model = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4)
-        >>> tiny = Experiment("tiny", model, Text("text.txt"), batch=8)
-        >>> choice = choose_plan(tiny, "tpu v5e:2x2", forbidden=["tensor", "pipeline", "microbatches"])
+        >>> choice = choose_plan(Experiment("tiny", model, Text("text.txt"), batch=8), "tpu v5e:2x2")
         >>> choice.fits, choice.plan.mesh.devices
         (True, 4)
     """
