@@ -67,9 +67,9 @@ TECHNIQUES: tuple[Technique, ...] = (
     *_alike("products of layers", *(f"--plan.matmul {kind}" for kind in ("fp8", "int8", "int4"))),
     *_alike("rematerialization", "--plan.memory full", "--plan.memory dots"),
     *_alike("rematerialization", "--plan.memory jax:dots_with_no_batch_dims_saveable"),
-    *_alike("every K-th block", "--plan.memory sqrt", "--plan.memory periodic:2"),
-    *_alike("Revolve", "--plan.memory revolve:1"),
-    *_alike("Rotor", f"--plan.memory chain:{HELD}", each_change=True),
+    *_alike("rematerialization: every K-th block", "--plan.memory sqrt", "--plan.memory periodic:2"),
+    *_alike("rematerialization: Revolve", "--plan.memory revolve:1"),
+    *_alike("rematerialization: Rotor", f"--plan.memory chain:{HELD}", each_change=True),
     *_alike("the optimal save set", f"--plan.memory save:{HELD}", f"--plan.memory save:{HELD}:flop"),
     *_alike("heuristics", f"--plan.memory greedy:{HELD}", f"--plan.memory dtr_static:{HELD}"),
     *_alike(
@@ -79,14 +79,16 @@ TECHNIQUES: tuple[Technique, ...] = (
             for name in ("pofo", "capuchin", "vdnn", "tflms", "autoswap", "swapadvisor")
         ),
     ),
-    *_alike("a decision made before", "--plan.memory file:DECISION", mixes=False, four=""),
+    *_alike("a memory rule chosen before the run", "--plan.memory file:DECISION", mixes=False, four=""),
     *_alike("optimizer state on the host", "--plan.offload.optimizer-state streamed", onto="--plan.mesh 1"),
     *_alike("ZeRO-Offload", "--plan.offload.optimizer-state host", onto="--plan.mesh data:2", each_change=True),
     *_alike("ZeRO-Offload", "--plan.offload.optimizer-state host --plan.state.moments int8"),
     *_alike("optimizer state in 8 bits", *(f"--plan.state.moments {kind}" for kind in ("dynamic8", "fp8"))),
     *_alike("optimizer state in 8 bits", "--plan.state.moments int8", onto="--plan.mesh 1"),
     *_alike("optimizer state in 4 bits", "--plan.state.moments int4"),
-    *_alike("weights as bfloat16", "--plan.precision bfloat16 --plan.state.master split", onto="--plan.mesh data:2"),
+    *_alike(
+        "master weights as bfloat16", "--plan.precision bfloat16 --plan.state.master split", onto="--plan.mesh data:2"
+    ),
     *_alike(
         "L2L",
         "--plan.offload.weights host --plan.offload.gradients host --plan.offload.optimizer-state host",
@@ -129,7 +131,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         one=False,
     ),
     *_layouts(
-        "all of it at once",
+        "techniques together",
         "--plan.mesh replica:2,fsdp:2 --plan.pipeline 1f1b:2x2 --plan.zero 3 --plan.state.moments int8 "
         "--plan.reduce int8 --plan.precision bfloat16 --plan.state.master split --plan.memory full",
     ),
