@@ -131,7 +131,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         one=False,
     ),
     *_layouts(
-        "techniques together",
+        "several techniques",
         "--plan.mesh replica:2,fsdp:2 --plan.pipeline 1f1b:2x2 --plan.zero 3 --plan.state.moments int8 "
         "--plan.reduce int8 --plan.precision bfloat16 --plan.state.master split --plan.memory full",
     ),
