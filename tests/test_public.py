@@ -82,6 +82,26 @@ def test_the_names_of_a_module_are_what_it_defines(name: str):
             assert inspect.getdoc(getattr(module, public_name)), f"{name}.{public_name} has no docstring"
 
 
+def test_every_public_function_has_an_example_that_runs():
+    """In its docstring, or on a page, whose examples `tests/docs/test_pages.py` runs."""
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md") if "api" not in path.parts]
+    code = "\n".join(
+        block for page in pages for block in re.findall(r"^```python.*?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    )
+    functions = {
+        public_name: getattr(module, public_name)
+        for module in map(importlib.import_module, MODULES)
+        for public_name in module.__all__
+        if inspect.isfunction(getattr(module, public_name))
+    }
+    assert len(functions) > 90
+    assert [
+        public_name
+        for public_name, function in functions.items()
+        if ">>> " not in inspect.getdoc(function) and not re.search(rf"\b{public_name}\(", code)
+    ] == []
+
+
 def test_an_unknown_name_is_reported_with_the_nearest():
     with pytest.raises(AttributeError, match="did you mean 'train'"):
         jaxscale.trian  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018

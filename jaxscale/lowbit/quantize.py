@@ -73,7 +73,13 @@ class Quantized:
 
 
 def is_quantized(x: Any) -> bool:
-    """Return whether a node of a tree is a quantized array, for use as the argument `is_leaf` of tree functions."""
+    """Return whether a node of a tree is a quantized array, for use as the argument `is_leaf` of tree functions.
+
+    Example:
+        >>> tree = {"moment": encode(jnp.ones((256, 4)), "dynamic8", 256), "step": jnp.int32(1)}
+        >>> [is_quantized(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_quantized)]
+        [True, False]
+    """
     return isinstance(x, Quantized)
 
 

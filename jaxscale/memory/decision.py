@@ -156,5 +156,11 @@ def read_decision(path: Any) -> Decision:
 
     Raises:
         UserError: the file does not exist, is not JSON, or does not contain a decision.
+
+    Example:
+        >>> decision = Decision(MemoryPlan.parse("save:1MiB"), (), layers=2, bytes=192)
+        >>> decision.write("memory.json")
+        >>> read_decision("memory.json") == decision
+        True
     """
     return from_json(Decision, read_json(Path(path)), str(path))

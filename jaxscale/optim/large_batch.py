@@ -185,6 +185,14 @@ def lamb(
         leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> params = {"w": jnp.array([[3.0, 4.0]])}
+        >>> rule = lamb(0.1, eps=0.0, weight_decay=0.0)
+        >>> update, _ = rule.update({"w": jnp.array([[1.0, 2.0]])}, rule.init(params), params)
+        >>> round(float(jnp.linalg.norm(update["w"])), 3)  # a tenth of the norm of the weights
+        0.5
+
     References:
         You et al. 2020, arXiv 1904.00962.
     """

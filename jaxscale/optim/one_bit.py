@@ -231,6 +231,12 @@ def one_bit_lamb(
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
 
+    Example:
+        >>> rule, params = one_bit_lamb(0.1, freeze=1, weight_decay=0.0), {"w": jnp.ones((2, 2))}
+        >>> update, _ = rule.update(params, rule.init(params), params)
+        >>> round(float(jnp.linalg.norm(update["w"])), 3)  # a tenth of the norm of the weights, as LAMB's
+        0.2
+
     References:
         Li et al. 2021, arXiv 2104.06069.
     """

@@ -126,6 +126,13 @@ def read_csv(path: str | Path) -> Schedule:
 
     Raises:
         UserError: the file cannot be read, or its text is not a valid schedule (see `parse_csv`).
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> _ = Path("gpipe.csv").write_text(to_csv(METHODS["gpipe"].schedule(2, 3)))
+        >>> schedule = read_csv("gpipe.csv")
+        >>> schedule.name, len(schedule.orders)
+        ('gpipe.csv', 2)
     """
     try:
         text = read_bytes(Path(path)).decode("utf-8-sig")

@@ -221,6 +221,11 @@ def load_file(
     Raises:
         UserError: the file is not an experiment file, raises an error, or does not return an Experiment; or an override
             is not valid.
+
+    Example:
+        >>> experiment, source = load_file("shakespeare", overrides={"steps": "20"})
+        >>> experiment.steps, source.name
+        (20, 'shakespeare')
     """
     file_outline = outline(path, variant)
     file_path = file_outline.path
