@@ -278,7 +278,10 @@ def is_step_name(name: str) -> bool:
 
 
 def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
-    """Raise UserError if a checkpoint lacks an array that the model needs, or has an array of another shape."""
+    """Raise UserError if a checkpoint has not the arrays that the model needs, in their shapes.
+
+    If a whole state is read, the checkpoint may not have further parameters.
+    """
     from jaxscale.state.canonical import OPTIONAL
 
     for name, leaf in abstract_leaves.items():
@@ -295,6 +298,13 @@ def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, 
                 f"{path}: array {name!r} has shape {saved_shape}, but the model needs {model_shape}: use the model "
                 "that saved the checkpoint"
             )
+    is_whole_state = "step" in abstract_leaves
+    unread_names = [name for name in array_facts if name.startswith("params/") and name not in abstract_leaves]
+    if is_whole_state and unread_names:
+        raise UserError(
+            f"{path} has parameters that the model lacks, such as {unread_names[0]!r} ({len(unread_names)} in all): "
+            "use the model that saved the checkpoint, or start a run from its weights (jaxscale train --init-from)"
+        )
 
 
 def _cast(arrays: dict[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
     if run.seconds is not None and train_rows:
         event_seconds = run.events("compile").column("seconds")
         compile_seconds = event_seconds[np.isfinite(event_seconds)]
-        compile_text = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
+        compile_text = f"; compiling took {duration(float(compile_seconds.sum()))}" if compile_seconds.size else ""
         rows.append(("time", f"{duration(run.seconds)}{compile_text}"))
     run_hours = hours(run.directory)
     if run_hours is not None:

@@ -129,9 +129,14 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
             plan = dataclasses.replace(plan, zero=0)
         return dataclasses.replace(plan, mesh=mesh), line
     if plan.mesh.devices > len(devices):
+        virtual_hint = ""
+        if devices[0].platform == "cpu":
+            virtual_hint = (
+                f', or make virtual ones: jax.config.update("jax_num_cpu_devices", {plan.mesh.devices}) first'
+            )
         raise UserError(
             f"mesh {plan.mesh} takes {plan.mesh.devices} devices, but there are {len(devices)} "
-            f"({devices[0].device_kind}): ask for a smaller mesh"
+            f"({devices[0].device_kind}): ask for a smaller mesh{virtual_hint}"
         )
     shard_count = plan.mesh.batch_shards
     if row_count % shard_count:

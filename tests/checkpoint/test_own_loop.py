@@ -6,6 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxscale as jx
 
@@ -59,3 +60,23 @@ def test_what_cannot_be_saved_or_restored_is_refused(tmp_path):
         checkpoints.save(step, step.init(), data={1, 2})
     with pytest.raises(jx.UserError, match=r"number: got 7, but .* has checkpoints of no updates"):
         checkpoints.restore(step, number=7)
+
+
+def test_a_checkpoint_of_a_deeper_or_shallower_model_is_refused(tmp_path):
+    class Layers(nnx.Module):
+        def __init__(self, depth, rngs):
+            self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(depth)])
+
+    def step_of(depth):
+        model = jx.models.ForeignModel(lambda rngs: Layers(depth, rngs), lambda module, batch: batch["x"])
+        return jx.build(jx.Experiment("layers", model, data=None, steps=4, batch=4), jx.Plan(mesh="1"))
+
+    checkpoints, step = jx.Checkpoints(tmp_path), step_of(2)
+    checkpoints.save(step, step.init(), wait=True)
+    assert checkpoints.restore(step) is not None
+    with pytest.raises(
+        jx.UserError, match=r"parameters that the model lacks, such as 'params/layers/1/.* \(2 in all\)"
+    ):
+        checkpoints.restore(step_of(1))
+    with pytest.raises(jx.UserError, match=r"has no array '.*layers/2/"):
+        checkpoints.restore(step_of(3))
