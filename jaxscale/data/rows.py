@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxscale.data.arrays import Listed, checked_array, with_row_weights
 from jaxscale.data.loader import NumpyBatch, Opened
-from jaxscale.data.shuffle import split_rows
+from jaxscale.data.shuffle import split_draws, split_rows
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
 from jaxscale.values import check_types
@@ -29,7 +29,8 @@ class Arrays:
             out all of them, for a held-out set of an experiment.
 
     Raises:
-        UserError: an array is not numeric, or the arrays differ in their numbers of rows.
+        UserError: an array is not numeric, the arrays differ in their numbers of rows, or, on opening, an array rises or
+            falls along the order in which rows are held out.
 
     Example:
         >>> data = Arrays({"x": np.zeros((10, 3)), "y": np.arange(10)}, held_out=0.2)
@@ -64,6 +65,8 @@ class Arrays:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         row_count = len(next(iter(self.arrays.values())))
+        if 0 < self.held_out < 1:
+            _check_split(self.arrays, row_count)
         return open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
@@ -172,6 +175,27 @@ def _check_held_out(held_out: float) -> None:
     """Raise an error if `held_out` is no share of the rows."""
     if not 0 <= held_out <= 1:
         raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
+
+
+def _check_split(arrays: Mapping[str, np.ndarray], row_count: int) -> None:
+    """Raise an error if an array of one number a row rises or falls along the order in which rows are held out.
+
+    The generator of that order then made the array, and its extreme values alone would be held out.
+    """
+    sample_size = min(row_count, 1000)
+    order = np.argsort(split_draws(sample_size))
+    for name, array in arrays.items():
+        if array.size != row_count or array.dtype.kind not in "fiu" or sample_size < 20:
+            continue
+        column = array.reshape(row_count)[:sample_size][order].astype(np.float64)
+        steps = np.diff(column)
+        is_varied = len(np.unique(column)) > sample_size / 2
+        if is_varied and (np.all(steps >= 0) or np.all(steps <= 0)):
+            raise UserError(
+                f"arrays[{name!r}] rises or falls along the order in which rows are held out, so that its extreme "
+                "values alone would be held out: np.random.default_rng(0) made both. Make the data with another seed, "
+                "or set held_out=0 and give rows of your own as Experiment(held_out={...})"
+            )
 
 
 def open_rows(

@@ -20,6 +20,14 @@ def derive(seed: int, *words: str | int) -> int:
     return int.from_bytes(hashlib.sha256(repr((seed, *words)).encode()).digest()[:4], "big")
 
 
+def split_draws(row_count: int) -> np.ndarray:
+    """Return a number for each of the first rows; the rows with the largest numbers are held out.
+
+    The numbers are a fixed generator's raw bits, which are the same in every version of NumPy.
+    """
+    return np.random.PCG64(0).random_raw(row_count)
+
+
 def split_rows(row_count: int, held_out: float, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the rows to train on, and of the rows held out; which they are depends on `row_count`.
 
@@ -31,8 +39,7 @@ def split_rows(row_count: int, held_out: float, name: str) -> tuple[np.ndarray, 
     Raises:
         UserError: no row is left to train on, or to evaluate on.
     """
-    # a fixed generator's raw bits are the same in every version of numpy, and so is their order
-    order = np.argsort(np.random.PCG64(0).random_raw(row_count), kind="stable")
+    order = np.argsort(split_draws(row_count), kind="stable")
     train_count = int((1 - held_out) * row_count)
     is_short = train_count == 0 and (held_out < 1 or not row_count)
     if is_short or (held_out and train_count == row_count):

@@ -131,9 +131,7 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
     if plan.mesh.devices > len(devices):
         virtual_hint = ""
         if devices[0].platform == "cpu":
-            virtual_hint = (
-                f', or make virtual ones: jax.config.update("jax_num_cpu_devices", {plan.mesh.devices}) first'
-            )
+            virtual_hint = f", or have virtual ones by JAX_NUM_CPU_DEVICES={plan.mesh.devices} in the environment"
         raise UserError(
             f"mesh {plan.mesh} takes {plan.mesh.devices} devices, but there are {len(devices)} "
             f"({devices[0].device_kind}): ask for a smaller mesh{virtual_hint}"

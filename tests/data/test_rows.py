@@ -76,6 +76,18 @@ def test_each_process_gets_its_rows_and_a_state_continues():
         Arrays({"x": X + 1, "y": Y}).open(4, 0).train(whole.get_state())
 
 
+@pytest.mark.parametrize("shape", [(200,), (200, 1)])
+def test_data_of_the_generator_that_chooses_held_out_rows_is_refused(shape):
+    drawn = np.random.default_rng(0).uniform(1, 5, shape)
+    with pytest.raises(UserError, match=r"arrays\['u'\] rises or falls along the order in which rows are held out"):
+        Arrays({"n": np.arange(200), "u": -drawn}).open(8, 0)
+    Arrays({"u": drawn}, held_out=0.0).open(8, 0)
+    Arrays({"u": np.random.default_rng(1).uniform(1, 5, shape), "same": np.ones(200)}).open(8, 0)
+    one_label = np.zeros(200, np.int32)
+    one_label[np.argmax(drawn)] = 1
+    Arrays({"label": one_label}).open(8, 0)
+
+
 def test_held_out_batches_are_filled_up_with_rows_of_weight_zero():
     weights = [batch["weights"].tolist() for batch in Arrays({"x": X}, held_out=0.3).open(4, 0).evaluation()]
     assert weights == [[1, 1, 1, 1], [1, 1, 0, 0]]

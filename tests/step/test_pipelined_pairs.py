@@ -118,7 +118,7 @@ def test_the_page_has_this_table():
 def test_the_page_has_the_simulators_figures():
     """Every schedule that it compares, and every synchronous one compared."""
     rows = re.findall(
-        r"^\| `([\w-]+)`(?:, v=(\d))?[^|]*\| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \|$",
+        r"^\| \[`([\w-]+)`\]\([^)]*\)(?:, v=(\d))?[^|]*\| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \|$",
         PAGE.read_text(),
         re.M,
     )
