@@ -29,8 +29,8 @@ class Arrays:
             out all of them, for a held-out set of an experiment.
 
     Raises:
-        UserError: an array is not numeric, the arrays differ in their numbers of rows, or, on opening, an array rises or
-            falls along the order in which rows are held out.
+        UserError: an array is not numeric, the arrays differ in their numbers of rows, or, on opening, an array rises
+            or falls along the order in which rows are held out.
 
     Example:
         >>> data = Arrays({"x": np.zeros((10, 3)), "y": np.arange(10)}, held_out=0.2)
