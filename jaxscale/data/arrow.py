@@ -108,7 +108,9 @@ def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]
         if file.lower().endswith(".parquet"):
             parquet = pa.parquet.ParquetFile(buffer)
             present_names = parquet.schema_arrow.names
-            table = None if set(names) - set(present_names) else parquet.read(columns=list(dict.fromkeys(names)))
+            unique_names = list(dict.fromkeys(names))
+            # a thread of Arrow that still starts when a process ends aborts it
+            table = None if set(names) - set(present_names) else parquet.read(unique_names, use_threads=False)
         else:
             is_file_form = content[:6] == b"ARROW1"
             if not is_file_form and not content.endswith(_END_OF_STREAM):
