@@ -4,33 +4,26 @@ import ast
 import dataclasses
 import os
 import re
-import runpy
 import shlex
 import subprocess
-import textwrap
-import warnings
-from concurrent import futures
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 import jaxscale
 from jaxscale.errors import UserError
 from jaxscale.launch import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh
 from jaxscale.launch.cluster import read_cluster
 from jaxscale.launch.documents import PROXIES, present_values
-from jaxscale.launch.jobset import jobset, jobset_text
-from jaxscale.launch.queued_resource import accelerator_type, request, submit_request
+from jaxscale.launch.jobset import jobset
+from jaxscale.launch.queued_resource import accelerator_type, request
 from jaxscale.launch.slurm import sbatch_script
 from jaxscale.launch.ssh import ALIVE, ssh_commands
 from jaxscale.launch.submit import check_mesh, launch
 from jaxscale.platforms.join import place_of
-from jaxscale.records.attempts import Attempt, write_attempt
+from tests.launch.command_words import COMMAND
 
 CONFIGS = sorted((Path(jaxscale.__file__).parents[1] / "tpu_configs").glob("*.py"))
-COMMAND = ["train", "my file.py", "--name=$(rm -rf ~) `x` 'q' \"d\" $HOME", "--data.text=a\\b;c|d&e"]
 TPU = QueuedResource("p", "z", "r")
 POD = JobSet("image:1")
 
@@ -262,244 +255,3 @@ def test_a_missing_or_refusing_scheduler_is_reported(tmp_path, monkeypatch):
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(UserError, match="sbatch refused the document: sbatch: error: invalid partition"):
         launch(cluster, COMMAND, str(tmp_path / "run"), None)
-
-
-# -- Kubernetes -------------------------------------------------------------------------------------------------------
-
-POD_CLUSTERS = [
-    Cluster("tpu v5e:4x4", POD, shared="gs://b"),
-    Cluster(
-        "tpu v6e:16x16 x 2", JobSet("i", namespace="n", queue="q", service_account="s", secrets=("k",)), shared="gs://b"
-    ),
-    Cluster("gpu h100 x 32", JobSet("i", claim="disk", has_message_patterns=False), shared="/shared", interface="eth1"),
-    Cluster("tpu 7x:4x4x4", POD, shared="gs://b"),
-]
-
-
-@pytest.mark.parametrize("cluster", POD_CLUSTERS, ids=lambda cluster: cluster.platform)
-def test_a_jobset_is_valid_and_loses_no_key_in_its_types(cluster):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of these packages
-        import kubernetes_validate
-        from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-
-        run_dir = cluster.run_dir("plays")
-        manifest = jobset(cluster, COMMAND, run_dir, None)
-        assert yaml.safe_load(jobset_text(cluster, COMMAND, run_dir, None)) == manifest
-        for replicated_job in manifest["spec"]["replicatedJobs"]:
-            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **replicated_job["template"]}
-            kubernetes_validate.validate(job, "1.31", strict=True)
-            broken_job = {**job, "spec": {**job["spec"], "complitions": 4}}
-            with pytest.raises(kubernetes_validate.ValidationError):
-                kubernetes_validate.validate(broken_job, "1.31", strict=True)
-        typed_manifest = JobsetV1alpha2JobSet.from_dict(manifest)
-        assert typed_manifest is not None
-        assert _lost_keys(manifest, typed_manifest.to_dict()) == []
-
-
-def _lost_keys(given: Any, read: Any, path: str = "") -> list[str]:
-    """Return the paths of what a typed reading dropped or changed."""
-    if isinstance(given, dict):
-        return [
-            lost
-            for key in given
-            for lost in (_lost_keys(given[key], read[key], f"{path}/{key}") if key in read else [f"{path}/{key}"])
-        ]
-    if isinstance(given, list):
-        if len(given) != len(read):
-            return [path]
-        return [
-            lost
-            for index, (one, other) in enumerate(zip(given, read, strict=True))
-            for lost in _lost_keys(one, other, f"{path}[{index}]")
-        ]
-    return [] if given == read else [path]
-
-
-def test_the_pods_of_a_jobset_find_their_places():
-    manifest = jobset(POD_CLUSTERS[1], COMMAND, "gs://b/runs/plays", None)
-    replicated_job = manifest["spec"]["replicatedJobs"][0]
-    assert replicated_job["replicas"] == 2
-    assert replicated_job["template"]["spec"]["parallelism"] == 64
-    pod = replicated_job["template"]["spec"]["template"]["spec"]
-    labels = {"jobset-name": "plays", "replicatedjob-name": "slice", "job-index": "1", "restart-attempt": "3"}
-    variables = {"JOB_COMPLETION_INDEX": "5"}
-    for entry in pod["containers"][0]["env"]:
-        path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        variables[entry["name"]] = entry["value"] if path is None else labels[re.findall(r"/([a-z-]+)'", path)[0]]
-    place = place_of(variables)
-    assert place is not None
-    assert (place.coordinator, place.processes, place.rank) == ("plays-slice-0-0.plays:61443", 128, 69)
-    assert variables["MEGASCALE_SLICE_ID"] == "1"
-    assert variables["MEGASCALE_NUM_SLICES"] == "2"
-    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "16x16"
-    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
-    assert "Role" not in str(manifest)
-
-
-def test_rules_tell_exit_codes_apart_by_the_jobs_message():
-    rules = jobset(POD_CLUSTERS[0], COMMAND, "gs://b/runs/x", None)["spec"]["failurePolicy"]["rules"]
-
-    def action(message: str) -> str:
-        """Return the action for a failed job with this message; the default restarts the set and counts it."""
-        for rule in rules:
-            if any(re.fullmatch(pattern, message) for pattern in rule["onJobFailureMessagePatterns"]):
-                return rule["action"]
-        return "RestartJobSet"
-
-    text = "Container jaxscale for pod default/x-0 failed with exit code {} matching FailJob rule at index 1"
-    expected = {
-        2: "FailJobSet",
-        4: "FailJobSet",
-        5: "FailJobSet",
-        6: "FailJobSet",
-        75: "RestartJobSetAndIgnoreMaxRestarts",
-        137: "RestartJobSet",
-    }
-    assert {code: action(text.format(code)) for code in expected} == expected
-    disruption = "Pod default/x-0 has condition DisruptionTarget matching FailJob rule at index 0"
-    assert action(disruption) == "RestartJobSetAndIgnoreMaxRestarts"
-    assert "rules" not in jobset(POD_CLUSTERS[2], COMMAND, "/shared/runs/x", None)["spec"]["failurePolicy"]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "run_dir", "message"),
-    [
-        (Cluster("tpu v5e:4x4", POD), "runs/x", "which pods do not share: set Cluster.shared to a bucket"),
-        (Cluster("tpu v5e:4x4", JobSet("i", claim="d"), shared="/s"), "/t/x", "expected a path in '/s'"),
-        (Cluster("gpu h100-pcie x 8", POD, hosts=1, shared="gs://b"), "gs://b/x", "GKE has no nodes with h100-pcie"),
-        (Cluster("local", POD, shared="gs://b"), "gs://b/x", "expected the platform of the nodes"),
-    ],
-)
-def test_pods_that_cannot_run_are_refused(cluster, run_dir, message):
-    with pytest.raises(UserError, match=message):
-        jobset(cluster, COMMAND, run_dir, None)
-
-
-def test_a_runs_name_must_be_one_of_dns():
-    cluster = Cluster("tpu v5e:4x4", POD, shared="gs://b")
-    for name in ("My_Run", "x" * 64, "1st"):
-        with pytest.raises(UserError, match=r"name of the run: got .* hyphens, first a letter; --name sets"):
-            launch(cluster, COMMAND, f"gs://b/runs/{name}", None, is_dry_run=True)
-
-
-# -- Cloud TPU --------------------------------------------------------------------------------------------------------
-
-
-def test_a_queued_resource_passes_through_the_typed_client():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of this package
-        import grpc
-        from google.cloud import tpu_v2alpha1
-        from google.cloud.tpu_v2alpha1.services.tpu.transports import TpuGrpcTransport
-        from google.longrunning.operations_pb2 import Operation
-
-        states = tpu_v2alpha1.QueuedResourceState.State
-        received: list[Any] = []
-        answer: dict[str, Any] = {"state": states.WAITING_FOR_RESOURCES}
-
-        class Handler(grpc.GenericRpcHandler):
-            """Answers for Cloud TPU."""
-
-            def service(self, handler_call_details: Any) -> Any:
-                """Return the function that answers a method."""
-                method = handler_call_details.method.rsplit("/", 1)[1]
-
-                def create(message: bytes, context: Any) -> bytes:
-                    """Take note of a request."""
-                    if answer.get("error"):
-                        context.abort(*answer["error"])
-                    received.append(tpu_v2alpha1.CreateQueuedResourceRequest.deserialize(message))
-                    return Operation(name="operations/1").SerializeToString()
-
-                def get(message: bytes, context: Any) -> bytes:
-                    """Return the resource with a state."""
-                    name = tpu_v2alpha1.GetQueuedResourceRequest.deserialize(message).name
-                    resource = tpu_v2alpha1.QueuedResource(name=name, state={"state": answer["state"]})
-                    return tpu_v2alpha1.QueuedResource.serialize(resource)
-
-                return grpc.unary_unary_rpc_method_handler(
-                    {"CreateQueuedResource": create, "GetQueuedResource": get}[method]
-                )
-
-        server = grpc.server(futures.ThreadPoolExecutor(2))
-        server.add_generic_rpc_handlers((Handler(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-            client = tpu_v2alpha1.TpuClient(transport=TpuGrpcTransport(channel=channel))
-            for name in ("WAITING_FOR_RESOURCES", "SUSPENDING", "ACTIVE"):
-                answer["state"] = states[name]
-                cluster = Cluster("tpu v6e:16x16 x 2", dataclasses.replace(TPU, spot=True), shared="gs://b")
-                sentence = submit_request(cluster, COMMAND, "gs://b/runs/plays", None, client)
-                assert sentence == f"projects/p/locations/z/queuedResources/plays is {name.lower().replace('_', ' ')}"
-            node_spec = received[0].queued_resource.tpu.node_spec[0]
-            assert node_spec.multi_node_params.node_count == 2
-            assert node_spec.node.accelerator_type == "v6e-256"
-            assert "jaxscale watch" in node_spec.node.metadata["startup-script"]
-            answer["error"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "Quota exceeded")
-            with pytest.raises(UserError, match="Cloud TPU refused the request: RESOURCE_EXHAUSTED: Quota exceeded"):
-                submit_request(cluster, COMMAND, "gs://b/runs/plays", None, client)
-            channel.close()
-        finally:
-            server.stop(None)
-
-
-def test_a_startup_script_is_a_program_and_machines_need_a_bucket():
-    cluster = Cluster("tpu v5e:4x4", dataclasses.replace(TPU, reservation="ours", network="n", service_account="s"))
-    content = request(cluster, COMMAND, "gs://b/runs/x", None)
-    script = content["queued_resource"]["tpu"]["node_spec"][0]["node"]["metadata"]["startup-script"]
-    assert subprocess.run(["bash", "-n", "-c", script]).returncode == 0
-    assert content["queued_resource"]["reservation_name"] == "projects/p/locations/z/reservations/ours"
-    with pytest.raises(UserError, match="which the machines do not share"):
-        request(cluster, COMMAND, "runs/x", None)
-    assert runpy.run_path(str(CONFIGS[0]))["cluster"] == read_cluster(str(CONFIGS[0]))
-
-
-def _fake_slurm(folder, monkeypatch, looks):
-    """Put an sbatch and a squeue into the path; the job writes a line at each of some looks, and then it has ended."""
-    log = folder / "run" / "processes" / "slurm-7.log"
-    scripts = {
-        "sbatch": "echo Submitted batch job 7",
-        "squeue": f"""
-            n=$(cat {folder}/looks 2>/dev/null || echo 0); echo $((n + 1)) > {folder}/looks
-            echo "line $n" >> {log}
-            [ $n -lt {looks} ] && echo "7 batch plays R" || echo "slurm_load_jobs error: Invalid job id" >&2
-            [ $n -lt {looks} ]
-        """,
-    }
-    for name, script in scripts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{textwrap.dedent(script)}")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("jaxscale.launch.submit.FOLLOW_SECONDS", 0.01)
-
-
-def test_a_launch_at_a_terminal_follows_the_job_and_returns_its_code(tmp_path, monkeypatch, capsys):
-    _fake_slurm(tmp_path, monkeypatch, looks=3)
-    (tmp_path / "run" / "processes").mkdir(parents=True)
-    for launch_name, attempt_code in (("slurm-3", 2), ("slurm-7", 4)):
-        write_attempt(tmp_path / "run" / "processes", Attempt(1, launch_name, attempt_code, 40))
-    code = launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None)
-    assert code == 4
-    assert capsys.readouterr().out.splitlines() == ["Submitted batch job 7", "line 0", "line 1", "line 2", "line 3"]
-
-
-def test_a_job_without_an_attempt_is_no_success(tmp_path, monkeypatch, capsys):
-    _fake_slurm(tmp_path, monkeypatch, looks=1)
-    assert launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None) == 1
-    assert f"job 7 has ended, and recorded no attempt: see {tmp_path}/run/" in capsys.readouterr().out
-
-
-def test_an_interrupt_leaves_the_job_in_the_queue(tmp_path, monkeypatch, capsys):
-    _fake_slurm(tmp_path, monkeypatch, looks=3)
-
-    def interrupt(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", interrupt)
-    assert launch(Cluster("gpu h100 x 16", Slurm()), COMMAND, str(tmp_path / "run"), None) == 0
-    last_line = capsys.readouterr().out.splitlines()[-1]
-    assert last_line == f"job 7 goes on, and scancel 7 ends it; follow it: jaxscale status {tmp_path}/run --log 0"

@@ -49,7 +49,7 @@ In float32, sums have another order. Each step has another batch, so that a rule
 """
 BFLOAT16_GATE = 0.03
 """The same for Muon in float32, whose products are in bfloat16."""
-LOSS_GATE = 0.02
+LOSS_GATE = {"float32": 2e-4, "int8": 0.01, "int4": 0.02}
 """Nats from the losses of the twin."""
 QUICK = {
     ("adamw", "int8", "fsdp:2", "device"),
@@ -152,7 +152,7 @@ def test_it_trains_as_its_twin_does_saves_and_restores(name, state, mesh, where)
     assert bool(found) == (state != "float32")
     after, losses = trained(step, step.init())
     assert distance(name, step, after) < (BFLOAT16_GATE if (name, state) == ("muon", "float32") else GATE[state])
-    np.testing.assert_allclose(losses, twin(name)[3], atol=LOSS_GATE)
+    np.testing.assert_allclose(losses, twin(name)[3], atol=LOSS_GATE[state])
     saved, abstract = step.to_canonical(after), step.canonical_abstract()
     bits = {leaf: np.array(array) for leaf, array in saved.items()}
     again = step.from_canonical({leaf: jax.device_put(array, abstract[leaf].sharding) for leaf, array in bits.items()})

@@ -1,4 +1,4 @@
-"""Adapters over a base in few bits: the numbers of adapters over the dequantized base, and fewer bytes.
+"""QLoRA: adapters over a base in few bits have the numbers of those over the dequantized base, and fewer bytes.
 
 By default over a base in nf4, on one device and under ZeRO 3.
 """
