@@ -278,7 +278,7 @@ def is_step_name(name: str) -> bool:
 
 
 def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
-    """Raise UserError if a checkpoint has not the arrays that the model needs, in their shapes.
+    """Raise UserError if a checkpoint does not have the arrays that the model needs, in their shapes.
 
     If a whole state is read, the checkpoint may not have further parameters.
     """
