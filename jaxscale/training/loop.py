@@ -477,7 +477,8 @@ class _Training:
         self.tokens += step_tokens
         self.meter.add(step_tokens)
         self.journal.report("step", step, scalars)
-        warn_of_no_gradient(step, scalars, self.experiment.model)
+        if self.step.async_pipeline is None:  # in an asynchronous pipeline, the first step applies no gradient
+            warn_of_no_gradient(step, scalars, self.experiment.model)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
             self.journal.log_skip(step, scalars, **self.causes.of_step(step, scalars))

@@ -119,7 +119,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     *_alike("optimizers by name", "--optimizer muon", onto="--plan.mesh 1"),
     *_alike(
         "1-bit Adam",
-        *(f"--optimizer {name} --optimizer.freeze 0.25" for name in ("one_bit_adam", "one_bit_lamb")),
+        *(f"--optimizer {name} --optimizer.freeze 0.5" for name in ("one_bit_adam", "one_bit_lamb")),
         four="--plan.mesh replica:4",
         one=False,
     ),

@@ -456,3 +456,10 @@ def test_steps_in_flight_change_nothing(toy, tmp_path, monkeypatch):
     held_out = [read_metrics(tmp_path / name, "eval").column("loss").tolist() for name in ("run", "waits")]
     assert held_out[0] == held_out[1]
     same_checkpoint(tmp_path / "run", tmp_path / "waits", 12)
+
+
+def test_an_asynchronous_pipeline_that_fills_is_no_reason_for_a_warning(toy, tmp_path):
+    model = dataclasses.replace(toy().model, layers=2)
+    run = train(toy(model=model, steps=3, plan=Plan(mesh="data:1", pipeline="pipedream:2")), out=tmp_path, quiet=True)
+    norms = [row["grad_norm"] for row in read_metrics(run.dir, "train")]
+    assert norms[0] == 0 < norms[-1]  # a warning would be an error
