@@ -41,6 +41,7 @@ _MODULE_BY_NAME = {
     "TrainStep": "jaxscale.step.train_step",
     "UserError": "jaxscale.errors",
     "build": "jaxscale.step.build",
+    "choose_batch": "jaxscale.planning.search.batches",
     "choose_plan": "jaxscale.planning.search.choice",
     "compare": "jaxscale.report.comparison",
     "evaluate": "jaxscale.training.evaluate",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from jaxscale.planning.explain import explain
     from jaxscale.planning.fit import fit
     from jaxscale.planning.menu import menu
+    from jaxscale.planning.search.batches import choose_batch
     from jaxscale.planning.search.choice import PlanChoice, choose_plan
     from jaxscale.platforms.platform import Platform
     from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
@@ -104,9 +106,9 @@ __all__ = [
     "Checkpointing", "Checkpoints", "Context", "EarlyStopping", "Evaluation", "Event", "Experiment", "Guard",
     "Kernels", "Loss", "MemoryPlan", "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "PlanChoice",
     "Platform", "Run", "Samples", "StatePlan", "TrainState", "TrainStep", "UserError", "__version__", "build",
-    "choose_plan", "compare", "data", "evaluate", "explain", "export", "fine_tuning", "fit", "generate", "generation",
-    "launch", "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline",
-    "replicas", "sharding", "train",
+    "choose_batch", "choose_plan", "compare", "data", "evaluate", "explain", "export", "fine_tuning", "fit", "generate",
+    "generation", "launch", "layers", "load_file", "lowbit", "memory", "menu", "models", "offload", "optim", "override",
+    "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

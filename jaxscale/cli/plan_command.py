@@ -54,7 +54,8 @@ class ChoosePlan:
         lock: file to write the plan to, with the bytes and collectives of its compiled step, for check; the plan is
             compiled.
         plan_file: plan.json file whose number formats and codecs are taken.
-        batch: number of rows in the global batch.
+        batch: number of rows in the global batch; with free, the smallest batch whose rows per second are within 3 % of
+            the most.
     """
 
     file: str = word("FILE")
@@ -71,18 +72,20 @@ class ChoosePlan:
     save: str | None = flag("PLAN.JSON", "none")
     lock: str | None = flag("PLAN.LOCK", "none")
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
-    batch: int | None = flag("INT", "the experiment's")
+    batch: int | Literal["free"] | None = flag("INT", "the experiment's")
 
     def run(self, fields: Mapping[str, str]) -> int:
         """Print the choice, and return the exit code."""
         fixed = fixed_settings(fields)
         forbidden = frozenset(filter(None, (name.strip() for name in (self.forbid or "").split(","))))
         self.check(fixed, forbidden)
-        from jaxscale.planning.search.choice import choose_plan
+        from jaxscale.planning.search.batches import choose_batch
+        from jaxscale.planning.search.choice import PlanChoice, choose_plan
         from jaxscale.planning.search.comparison import PlatformComparison
         from jaxscale.planning.search.prices import read_prices
 
-        experiment, source = load_experiment(self, fields)
+        is_free = self.batch == "free"
+        experiment, source = load_experiment(dataclasses.replace(self, batch=None) if is_free else self, fields)
         options: dict[str, Any] = {
             "fixed": fixed,
             "forbidden": forbidden,
@@ -90,23 +93,35 @@ class ChoosePlan:
             "host_limit": bytes_of(self.host_limit, "--host-limit"),
             "objective": "time" if self.objective == "cost" else self.objective,
             "verify": self.compile_count,
-            "make": source.remake,
         }
+
+        def choose(platform: Any) -> PlanChoice:
+            """Return the choice for a platform; with a free batch, print those for other batches, too."""
+            if not is_free:
+                return choose_plan(experiment, platform, make=source.remake, **options)
+            batches = choose_batch(experiment, platform, make=lambda rows: source.with_batch(rows).remake, **options)
+            print(f"batches on {platform}:\n{batches}", end="\n\n")
+            return batches.best
+
         if self.platforms is None:
-            choice = choose_plan(experiment, platform_of(self.platform), **options)
+            choice = choose(platform_of(self.platform))
         else:
             prices = None if self.prices is None else read_prices(self.prices)
             texts = [text for text in self.platforms.split(",") if text.strip()]
-            comparison = PlatformComparison.of(experiment, [platform_of(text) for text in texts], prices, options)
+            comparison = PlatformComparison.of([platform_of(text) for text in texts], choose, prices)
             print(comparison, end="\n\n")
             choice = comparison.best(self.objective)
         print(choice)
+        if is_free:
+            experiment, source = dataclasses.replace(experiment, batch=choice.rows), source.with_batch(choice.rows)
+            print(f"with --batch {choice.rows}; the learning rate and the number of steps are still the experiment's")
         if self.out is not None:
             choice.write(self.out)
             print(f"written to {self.out}")
         if self.save is not None and choice.fits:
             choice.save_plan(self.save)
-            print(f"plan written to {self.save}; train it with --plan-file {self.save}")
+            batch_text = f" --batch {choice.rows}" if is_free else ""
+            print(f"plan written to {self.save}; train it with --plan-file {self.save}{batch_text}")
         if self.lock is not None and choice.fits:
             from jaxscale.planning.search.lock import lock_of
 
@@ -141,6 +156,10 @@ class ChoosePlan:
         for flag_name, path in (("--save", self.save), ("--lock", self.lock)):
             if path is not None:
                 check_writable(flag_name, path)
+        if self.batch == "free" and self.objective not in ("time", "cost"):
+            raise UserError(
+                f"--batch free chooses the batch by rows per second; got --objective {self.objective}, omit one of them"
+            )
         if self.verify < 0:
             raise UserError(f"--verify: got {self.verify}, expected a number of plans to compile, from 0 on")
         texts = [self.platform] if self.platforms is None else [t for t in self.platforms.split(",") if t.strip()]

@@ -93,6 +93,10 @@ class Source:
         plan = None if self.plan is None else values.from_json(Plan, self.plan, "the plan")
         return load_file(self.path, self.variant, self.overrides, plan)[0]
 
+    def with_batch(self, batch: int) -> "Source":
+        """Return the source of the same experiment with another number of rows in its global batch."""
+        return dataclasses.replace(self, overrides={**self.overrides, "batch": str(batch)})
+
     def trust(self) -> None:
         """Record that the user trusts the experiment file, so that runs with it may be opened again."""
         if self.sha256 is not None:

@@ -17,6 +17,7 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.optim.groups import describe_groups
 from jaxscale.optim.optimizer import describe_warmup
 from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
+from jaxscale.platforms.cpu_memory import keep_freed_memory
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.programs.elementwise import first_mixing
@@ -68,6 +69,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = plan_of(experiment, plan)
     keep_ordered_programs()
     thread_note = provide_threads()
+    keep_freed_memory()
     experiment.optimizer.try_own(experiment.steps)
     device_list = list(jax.devices() if devices is None else devices)
     resolved = resolve(experiment, plan, device_list, thread_note)

@@ -35,6 +35,7 @@ def start_backend(*, is_watched: bool = False) -> None:
     import jax
 
     from jaxscale.compiler.kept_programs import keep_ordered_programs
+    from jaxscale.platforms.cpu_memory import keep_freed_memory
     from jaxscale.platforms.cpu_threads import provide_threads
 
     hush_absent_gpus()
@@ -47,10 +48,9 @@ def start_backend(*, is_watched: bool = False) -> None:
     has_device_count = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
     )
-    if config.jax_platforms == "cpu":
-        keep_freed_memory()
-        if is_watched:
-            allow_slow_collectives()
+    keep_freed_memory()
+    if config.jax_platforms == "cpu" and is_watched:
+        allow_slow_collectives()
     if config.jax_platforms == "cpu" and not has_device_count:
         with contextlib.suppress(RuntimeError):  # raised if the backend is already running
             config.update("jax_num_cpu_devices", max(1, usable_cores() // local_process_count))
@@ -94,25 +94,3 @@ def allow_slow_collectives() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if has_collective_timeout() and not is_backend_started() and _TIMEOUT_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_TIMEOUT_FLAG}={SLOW_COLLECTIVE_SECONDS}".lstrip()
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep memory that the CPU backend frees, since the next step allocates the same buffers.
-
-    By default, glibc returns large buffers to the kernel, which clears every page again at the next step. In a process
-    that uses much memory, clearing pages takes a third of the step's time. Threads other than the first would still
-    return buffers, because their arenas (glibc's memory pools) hold at most 64 MiB and are freed when empty. So all
-    threads that start after this call share one arena. Without glibc, this function does nothing.
-    """
-    import ctypes
-
-    # option numbers in malloc.h
-    trim_threshold_option, top_pad_option, mmap_max_option, arena_max_option = -1, -2, -4, -8
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    mallopt(arena_max_option, 1)
-    mallopt(mmap_max_option, 0)
-    mallopt(trim_threshold_option, 2**31 - 1)
-    mallopt(top_pad_option, 256 * 2**20)

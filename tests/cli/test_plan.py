@@ -1,6 +1,7 @@
 """The subcommand plan: a plan to train by, machines, prices, locks, runs with --plan auto and --recalibrate."""
 
 import json
+import re
 
 import jaxlib
 import pytest
@@ -57,6 +58,17 @@ def test_a_plan_is_written_and_machines_are_compared(folder, capsys):
     assert shown.count("toy on ") == 1
     assert read_plan(folder / "p.json").mesh is not None
     assert "<svg" in (folder / "p.html").read_text()
+
+
+def test_a_free_batch_is_chosen_printed_and_locked(folder, capsys):
+    words = ["plan", "toy.py", "--platform", "cpu", "--forbid", "microbatches,memory,loss_chunk", "--batch", "free"]
+    assert main([*words, "--save", "p.json", "--lock", "p.lock"]) == 0
+    shown = capsys.readouterr().out
+    rows = int(re.search(r"with --batch (\d+); the learning rate", shown)[1])
+    assert shown.startswith("batches on cpu:\nbatch  fits")
+    assert f"train it with --plan-file p.json --batch {rows}" in shown
+    assert json.loads((folder / "p.lock").read_text())["overrides"] == {"batch": str(rows)}
+    assert main(["train", "toy.py", "--plan-file", "p.json", "--batch", str(rows), "--steps", "1", "--out", "run"]) == 0
 
 
 def test_a_plan_that_does_not_fit_ends_with_3(folder, capsys):
@@ -211,6 +223,8 @@ def test_a_damaged_calibration_is_reported_and_stops_no_run(folder, capsys, monk
     [
         (["--lock", "nowhere/plan.lock"], "--lock nowhere/plan.lock cannot be written"),
         (["--save", "nowhere/plan.json"], "--save nowhere/plan.json cannot be written"),
+        (["--batch", "free", "--objective", "chips"], "--batch free chooses the batch by rows per second"),
+        (["--batch", "fre"], "did you mean 'free'?"),
         (["--plan.microbatches", "3"], "3 microbatches do not divide the batch of 8 rows"),
         (["--plan.mesh", "data:4"], "mesh data:4 takes 4 devices, and there are 2"),
     ],

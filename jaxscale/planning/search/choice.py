@@ -87,9 +87,14 @@ class PlanChoice:
         return None if peak is None or not has_rates(self.platform) else self.flop / (self.best.seconds.total * peak)
 
     @property
+    def rows_per_second(self) -> float:
+        """Rows of the batch over the modeled seconds of a step."""
+        return self.rows / self.best.seconds.total
+
+    @property
     def positions_per_second(self) -> float:
-        """Positions (tokens of a language model, otherwise rows) of the batch, by the modeled seconds."""
-        return self.rows * self.positions / self.best.seconds.total
+        """Positions (tokens of a language model, otherwise rows) of the batch over the modeled seconds of a step."""
+        return self.positions * self.rows_per_second
 
     @property
     def devices(self) -> int:
@@ -277,12 +282,49 @@ def choose_plan(
         >>> choice.fits, choice.plan.mesh.devices
         (True, 4)
     """
+    search = search_for(
+        experiment, platform, plan, fixed=fixed, forbidden=forbidden, limit=limit, host_limit=host_limit,
+        objective=objective,
+    )  # fmt: skip
+    check_verify(verify)
+    if objective == "chips":
+        smallest = first_that_fits(search, smaller(search.platform))
+        fewest = search.platform if smallest is None else smallest[0]
+        search = dataclasses.replace(search, platform=fewest, objective="time", refusals={}, estimates=[])
+    choice = choice_of(search, verify, make)
+    return choice if choice.fits else dataclasses.replace(choice, advice=advice_for(search, choice.best))
+
+
+def search_for(
+    experiment: Experiment,
+    platform: Platform | str,
+    plan: Plan | None = None,
+    *,
+    fixed: Collection[str] = (),
+    forbidden: Collection[str] = (),
+    limit: int | str | None = None,
+    host_limit: int | str | None = None,
+    objective: str = "time",
+) -> Search:
+    """Check the arguments of `choose_plan`, and return the search that they specify.
+
+    Args:
+        experiment: the experiment to plan for.
+        platform: platform to plan for.
+        plan: plan with the fixed settings; the experiment's by default.
+        fixed: names of the settings that keep their values in `plan`.
+        forbidden: names of the settings that keep their defaults.
+        limit: bytes of device memory per device, or a text; by default what the platform's programs may use.
+        host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
+        objective: "time", "memory" or "chips".
+
+    Raises:
+        UserError: an argument is invalid.
+    """
     base = plan_of(experiment, plan)
     parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
     if objective not in ("time", "memory", "chips"):
         raise UserError(f"objective: got {objective!r}, expected 'time', 'memory' or 'chips'")
-    if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
-        raise UserError(f"verify: got {verify!r}, expected a whole number of plans to compile, from 0 on")
     for name, settings in (("fixed", fixed), ("forbidden", forbidden)):
         if isinstance(settings, str):
             raise UserError(f"{name}: got the text {settings!r}, expected names of settings, such as ({settings!r},)")
@@ -290,26 +332,40 @@ def choose_plan(
     limit_argument, host_limit_argument = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
     device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument
     host_memory_limit = host_share(parsed_platform) if host_limit_argument is None else host_limit_argument
-    search = Search(experiment, parsed_platform, choices, device_limit, host_memory_limit, objective)
-    if objective == "chips":
-        smallest = first_that_fits(search, smaller(parsed_platform))
-        parsed_platform = parsed_platform if smallest is None else smallest[0]
-        search = dataclasses.replace(search, platform=parsed_platform, objective="time", refusals={}, estimates=[])
-    outcome, calibration = search.run(verify, make), calibration_of(parsed_platform)
+    return Search(experiment, parsed_platform, choices, device_limit, host_memory_limit, objective)
+
+
+def check_verify(verify: object) -> None:
+    """Raise UserError unless `verify` is a number of plans to compile."""
+    if isinstance(verify, bool) or not isinstance(verify, int) or verify < 0:
+        raise UserError(f"verify: got {verify!r}, expected a whole number of plans to compile, from 0 on")
+
+
+def choice_of(search: Search, verify: int = 0, make: Callable[[], Experiment] | None = None) -> PlanChoice:
+    """Run a search, and return its choice, without advice.
+
+    Args:
+        search: the search, whose objective is "time" or "memory".
+        verify: number of plans that are compiled.
+        make: function that returns the experiment, called in the process that compiles.
+
+    Raises:
+        UserError: every plan is refused.
+    """
+    outcome, calibration = search.run(verify, make), calibration_of(search.platform)
     if calibration is not None:
         outcome = outcome.scaled(calibration.factor)
     best = outcome.plans[0]
     costs = search.costs_of(best.plan)
     assert costs is not None, "the plan was chosen by these costs"
     return PlanChoice(
-        experiment.name,
-        parsed_platform,
+        search.experiment.name,
+        search.platform,
         outcome,
-        device_limit,
-        rows=experiment.batch,
+        search.limit,
+        rows=search.experiment.batch,
         positions=costs.row_positions,
         flop=costs.step_flop,
-        advice="" if best.fits else advice_for(search, best),
         calibration=calibration,
     )
 

@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from jaxscale.planning.search.choice import PlanChoice, choose_plan, summary
+from jaxscale.planning.search.choice import PlanChoice, summary
 from jaxscale.planning.search.prices import ChipPrices
 from jaxscale.platforms.platform import Platform
-from jaxscale.recipe.experiment import Experiment
 from jaxscale.values.units import duration, size
 
 
@@ -27,20 +25,18 @@ class PlatformComparison:
     @classmethod
     def of(
         cls,
-        experiment: Experiment,
         platforms: Sequence[Platform],
+        choose: Callable[[Platform], PlanChoice],
         prices: ChipPrices | None = None,
-        options: Mapping[str, Any] | None = None,
     ) -> "PlatformComparison":
         """Choose a plan for each platform, and return the comparison.
 
         Args:
-            experiment: the experiment to plan for.
             platforms: platforms to plan for; their devices need not be present.
+            choose: function that returns the choice for a platform.
             prices: prices of chips.
-            options: further arguments of `choose_plan`.
         """
-        return cls(tuple(choose_plan(experiment, platform, **(options or {})) for platform in platforms), prices)
+        return cls(tuple(choose(platform) for platform in platforms), prices)
 
     def positions_per_price(self, choice: PlanChoice) -> float:
         """Return the positions (tokens or rows) that a unit of money buys on a platform; 0 without prices."""
@@ -52,8 +48,8 @@ class PlatformComparison:
         """Return the best choice: one that fits, then by the objective.
 
         Args:
-            objective: "time", the least seconds of a step; "memory", the least share of the device memory; "cost", the
-                most positions for a unit of money; "chips", the fewest chips.
+            objective: "time", the most positions (tokens or rows) a second; "memory", the least share of the device
+                memory; "cost", the most positions for a unit of money; "chips", the fewest chips.
         """
 
         def order(choice: PlanChoice) -> tuple[bool, float]:
@@ -66,33 +62,47 @@ class PlatformComparison:
                 return (not choice.fits, -self.positions_per_price(choice))
             if objective == "memory":
                 return (not choice.fits, choice.best.device_bytes / (choice.limit or 1))
-            return (not choice.fits, choice.best.seconds.total)
+            return (not choice.fits, -choice.positions_per_second)
 
         return min(self.choices, key=order)
 
     def __str__(self) -> str:
-        unit = "tokens" if self.choices[0].positions > 1 else "rows"
-        heads = ["platform", "fits", "bytes", "step", f"{unit}/s", "of peak", "plan"]
-        if self.prices is not None:
-            heads.insert(6, f"{unit} for 1")
-        rows = [heads]
-        for choice in self.choices:
-            mfu_text = "" if choice.mfu is None else f"{choice.mfu:.0%}"
-            cells = [
-                str(choice.platform),
-                "yes" if choice.fits else "no",
-                size(choice.best.device_bytes),
-                duration(choice.best.seconds.total) if choice.is_timed else "",
-                f"{choice.positions_per_second:,.0f}" if choice.is_timed else "",
-                mfu_text,
-            ]
-            if self.prices is not None:
-                cells.append(f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "")
-            rows.append([*cells, summary(choice.plan)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-            for row in rows
-        )
+        names = [str(choice.platform) for choice in self.choices]
+        if self.prices is None:
+            return choice_table("platform", names, self.choices)
+        bought = [f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "" for choice in self.choices]
+        return choice_table("platform", names, self.choices, bought)
 
     __repr__ = __str__
+
+
+def choice_table(
+    head: str, names: Sequence[str], choices: Sequence[PlanChoice], bought_positions: Sequence[str] = ()
+) -> str:
+    """Return a table of choices as text, one line each: whether the plan fits, bytes, seconds, speed and plan.
+
+    Args:
+        head: head of the first column.
+        names: cells of the first column.
+        choices: the choices, one for each name.
+        bought_positions: cells of a column with the positions that a unit of money buys; without them, no column.
+    """
+    unit = "tokens" if choices[0].positions > 1 else "rows"
+    heads = [head, "fits", "bytes", "step", f"{unit}/s", "of peak", *([f"{unit} for 1"] if bought_positions else [])]
+    rows = [[*heads, "plan"]]
+    for index, (name, choice) in enumerate(zip(names, choices, strict=True)):
+        cells = [
+            name,
+            "yes" if choice.fits else "no",
+            size(choice.best.device_bytes),
+            duration(choice.best.seconds.total) if choice.is_timed else "",
+            f"{choice.positions_per_second:,.0f}" if choice.is_timed else "",
+            "" if choice.mfu is None else f"{choice.mfu:.0%}",
+            *([bought_positions[index]] if bought_positions else []),
+        ]
+        rows.append([*cells, summary(choice.plan)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    )
