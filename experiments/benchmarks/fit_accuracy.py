@@ -326,7 +326,9 @@ def main() -> None:
     for one in found:
         told = f"{one.case.model:8} {one.case.platform:14} {one.case.mesh:16} {one.case.fields:45}"
         offs = "".join(f"{column.off(one):+8.1%}" if one in column.guesses else f"{'':8}" for column in columns)
-        print(f"{told}{offs}  {', '.join(one.nearer.compiled_pieces) if one.nearer else 'a piece is not recorded'}")
+        print(
+            f"{told}{offs}  {', '.join(one.nearer.compiled_piece_names) if one.nearer else 'a piece is not recorded'}"
+        )
     blind = [one for one in found if one.case.model not in FITTED]
     figures = [
         Figure("programs", len(found), "programs", None if args.tiny else 24, ">="),

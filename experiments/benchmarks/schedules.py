@@ -78,7 +78,7 @@ def llama() -> Pricing:
     from llama_8b import experiment
 
     from jaxscale import Platform
-    from jaxscale.planning.stage_prices import costs_of, link_seconds, model_prices
+    from jaxscale.planning.stage_prices import costs_of, message_seconds_of, model_prices
     from jaxscale.state.stages import Stages
 
     platform = Platform.parse("tpu v5p:4x4x4")
@@ -90,7 +90,7 @@ def llama() -> Pricing:
             known[schedule.ranks, count] = model_prices(experiment(), platform, schedule.ranks, count)
         model = known[schedule.ranks, count]
         layers = Stages.even(schedule, len(model.blocks)).layer_counts
-        return costs_of(model, layers, (link_seconds(platform, model),) * schedule.ranks)
+        return costs_of(model, layers, (message_seconds_of(platform, model),) * schedule.ranks)
 
     return price
 

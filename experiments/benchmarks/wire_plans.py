@@ -30,7 +30,7 @@ from jaxscale.compiler.collectives import Collective
 from jaxscale.compiler.compile import compile_report
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.planning.program import described_step, step_recipe
-from jaxscale.planning.search.pipeline_traffic import message_ticks
+from jaxscale.planning.search.pipeline_traffic import message_tick_counts
 from jaxscale.planning.search.traffic import sizes_of, transfers
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan
@@ -161,7 +161,7 @@ def _executed_share(collective: Collective, plan: Plan) -> float:
     schedule = plan.pipeline.schedule()
     tick_count = 1 + max(ticks(schedule).values())
     if collective.axes == ("pipe",):
-        return sum(message_ticks(plan.pipeline)) / 2 / tick_count
+        return sum(message_tick_counts(plan.pipeline)) / 2 / tick_count
     return schedule.microbatches * schedule.chunks / tick_count
 
 

@@ -212,11 +212,11 @@ class Draw:
 
 def _assigned_costs(experiment: "Experiment", devices_text: str, plan: "PipelinePlan", schedule: "Schedule") -> "Costs":
     """Assign the experiment's blocks to devices of several kinds, print the assignment, and return the stage costs."""
-    from jaxscale.planning.unlike_devices import assign, devices_of
+    from jaxscale.planning.unlike_devices import assign, parse_groups
     from jaxscale.platforms.detect import hush_absent_gpus
 
     hush_absent_gpus()
-    assignment = assign(experiment, devices_of(devices_text, schedule.ranks), plan, schedule)
+    assignment = assign(experiment, parse_groups(devices_text, schedule.ranks), plan, schedule)
     print(f"{plan}: {assignment}\n")
     return assignment.partition.costs
 

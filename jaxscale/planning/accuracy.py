@@ -22,11 +22,11 @@ NEARER_MARGIN = 0.12
 """Margin, instead of `MARGIN`, if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
-"""Margin of a step of which the errors are not recorded: one whose parameters are trained in part, or a pipelined one
-on a platform with fewer than `LEAST_PROGRAMS` records."""
+"""Margin of a step for which no errors are recorded: a partly trained step, or a pipelined step on a platform with
+fewer than `LEAST_PROGRAMS` records."""
 
 LEAST_PROGRAMS = 5
-"""Number of compiled pipelined steps that a kind of platform needs for the usual margin."""
+"""Least number of compiled pipelined steps of a kind of platform for which the usual margin holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +50,22 @@ class Accuracy:
         programs: number of compiled programs.
         median: median of the absolute errors, as a share of the compiled bytes.
         worst: largest absolute error, as a share of the compiled bytes.
-        compiled: whether the piece that needs the most memory was compiled.
-        pipelined: whether the programs have a pipeline.
-        held_out: whether nothing was fitted on the programs.
+        is_compiled: whether the piece that needs the most memory was compiled.
+        is_pipelined: whether the programs have a pipeline.
+        is_held_out: whether nothing was fitted on the programs.
     """
 
     programs: int
     median: float
     worst: float
-    compiled: bool = False
-    pipelined: bool = False
-    held_out: bool = False
+    is_compiled: bool = False
+    is_pipelined: bool = False
+    is_held_out: bool = False
 
     def __str__(self) -> str:
-        step_kind = "pipelined train steps" if self.pipelined else "train steps"
-        step_kind += " that nothing was fitted on" * self.held_out
-        condition = ", with the piece that needs the most memory compiled," if self.compiled else ""
+        step_kind = "pipelined train steps" if self.is_pipelined else "train steps"
+        step_kind += " that nothing was fitted on" * self.is_held_out
+        condition = ", with the piece that needs the most memory compiled," if self.is_compiled else ""
         return (
             f"estimates of {self.programs} compiled {step_kind}{condition} were off by {self.median:.0%} in the "
             f"median, {self.worst:.0%} at worst"
@@ -84,23 +84,23 @@ def factors(kind: str) -> Factors:
     return Factors(**_recorded_sections().get("factors", {}).get(kind, {}))
 
 
-def recorded_accuracy(kind: str, *, compiled: bool = False, pipelined: bool = False) -> Accuracy | None:
+def recorded_accuracy(kind: str, *, is_compiled: bool = False, is_pipelined: bool = False) -> Accuracy | None:
     """The recorded errors of estimates for a kind of platform; `None` if none are recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        compiled: whether the piece that needs the most memory was compiled.
-        pipelined: whether the steps are pipelined.
+        is_compiled: whether the piece that needs the most memory was compiled.
+        is_pipelined: whether the steps are pipelined.
     """
-    section_name = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
+    section_name = "pipelined" if is_pipelined else "compiled" if is_compiled else "accuracy"
     fields = _recorded_sections().get(section_name, {}).get(kind)
-    return None if fields is None else Accuracy(**fields, compiled=compiled, pipelined=pipelined)
+    return None if fields is None else Accuracy(**fields, is_compiled=is_compiled, is_pipelined=is_pipelined)
 
 
 def held_out_accuracy(kind: str) -> Accuracy | None:
     """The recorded errors on cases that nothing was fitted on, by the formula alone; `None` if none are recorded."""
     fields = _recorded_sections().get("held out", {}).get(kind)
-    return None if fields is None else Accuracy(**fields, held_out=True)
+    return None if fields is None else Accuracy(**fields, is_held_out=True)
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False, partly_trained: bool = False) -> float:
@@ -114,7 +114,7 @@ def margin(kind: str, *, compiled: bool = False, pipelined: bool = False, partly
     """
     if partly_trained and not compiled:
         return UNKNOWN_MARGIN
-    accuracy = recorded_accuracy(kind, pipelined=True) if pipelined else None
-    if pipelined and (accuracy is None or accuracy.programs < LEAST_PROGRAMS):
+    recorded_errors = recorded_accuracy(kind, is_pipelined=True) if pipelined else None
+    if pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
     return NEARER_MARGIN if compiled else MARGIN

@@ -57,11 +57,11 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatch_loops = [
+    indices_and_bodies = [
         (i, op.loop_body) for i, op in enumerate(operations) if op.loop_body and has_both_passes(op.loop_body)
     ]
-    if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
-        return tuple(piece for index, loop_body in microbatch_loops for piece in pieces_of(loop_body, (*path, index)))
+    if indices_and_bodies and not any(operation.params.get("reverse") for operation in operations):
+        return tuple(piece for index, loop_body in indices_and_bodies for piece in pieces_of(loop_body, (*path, index)))
     if not has_both_passes(program):
         return ()
     # the last loop of the forward pass, and the first of the backward pass
@@ -122,7 +122,7 @@ def lowered_piece(
         The lowered piece, as `jax.jit(...).lower` returns it.
 
     Raises:
-        UserError: the piece contains a part of a `jax.shard_map`, which has no meaning alone.
+        UserError: the piece contains a part of a `jax.shard_map`, which cannot be lowered alone.
     """
     import jax
     from jax.experimental.layout import Format, Layout
@@ -134,14 +134,14 @@ def lowered_piece(
     # the arrays of the loop body that contains the piece
     arrays = reduce(Arrays.loop_arrays, piece.path, step_arrays)
     program = arrays.program
-    operations = [program.operations[index] for index in _indices_with_expressions(arrays, piece)]
-    if any(operation.kind in ("enter", "leave") for operation in operations):
+    piece_operations = [program.operations[index] for index in _indices_with_expressions(arrays, piece)]
+    if any(operation.kind in ("enter", "leave") for operation in piece_operations):
         raise UserError(
             f"{platform} cannot compile {piece.name!r} alone: a part of it is written for one device (jax.shard_map); "
             "leave out --compile-block"
         )
-    computed_values = {value for operation in operations for value in operation.outputs}
-    read_values = {value for operation in operations for value in operation.inputs if value is not None}
+    computed_values = {value for operation in piece_operations for value in operation.outputs}
+    read_values = {value for operation in piece_operations for value in operation.inputs if value is not None}
     input_values = sorted(read_values - computed_values)
     values_read_later = _values_read_later(program, piece)
     output_values = _output_values(arrays, piece, values_read_later)
@@ -149,7 +149,7 @@ def lowered_piece(
     def run_piece(*arguments: Any) -> list[Any]:
         """Run the piece's operations on the arrays of `input_values`; return the arrays of `output_values`."""
         array_by_value = dict(zip(input_values, arguments, strict=True))
-        for operation in operations:
+        for operation in piece_operations:
             literals = operation.literals
             operands = [
                 literals[index] if value is None else array_by_value[value]
@@ -158,7 +158,7 @@ def lowered_piece(
             array_by_value |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
         return [array_by_value[value] for value in output_values]
 
-    def format_of(value: int) -> Any:
+    def sharding_or_format(value: int) -> Any:
         """The sharding of an argument of the step; for any other value, a format whose layout the compiler chooses."""
         sharding = _sharding(step.mesh, program.avals[value], arrays.placements.dims[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
@@ -167,8 +167,8 @@ def lowered_piece(
     input_avals = [program.avals[value] for value in input_values]
     piece_fn = jax.jit(
         run_piece,
-        in_shardings=[format_of(value) for value in input_values],
-        out_shardings=[format_of(value) for value in output_values],
+        in_shardings=[sharding_or_format(value) for value in input_values],
+        out_shardings=[sharding_or_format(value) for value in output_values],
         donate_argnums=[index for index, value in enumerate(input_values) if value in state_arrays - values_read_later],
     )
     return piece_fn.lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in input_avals))
@@ -177,17 +177,17 @@ def lowered_piece(
 def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
     """The indices, in order, of a piece's operations and of the earlier operations that compute expressions for it."""
     operations = arrays.program.operations
-    producer_indices = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
-    indices = set(piece.indices)
+    producer_by_value = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
+    piece_indices = set(piece.indices)
     pending_values = [value for index in piece.indices for value in operations[index].inputs]
     while pending_values:
         value = pending_values.pop()
-        producer_index = None if value is None else producer_indices.get(value)
-        if producer_index is None or value in arrays.array_bytes or producer_index in indices:
+        producer_index = None if value is None else producer_by_value.get(value)
+        if producer_index is None or value in arrays.array_bytes or producer_index in piece_indices:
             continue
-        indices.add(producer_index)
+        piece_indices.add(producer_index)
         pending_values += operations[producer_index].inputs
-    return sorted(indices)
+    return sorted(piece_indices)
 
 
 def _output_values(arrays: Arrays, piece: Piece, values_read_later: set[int | None]) -> list[int]:
@@ -211,13 +211,13 @@ def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
     return carries(operation) if len(piece.indices) == 1 and operation.loop_body is not None else ()
 
 
-def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:
-    """The sharding of an array from the mesh axes of each dim; a dim that the axes cannot split evenly is not split."""
+def _sharding(mesh: Any, aval: Any, placement: Dims) -> Any:
+    """The sharding of an array along the mesh axes of each dim; axes that cannot split a dim evenly are left out."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_by_dim = [
         axes if axes and dim_size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
-        for dim_size, axes in zip(aval.shape, dims, strict=True)
+        for dim_size, axes in zip(aval.shape, placement, strict=True)
     ]
     memory_kind = "pinned_host" if in_host_memory(aval) else "device"
     return NamedSharding(mesh, PartitionSpec(*axes_by_dim), memory_kind=memory_kind)

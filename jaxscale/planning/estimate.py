@@ -53,12 +53,12 @@ class Estimate:
         timeline: live bytes through the step, without its arguments.
         argument_items: the arguments on the device, which are the leaves of state and batch.
         notes: lines of text about the choice of the mesh and the decision of the memory rule.
-        compiled_pieces: names of the pieces of the step for which a compiler reported the bytes of temporaries.
+        compiled_piece_names: names of the pieces of the step for which a compiler reported the bytes of temporaries.
         state_bytes_per_parameter: bytes of optimizer state over all devices, divided by the number of parameters.
         slow_axis_traffic: traffic of a device over the mesh's slow axis (between replicas); `None` if the mesh has
             one replica.
         kernels: the implementation of each kernel in the traced program.
-        is_partly_trained: whether some parameters are not trained; no such step was compiled to judge the estimates.
+        is_partly_trained: whether some parameters are not trained; the errors of such estimates are not recorded.
     """
 
     plan: Plan
@@ -68,7 +68,7 @@ class Estimate:
     timeline: Timeline = dataclasses.field(repr=False)
     argument_items: tuple[Item, ...] = dataclasses.field(repr=False, default=())
     notes: tuple[str, ...] = ()
-    compiled_pieces: tuple[str, ...] = ()
+    compiled_piece_names: tuple[str, ...] = ()
     state_bytes_per_parameter: float = 0.0
     slow_axis_traffic: Traffic | None = None
     kernels: tuple[KernelChoice, ...] = ()
@@ -171,9 +171,9 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         step_timeline = timeline(program, placements, trace.compiler, bytes_by_piece)
     device_items, host_items = _argument_items(trace, batch)
     device_bytes_by_kind = bytes_by_kind((*device_items, *step_timeline.peak_items))
-    compiled_pieces = tuple(piece.name for piece, byte_count in bytes_by_piece.items() if byte_count is not None)
+    compiled_piece_names = tuple(piece.name for piece, byte_count in bytes_by_piece.items() if byte_count is not None)
     packing_bytes = round(step_timeline.peak_bytes * (accuracy.factors(platform.chip.kind).packing - 1))
-    if packing_bytes and not compiled_pieces:
+    if packing_bytes and not compiled_piece_names:
         device_bytes_by_kind["packing"] = packing_bytes
     host_bytes_by_kind = bytes_by_kind(host_items)
     if host_bytes_by_kind:
@@ -192,7 +192,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         timeline=step_timeline,
         argument_items=device_items,
         notes=step.parts.lines,
-        compiled_pieces=compiled_pieces,
+        compiled_piece_names=compiled_piece_names,
         state_bytes_per_parameter=tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         slow_axis_traffic=slow_axis_traffic(step, platform),
         kernels=step.kernels,
@@ -202,22 +202,22 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
     """The bytes per device of activations that loops store in host memory for the backward pass of a microbatch."""
-    host_bytes = 0
+    kept_bytes = 0
     for index, operation in enumerate(program.operations):
         if operation.loop_body is None:
             continue
-        host_bytes += sum(
+        kept_bytes += sum(
             placements.bytes_of(program.avals[value], placements.dims[value], in_host=True)
             for value in operation.outputs
             if value not in program.outputs
         )
         if has_both_passes(operation.loop_body):
-            host_bytes += _kept_on_host_bytes(operation.loop_body, placements.loop_placements[index])
-    return host_bytes
+            kept_bytes += _kept_on_host_bytes(operation.loop_body, placements.loop_placements[index])
+    return kept_bytes
 
 
 def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The step's arguments in device memory, then those in host memory, named after their leaves of state or batch."""
+    """The step's arguments in device memory, and those in host memory, named after their leaves of state or batch."""
     device_items, host_items = [], []
     kind_by_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kind_by_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}

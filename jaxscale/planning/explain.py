@@ -19,7 +19,7 @@ from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import menu_of, searched_rules
 from jaxscale.planning.menu import HEURISTICS
-from jaxscale.planning.pictures import Point, curve, page, stacked, table
+from jaxscale.planning.pictures import Point, curve, items_table, live_bytes_svg, page
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
@@ -66,7 +66,7 @@ class Explanation:
             headings = ("per device", "kept", "a block", self._cost_name)
             lines += ["", f"{'memory plan':{name_width}}" + "".join(f"{heading:>12}" for heading in headings)]
             for point in self.points:
-                kept_cells = map(_cell, (point.kept_bytes, point.block_kept_bytes))
+                kept_cells = map(_size_cell, (point.kept_bytes, point.block_kept_bytes))
                 cells = (size(point.bytes), *kept_cells, f"{point.cost:.2f}x")
                 lines.append(f"{point.name:{name_width}}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
@@ -80,19 +80,21 @@ class Explanation:
 
     def svg(self) -> str:
         """The timeline as an SVG image."""
-        return stacked(self.moments, self.fit.limit, self.backward_start)
+        return live_bytes_svg(self.moments, self.fit.limit, self.backward_start)
 
     def html(self) -> str:
         """A self-contained HTML page with verdict, timeline, arrays alive at the peak, and plans by bytes and cost."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
-        sections = [
+        headings_and_contents = [
             ("", f"<pre>{escape(str(self.fit))}</pre>"),
             ("Live bytes per device through a step", self.svg()),
-            (f"Alive at the peak, {source}", table(self.live_items)),
+            (f"Alive at the peak, {source}", items_table(self.live_items)),
         ]
         if self.points:
-            sections.append((f"{self._cost_name} against memory, by estimate", curve(self.points, self.fit.limit)))
-        return page(f"Memory of {self.fit.name} on {self.fit.platform}", sections)
+            headings_and_contents.append(
+                (f"{self._cost_name} against memory, by estimate", curve(self.points, self.fit.limit))
+            )
+        return page(f"Memory of {self.fit.name} on {self.fit.platform}", headings_and_contents)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 800)
@@ -115,7 +117,7 @@ def explain(
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Explanation:
-    """Explain which arrays take the memory of an experiment's train step.
+    """Explain which arrays of an experiment's train step take the memory.
 
     Args:
         experiment: the experiment to plan for.
@@ -135,8 +137,9 @@ def explain(
         >>> from jaxscale.models import Decoder
         >>> from jaxscale.data import Text
         >>> model = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4)
-        >>> explained = explain(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
-        >>> explained.fit.fits, round(sum(item.bytes for item in explained.live_items) / explained.fit.device_bytes)
+        >>> explanation = explain(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
+        >>> live_bytes = sum(item.bytes for item in explanation.live_items)
+        >>> explanation.fit.fits, round(live_bytes / explanation.fit.device_bytes)
         (True, 1)
     """
     parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -151,23 +154,23 @@ def explain(
             live_items = tuple(Item(f"{array.name} {array.shape}", array.kind, array.bytes) for array in report.live)
         if report.timeline is not None:
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
-            are_backward = [moment.phase in ("backward", "recompute") for moment in report.timeline]
-            backward_start = are_backward.index(True) if any(are_backward) else len(moments)
-    memory_plans = _plan_texts(experiment, parsed_platform, step_estimate.plan, costs)
+            backward_flags = [moment.phase in ("backward", "recompute") for moment in report.timeline]
+            backward_start = backward_flags.index(True) if any(backward_flags) else len(moments)
+    plan_texts = _plan_texts(experiment, parsed_platform, step_estimate.plan, costs)
     return Explanation(
         fit=step_fit,
         live_items=live_items,
         moments=moments,
         backward_start=backward_start,
-        points=tuple(compare(experiment, parsed_platform, step_estimate.plan, memory_plans, costs)),
+        points=tuple(plan_points(experiment, parsed_platform, step_estimate.plan, plan_texts, costs)),
         is_timed=costs.is_timed,
     )
 
 
-def compare(
-    experiment: Experiment, platform: Platform, plan: Plan, memory_plans: Sequence[str], costs: MemoryCosts
+def plan_points(
+    experiment: Experiment, platform: Platform, plan: Plan, plan_texts: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
-    """The bytes and cost of a step under each of several memory plans; costs are multiples of the lowest cost.
+    """A point for each memory plan: the step's bytes, and its cost as a multiple of the lowest cost.
 
     The cost is modeled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
     chip's rates are unknown. Memory plans that are not valid for the model are left out.
@@ -176,56 +179,58 @@ def compare(
         experiment: the experiment to plan for.
         platform: platform to train on.
         plan: plan of the step; the memory plan in it is compared first.
-        memory_plans: text forms of the memory plans that replace the one in `plan`.
+        plan_texts: text forms of the memory plans that replace the one in `plan`.
         costs: costs of memory plans for the model's blocks.
     """
-    # all dicts are keyed by the text form of the memory plan
-    estimates: dict[str, Estimate] = {}
-    for text in dict.fromkeys((str(plan.memory), *memory_plans)):
+    # each dict is keyed by the text form of the memory plan
+    estimate_by_text: dict[str, Estimate] = {}
+    for text in dict.fromkeys((str(plan.memory), *plan_texts)):
         try:
-            estimates[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
+            estimate_by_text[text] = estimate(
+                experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text))
+            )
         except UserError:  # the budget is too small, or the rule is not valid for this model
             continue
-    decisions = {text: _decision(costs, text) for text in estimates}
-    plan_costs: dict[str, float] = {text: plan_estimate.flop for text, plan_estimate in estimates.items()}
+    decision_by_text = {text: _decision_of_text(costs, text) for text in estimate_by_text}
+    cost_by_text: dict[str, float] = {text: plan_estimate.flop for text, plan_estimate in estimate_by_text.items()}
     if costs.is_timed:
-        keep_all_seconds = costs.step_seconds(min(plan_costs.values()))
-        for text, decision in decisions.items():
-            plan_costs[text] = keep_all_seconds + (0.0 if decision is None else costs.seconds(decision))
-    least_cost = min(plan_costs.values()) or 1
+        keep_all_seconds = costs.step_seconds(min(cost_by_text.values()))
+        for text, decision in decision_by_text.items():
+            cost_by_text[text] = keep_all_seconds + (0.0 if decision is None else costs.seconds(decision))
+    least_cost = min(cost_by_text.values()) or 1
     points = []
-    for text, decision in decisions.items():
-        kept_bytes = None if decision is None else decision.bytes * costs.stages
+    for text, decision in decision_by_text.items():
+        kept_bytes = None if decision is None else decision.bytes * costs.stage_count
         block_kept_bytes = None if decision is None else round(decision.bytes_of_a_block)
-        relative_cost, is_current = plan_costs[text] / least_cost, text == str(plan.memory)
+        relative_cost, is_current = cost_by_text[text] / least_cost, text == str(plan.memory)
         points.append(
-            Point(text, estimates[text].device_bytes, relative_cost, is_current, kept_bytes, block_kept_bytes)
+            Point(text, estimate_by_text[text].device_bytes, relative_cost, is_current, kept_bytes, block_kept_bytes)
         )
     return points
 
 
 def _plan_texts(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
     """The text forms of the memory plans to compare: plans without a budget, optimal plans, and other rules."""
-    without_plan = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
-    kept_bytes = costs.kept_bytes(without_plan.kept_bytes)
-    budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
-    optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(plan, costs) for budget in budgets]
+    keep_all_estimate = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
+    kept_bytes = costs.kept_bytes(keep_all_estimate.kept_bytes)
+    budget_texts = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
+    optimal_texts = [f"{rule}:{budget_text}" for rule in searched_rules(plan, costs) for budget_text in budget_texts]
     # without known rates, copies to a host would seem to cost nothing
-    other_rules = [rule for rule in HEURISTICS if optimal_plans and (costs.is_timed or not rule.startswith("offload"))]
-    other_plans = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in other_rules]
-    return (*menu_of(plan), *optimal_plans, *other_plans)
+    other_rules = [rule for rule in HEURISTICS if optimal_texts and (costs.is_timed or not rule.startswith("offload"))]
+    other_texts = [f"{rule}:{budget_texts[len(budget_texts) // 2]}" for rule in other_rules]
+    return (*menu_of(plan), *optimal_texts, *other_texts)
 
 
-def _decision(costs: MemoryCosts, text: str) -> Decision | None:
-    """The decision of a memory plan; `None` if the model exposes no blocks."""
+def _decision_of_text(costs: MemoryCosts, text: str) -> Decision | None:
+    """The decision of a memory plan; `None` if the model exposes no blocks, or unknown rates are required."""
     try:
         return costs.decision(MemoryPlan.parse(text)) if costs.calls else None
     except UserError:
         if costs.is_timed:
             raise
-        return None  # a plan to offload needs the chip's rates, which are unknown
+        return None  # the plan copies to the host, which needs the chip's rates
 
 
-def _cell(byte_count: int | None) -> str:
-    """A number of bytes as text; "" if the number is unknown."""
+def _size_cell(byte_count: int | None) -> str:
+    """The cell of a number of bytes, as text; "" if the number is unknown."""
     return "" if byte_count is None else size(byte_count)

@@ -1,6 +1,6 @@
 """fit: whether an experiment's train step fits a platform, what takes the memory, and which changes would save most.
 
-The result is an estimate (`estimate.py`), and it is printed as one. With `verify`, the step is compiled for the
+The result is an estimate (`estimate.py`), and is labeled as one. With `verify`, the step is compiled for the
 platform; with `compile_block`, only one piece of the step is compiled.
 """
 
@@ -20,10 +20,10 @@ from jaxscale.planning import accuracy
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.memory_search import NothingFits
-from jaxscale.planning.network_traffic import sent_by_axes
-from jaxscale.planning.pictures import page, stacked, table
+from jaxscale.planning.network_traffic import sent_bytes_by_axes
+from jaxscale.planning.pictures import items_table, live_bytes_svg, page
 from jaxscale.planning.program import step_recipe
-from jaxscale.planning.search.calibration import calibrated, is_timed
+from jaxscale.planning.search.calibration import calibrated_seconds, is_timed
 from jaxscale.planning.search.compiler_seconds import clock_text, compiler_seconds
 from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 from jaxscale.planning.stage_prices import simulation_of
@@ -84,7 +84,7 @@ class Fit:
 
     @functools.cached_property
     def seconds(self) -> StepSeconds | None:
-        """The modeled seconds of a step; `None` if the chip's rates are unknown, or its memory rule has no price."""
+        """The modeled seconds of a step; `None` if the chip's rates are unknown, or the memory rule has no price."""
         return self.model_seconds()
 
     @property
@@ -134,25 +134,25 @@ class Fit:
     @property
     def margin(self) -> float:
         """Least difference from the limit at which an estimate decides whether a step fits, as a share of the limit."""
-        compiled, pipelined = bool(self.estimate.compiled_pieces), self.estimate.plan.pipeline is not None
-        partly_trained = self.estimate.is_partly_trained
+        is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
+        is_partly_trained = self.estimate.is_partly_trained
         return accuracy.margin(
-            self.platform.chip.kind, compiled=compiled, pipelined=pipelined, partly_trained=partly_trained
+            self.platform.chip.kind, compiled=is_compiled, pipelined=is_pipelined, partly_trained=is_partly_trained
         )
 
     @property
     def verdict(self) -> str:
         """Whether the step fits, and its bytes, as text: by estimate or, with `verify`, according to the compiler."""
         evidence = "according to the compiler" if self.verified else "by estimate"
-        if self.estimate.compiled_pieces and not self.verified:
-            evidence += f", {' and '.join(self.estimate.compiled_pieces)} compiled"
+        if self.estimate.compiled_piece_names and not self.verified:
+            evidence += f", {' and '.join(self.estimate.compiled_piece_names)} compiled"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
             return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:
             return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: set --limit"
-        usage = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
+        usage_text = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
             return (
                 f"does not fit: needs {size(self.host_bytes)} of host memory per device, but the limit is "
@@ -160,8 +160,8 @@ class Fit:
             )
         answer = "fits" if self.fits else "does not fit"
         if self.close:
-            return f"{answer}, narrowly: {usage}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
-        return f"{answer}: {usage}"
+            return f"{answer}, narrowly: {usage_text}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
+        return f"{answer}: {usage_text}"
 
     @property
     def remedy(self) -> str:
@@ -169,17 +169,17 @@ class Fit:
         change = next((change for change in self.changes if change.fits), None)
         if self.fits or change is None or self.limit is None:
             return ""
-        narrowly = ", narrowly" if change.needed_bytes > (1 - self.margin) * self.limit else ""
+        narrowly_text = ", narrowly" if change.needed_bytes > (1 - self.margin) * self.limit else ""
         needed_text = size(change.needed_bytes)
-        return f"it fits with {change.flags}{narrowly}: {needed_text} by estimate; --verify asks the compiler"
+        return f"it fits with {change.flags}{narrowly_text}: {needed_text} by estimate; --verify asks the compiler"
 
     def __str__(self) -> str:
         plan = self.estimate.plan
-        settings = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
-        settings += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
-        settings += [f"loss in chunks of {plan.kernels.loss_chunk}"] * (plan.kernels.loss_chunk is not None)
+        setting_texts = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
+        setting_texts += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
+        setting_texts += [f"loss in chunks of {plan.kernels.loss_chunk}"] * (plan.kernels.loss_chunk is not None)
         lines = [
-            f"{self.name} on {self.platform}: {', '.join(settings)}",
+            f"{self.name} on {self.platform}: {', '.join(setting_texts)}",
             *self.estimate.notes,
             *lines_of(self.estimate.kernels),
             *([f"modeled: {self.seconds}"] if self.seconds is not None else []),
@@ -198,7 +198,7 @@ class Fit:
             lines.append(f"the estimate is off by {relative_error:+.1%}")
         elif self.estimate.is_partly_trained:
             lines.append(
-                "no errors are recorded of estimates of steps whose parameters are trained in part; --verify asks the "
+                "no errors are recorded for estimates of steps that train only some parameters; --verify asks the "
                 "compiler"
             )
         elif (known_accuracy := self._known_accuracy()) is not None:
@@ -221,30 +221,30 @@ class Fit:
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
             assert plan.mesh is not None, "the plan of an estimate has a mesh"
-            bytes_by_axes = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
+            bytes_by_axes = sent_bytes_by_axes(report.collectives, plan.mesh, self.platform.slices)
             bytes_text = ", ".join(f"{axes} {size(sent_bytes)}" for axes, sent_bytes in bytes_by_axes.items())
             lines.append(f"on the wire, according to the compiler, per device and step: {bytes_text}")
         return lines
 
     def _known_accuracy(self) -> accuracy.Accuracy | None:
         """The recorded errors of estimates like this one; `None` if none are recorded."""
-        compiled, pipelined = bool(self.estimate.compiled_pieces), self.estimate.plan.pipeline is not None
-        if not compiled and not pipelined:
+        is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
+        if not is_compiled and not is_pipelined:
             return accuracy.held_out_accuracy(self.platform.chip.kind)
-        return accuracy.recorded_accuracy(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
+        return accuracy.recorded_accuracy(self.platform.chip.kind, is_compiled=is_compiled, is_pipelined=is_pipelined)
 
     def svg(self) -> str:
         """The live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
-        return stacked(self.estimate.moments, self.limit, self.estimate.backward_start)
+        return live_bytes_svg(self.estimate.moments, self.limit, self.estimate.backward_start)
 
     def html(self) -> str:
         """A self-contained HTML page with verdict, live bytes through a step, and arrays alive at the peak."""
-        sections = [
+        headings_and_contents = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Live bytes per device through a step, by estimate", self.svg()),
-            ("Alive at the peak, by estimate", table(self.estimate.live_items)),
+            ("Alive at the peak, by estimate", items_table(self.estimate.live_items)),
         ]
-        return page(f"{self.name} on {self.platform}", sections)
+        return page(f"{self.name} on {self.platform}", headings_and_contents)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 600)
@@ -304,7 +304,7 @@ def fit(
     try:
         plan = resolve_choices(experiment, plan, device_limit, parsed_platform, host_memory_limit)
     except NothingFits as error:
-        plan = error.least
+        plan = error.smallest_plan
     step_estimate = estimate(experiment, parsed_platform, plan, compile_block=compile_block, make=make)
     simulation = None if plan.pipeline is None else simulation_of(experiment, parsed_platform, step_estimate.plan)
     step_fit = Fit(
@@ -326,7 +326,7 @@ def fit(
 
 
 def seconds_of(experiment: Experiment, platform: Platform, plan: Plan) -> StepSeconds | None:
-    """Return the modeled seconds of a step; `None` if the chip's rates are unknown, or its memory rule has no price.
+    """Return the modeled seconds of a step; `None` if the chip's rates are unknown, or the memory rule has no price.
 
     Args:
         experiment: the experiment to plan for.
@@ -336,8 +336,8 @@ def seconds_of(experiment: Experiment, platform: Platform, plan: Plan) -> StepSe
     if not is_timed(platform):
         return None
     try:
-        return calibrated(modeled_seconds(experiment, platform, plan), platform)
-    except UserError:  # a memory rule without a price, such as the policies of JAX
+        return calibrated_seconds(modeled_seconds(experiment, platform, plan), platform)
+    except UserError:  # a memory rule without a price, such as JAX's policies
         return None
 
 
@@ -352,7 +352,7 @@ def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -
         step_fit: the `Fit` of the current plan.
     """
     plan = step_fit.estimate.plan
-    old_estimate = estimate(experiment, platform, plan) if step_fit.estimate.compiled_pieces else step_fit.estimate
+    old_estimate = estimate(experiment, platform, plan) if step_fit.estimate.compiled_piece_names else step_fit.estimate
     old_bytes = old_estimate.device_bytes
 
     def change_of(text_by_field: Mapping[str, str]) -> PlanChange | None:
@@ -369,7 +369,7 @@ def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -
     for text_by_field in _candidate_changes(experiment, old_estimate):
         change = change_of(text_by_field)
         while change and not change.fits and "microbatches" in text_by_field:
-            microbatch_count = _next_microbatches(experiment, plan, int(text_by_field["microbatches"]))
+            microbatch_count = _next_microbatch_count(experiment, plan, int(text_by_field["microbatches"]))
             if microbatch_count is None:
                 break
             text_by_field = {"microbatches": str(microbatch_count)}
@@ -380,15 +380,15 @@ def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -
     single_changes = tuple(change for change, _ in changes_and_texts)
     if step_fit.fits or any(change.fits for change in single_changes):
         return single_changes
-    combined_texts: dict[str, str] = {}
-    combination = None
+    combined_text_by_field: dict[str, str] = {}
+    combined_change = None
     for _, text_by_field in changes_and_texts:
-        combined_texts |= text_by_field
-        if len(combined_texts) > 1:
-            combination = change_of(combined_texts)
-            if combination is not None and combination.fits:
+        combined_text_by_field |= text_by_field
+        if len(combined_text_by_field) > 1:
+            combined_change = change_of(combined_text_by_field)
+            if combined_change is not None and combined_change.fits:
                 break
-    return single_changes if combination is None else (*single_changes, combination)
+    return single_changes if combined_change is None else (*single_changes, combined_change)
 
 
 def _candidate_changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
@@ -397,27 +397,29 @@ def _candidate_changes(experiment: Experiment, step_estimate: Estimate) -> list[
     assert plan.mesh is not None
     state_bytes = sum(bytes_by_kind.get(kind, 0) for kind in ("parameters", "optimizer state", "gradients"))
     activation_bytes = bytes_by_kind.get("kept activations", 0) + bytes_by_kind.get("transients", 0)
-    candidates: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
+    changes_with_bytes: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
     if plan.memory.rule != "full":
-        candidates.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
+        changes_with_bytes.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        candidates.append((state_bytes, "zero", "3"))
+        changes_with_bytes.append((state_bytes, "zero", "3"))
     if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
-        candidates.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
+        changes_with_bytes.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
     if plan.precision == "float32":
-        candidates.append((activation_bytes // 2, "precision", "bfloat16"))
+        changes_with_bytes.append((activation_bytes // 2, "precision", "bfloat16"))
     if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in bytes_by_kind:
-        candidates.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
-    microbatch_count = _next_microbatches(experiment, plan, plan.microbatches)
+        changes_with_bytes.append(
+            (bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256)))
+        )
+    microbatch_count = _next_microbatch_count(experiment, plan, plan.microbatches)
     if microbatch_count is not None:
-        candidates.append(
+        changes_with_bytes.append(
             ((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count))
         )
-    candidates.sort(key=lambda candidate: -candidate[0])
-    return [{field: text} for _, field, text in candidates[:MAX_CHANGES]]
+    changes_with_bytes.sort(key=lambda change_with_bytes: -change_with_bytes[0])
+    return [{field: text} for _, field, text in changes_with_bytes[:MAX_CHANGES]]
 
 
-def _next_microbatches(experiment: Experiment, plan: Plan, microbatch_count: int) -> int | None:
+def _next_microbatch_count(experiment: Experiment, plan: Plan, microbatch_count: int) -> int | None:
     """The least possible number of microbatches that is at least twice `microbatch_count`; `None` if there is none."""
     assert plan.mesh is not None
     row_count = experiment.batch // plan.mesh.batch_shards  # of a shard

@@ -34,14 +34,14 @@ ARRAY_READERS = (
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 """Operations that write into some elements of an array."""
 
-ARRAY_RESULTS = (
+ARRAY_PRODUCERS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
     tiles.RETILE,
 )  # fmt: skip
 """Operations that store their results as arrays. Reductions (`reduce_...`), which are not listed, do so too."""
 
-NAME_KEEPING = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
+NAME_KEEPERS = (*VIEWS, "convert_element_type", "transpose", tiles.RETILE)
 """Operations whose result is listed under the name of the operand."""
 
 
@@ -57,7 +57,7 @@ class Compiler:
         has_whole_gradients: whether every device has whole gradients and updates all weights (ZeRO 0).
         gathered_share: share of a gathered weight that is in memory at any one time.
         rounds_operands: whether an array of float32 is stored in bfloat16 if only matrix products of the default
-            precision read it, whose operands a TPU rounds to that type.
+            precision read it; a TPU rounds their operands to bfloat16.
         adds_in_place: whether a matrix product that is only added to another one is computed into the other's array, as
             those of LoRA's adapters are on TPU and GPU.
     """
@@ -108,7 +108,7 @@ class Arrays:
         self.sources_by_value: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
         # stacked outputs are written into arrays of the caller; caller values are in memory of the caller
         self._stacked_outputs = set() if first_stacked_index is None else set(program.outputs[first_stacked_index:])
-        self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPING) if is_branch else set()
+        self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPERS) if is_branch else set()
         self._literals: set[int] = set()
         self._summands: dict[int, frozenset[int]] = {}  # by array that `jax.checkpoint` keeps
         self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
@@ -124,32 +124,37 @@ class Arrays:
         const_count = len(loop_parts(operation, operation.inputs)[0])
         for value, next_value in zip(body.inputs[const_count:], body.outputs[: len(initial_state)], strict=False):
             if next_value in arrays.array_bytes and arrays._overwrites(value, next_value):
-                arrays.array_bytes[next_value] = 0  # it is computed in the memory of the state, which the caller counts
+                arrays.array_bytes[next_value] = (
+                    0  # it is computed in the memory of the state, which counts for the caller
+                )
         return arrays
 
     def _overwrites(self, value: int, next_value: int) -> bool:
-        """Whether the next state of a loop's body can be written over the state, which no later operation reads."""
+        """Whether the next state of a loop's body can overwrite the state, because no later operation reads it."""
         if value in self.output_values or self._bytes_of(value) != self._bytes_of(next_value):
             return False
         operations = self.program.operations
         producer_index = next(index for index, op in enumerate(operations) if next_value in op.outputs)
-        return operations[producer_index].kind in ELEMENTWISE and self._last_read(value) <= producer_index
+        return operations[producer_index].kind in ELEMENTWISE and self._last_read_index(value) <= producer_index
 
-    def _last_read(self, value: int) -> int:
-        """The index of the last operation that reads a value, directly or through expressions, to compute an array."""
+    def _last_read_index(self, value: int) -> int:
+        """The index of the last operation that reads a value, directly or through expressions; -1 if none does."""
         last_index = -1
         for index in self.program.readers.get(value, ()):
             operation = self.program.operations[index]
             expressions = [] if operation.loop_body else [v for v in operation.outputs if v not in self.array_bytes]
-            last_index = max(last_index, index, *map(self._last_read, expressions))
+            last_index = max(last_index, index, *map(self._last_read_index, expressions))
         return last_index
 
     def branch_arrays(self, index: int) -> "list[Arrays]":
         """The arrays of each branch of the `cond` with this index among the operations."""
-        programs, placements = self.program.operations[index].branches, self.placements.branch_placements[index]
+        programs, placements_of_branches = (
+            self.program.operations[index].branches,
+            self.placements.branch_placements[index],
+        )
         return [
             Arrays(program, branch_placements, self.compiler, first_stacked_index=0, is_branch=True)
-            for program, branch_placements in zip(programs, placements, strict=True)
+            for program, branch_placements in zip(programs, placements_of_branches, strict=True)
         ]
 
     def sources_of(self, values: Iterable[int | None]) -> set[int]:
@@ -157,13 +162,13 @@ class Arrays:
         return {source for value in values if value is not None for source in self.sources_by_value[value]}
 
     def has_array_results(self, operation: Operation) -> bool:
-        """Whether the results of an operation are stored as arrays, whatever reads them."""
+        """Whether the results of an operation are stored as arrays, regardless of what reads them."""
         if operation.kind in SCATTERS and _changes_one_per_row(operation, self.program):
             return False
         if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
             operand, result = operation.inputs[0], operation.outputs[0]
             return operand is not None and self._bytes_of(result) > self._bytes_of(operand)
-        return operation.kind in ARRAY_RESULTS or operation.kind.startswith("reduce_")
+        return operation.kind in ARRAY_PRODUCERS or operation.kind.startswith("reduce_")
 
     def is_ring_product(self, index: int) -> bool:
         """Whether the product with this index is computed around a ring of devices.
@@ -180,8 +185,8 @@ class Arrays:
         """Record which results of an operation are arrays, and the sources of the others."""
         operands = [value for value in operation.inputs if value is not None]
         operand_sources = frozenset(self.sources_of(operands))
-        are_arrays = self.has_array_results(operation)
-        is_gathered = are_arrays and operation.kind == "enter"
+        is_stored = self.has_array_results(operation)
+        is_gathered = is_stored and operation.kind == "enter"
         in_place_values: set[int] = set()
         if not is_gathered:
             in_place_values = regions.in_place_results(operation, self._caller_values, self.program)
@@ -196,7 +201,7 @@ class Arrays:
             self.sources_by_value[value] = operand_sources
             if value in in_place_values or self._is_sunk_constant(value):
                 self.sources_by_value[value] = frozenset()
-            elif not is_whole_array and (are_arrays or (not is_view and self._needs_array(value))):
+            elif not is_whole_array and (is_stored or (not is_view and self._needs_array(value))):
                 self.sources_by_value[value] = frozenset((value,))
                 self.array_bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
 
@@ -224,7 +229,7 @@ class Arrays:
         return min(result_bytes, max(self._bytes_of(reader.outputs[0]) for reader in readers))
 
     def _is_added_in_place(self, value: int, result_bytes: int) -> bool:
-        """Whether a product is only added to an earlier one of at least as many bytes, which nothing else reads."""
+        """Whether a product is only added to an earlier product of as many bytes or more, which has no other reader."""
         addition, operand = self._addition_of(value)
         if addition is None:
             return False
@@ -241,11 +246,15 @@ class Arrays:
         return is_product and self._addition_of(source)[0] is addition
 
     def _is_known(self, value: int | None) -> bool:
-        """Whether the sources of a value were recorded, because the operation that computes it was."""
+        """Whether the sources of a value have been recorded."""
         return value in self.sources_by_value
 
     def _addition_of(self, value: int) -> tuple[Operation | None, int]:
-        """The addition that alone reads a value, also through views, conversions and factors, and its operand."""
+        """The addition that is the only reader of a value, and the operand of the addition that stands for the value.
+
+        Between the value and the addition there may be views, conversions and constant factors, each the only reader of
+        the one before. The addition is `None` if there is no such chain.
+        """
         while value not in self.output_values:
             reader_indices = self.program.readers.get(value, ())
             if len(reader_indices) != 1:
@@ -253,11 +262,11 @@ class Arrays:
             operation = self.program.operations[next(iter(reader_indices))]
             if operation.kind in ("add", "add_any"):
                 return operation, value
-            others = {other for other in operation.inputs if other not in (value, None)}
+            other_operands = {other for other in operation.inputs if other not in (value, None)}
             is_factor = operation.kind == "mul" and not any(
-                self.sources_by_value.get(other, {other}) for other in others
+                self.sources_by_value.get(other, {other}) for other in other_operands
             )
-            if operation.kind not in NAME_KEEPING and not is_factor:
+            if operation.kind not in NAME_KEEPERS and not is_factor:
                 break
             value = operation.outputs[0]
         return None, value
@@ -268,7 +277,7 @@ class Arrays:
             return True
         if value in self.scattered_sums and (self.compiler.product_fusion == "no" or not self._is_fully_sharded(value)):
             return True
-        reader_indices = self._readers_through_views(value)
+        reader_indices = self._reader_indices(value)
         if any(self.program.operations[index].kind in ARRAY_READERS for index in reader_indices):
             return True
         product_indices = [index for index in reader_indices if self.program.operations[index].kind in PRODUCTS]
@@ -292,20 +301,22 @@ class Arrays:
         return sum(self.program.avals[array].shape == shape for array in summands) > 1
 
     def _is_sunk_constant(self, value: int) -> bool:
-        """Whether only loops read a value computed from literals, unsliced; XLA moves it into their bodies."""
+        """Whether a value of literals is read only by loops, unsliced, so that XLA moves it into their bodies."""
         if value not in self._literals or value in self.output_values:
             return False
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if not readers or any(reader.loop_body is None for reader in readers):
             return False
-        return all(value not in part for reader in readers for part in loop_parts(reader, reader.inputs)[1:])
+        return all(
+            value not in loop_operands for reader in readers for loop_operands in loop_parts(reader, reader.inputs)[1:]
+        )
 
-    def _readers_through_views(self, value: int) -> list[int]:
-        """The indices of the operations that read a value or a view of it."""
+    def _reader_indices(self, value: int) -> list[int]:
+        """The indices of the operations that read a value, directly or through views."""
         reader_indices = []
         for index in self.program.readers.get(value, ()):
             operation = self.program.operations[index]
-            reader_indices += self._readers_through_views(operation.outputs[0]) if operation.kind in VIEWS else [index]
+            reader_indices += self._reader_indices(operation.outputs[0]) if operation.kind in VIEWS else [index]
         return reader_indices
 
     def _is_fully_sharded(self, value: int) -> bool:
@@ -317,13 +328,13 @@ class Arrays:
 def _scattered_sums(program: FlatProgram) -> set[int]:
     """The sums to which a scatter of one element per row is added; the scatter writes into the array of the sum."""
     scatter_results: set[int] = set()
-    sums: set[int] = set()
+    sum_values: set[int] = set()
     for operation in program.operations:
         if operation.kind in SCATTERS and _changes_one_per_row(operation, program):
             scatter_results.update(operation.outputs)
         elif operation.kind in ("add", "add_any") and not scatter_results.isdisjoint(operation.inputs):
-            sums.update(operation.outputs)
-    return sums
+            sum_values.update(operation.outputs)
+    return sum_values
 
 
 def _changes_one_per_row(operation: Operation, program: FlatProgram) -> bool:

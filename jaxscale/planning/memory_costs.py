@@ -28,15 +28,15 @@ class MemoryCosts:
     Args:
         platform: platform on which the seconds are modeled.
         calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
-        microbatches: number of microbatches of a step.
-        stages: number of pipeline stages on one device, which all cost the same.
+        microbatch_count: number of microbatches of a step.
+        stage_count: number of pipeline stages on one device; all stages cost the same.
         objective: objective of the step, from which blocks in sequence are traced; `None` if `calls` are in sequence.
     """
 
     platform: Platform
     calls: tuple[BlockCall, ...]
-    microbatches: int
-    stages: int = 1
+    microbatch_count: int
+    stage_count: int = 1
     objective: Objective | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -63,13 +63,13 @@ class MemoryCosts:
         return len(self.calls) == 1 and self.calls[0].rolled
 
     def kept_bytes(self, estimated_bytes: int) -> int:
-        """The bytes that the blocks keep without a plan; at least those that the estimate of a step finds.
+        """The bytes that the blocks keep without a plan, or the bytes in the estimate of a step if those are more.
 
         In blocks outside a scan, the estimate may count kept activations as transients.
         """
         if not self.calls:
             return estimated_bytes
-        return max(estimated_bytes, self.stages * self.decision(MemoryPlan("none")).bytes)
+        return max(estimated_bytes, self.stage_count * self.decision(MemoryPlan("none")).bytes)
 
     @functools.cached_property
     def block_seconds(self) -> float:
@@ -77,14 +77,16 @@ class MemoryCosts:
 
         A backward pass is assumed to take twice as long as a forward pass.
         """
-        return 3 * self.microbatches * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
+        return (
+            3 * self.microbatch_count * self.stage_count * sum(call.count * call.graph.seconds for call in self.calls)
+        )
 
     @functools.cached_property
     def sequence_calls(self) -> tuple[BlockCall, ...]:
         """The calls of the blocks under a rule that recomputes segments of several blocks.
 
         Raises:
-            UserError: the blocks form no chain.
+            UserError: the blocks do not form a chain.
         """
         if self.objective is None or not is_foreign_list(self.objective):
             return self.calls
@@ -96,13 +98,13 @@ class MemoryCosts:
         Raises:
             UserError: the memory plan is not valid for the model, or its budget is too small.
         """
-        budget = None if memory.budget is None else memory.budget // self.stages
+        budget = None if memory.budget is None else memory.budget // self.stage_count
         calls = self.sequence_calls if memory.rule in SEGMENT_RULES else self.calls
         return decide(dataclasses.replace(memory, budget=budget), calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
         """The seconds that a decision adds to a step that would keep all activations."""
-        return self.microbatches * self.stages * decision.seconds
+        return self.microbatch_count * self.stage_count * decision.seconds
 
     def step_seconds(self, flop: float) -> float:
         """Modeled seconds of a whole step that keeps all activations.
@@ -113,5 +115,5 @@ class MemoryCosts:
         rate = roofline.rate(self.platform.chip, "bfloat16")
         assert rate is not None, "the platform's rates are known"
         block_flop = sum(call.count * call.graph.flop for call in self.calls)
-        other_flop = flop / self.platform.devices - 3 * self.microbatches * self.stages * block_flop
+        other_flop = flop / self.platform.devices - 3 * self.microbatch_count * self.stage_count * block_flop
         return self.block_seconds + max(0.0, other_flop) / rate

@@ -38,8 +38,8 @@ MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 OFFLOAD_GAIN = 0.01
 """Share of the blocks' time that offload must save, because the cost model ignores transfers that slow down copies."""
 
-CLOSE = 0.02
-"""The search for a budget ends when less than this share of the limit is unused."""
+CLOSE_SHARE = 0.02
+"""Share of the limit; the search for a budget ends when at most this share is unused."""
 
 MAX_ESTIMATES = 8
 """Maximum number of budgets that are estimated for one limit and rule."""
@@ -72,16 +72,16 @@ class Candidate:
 
 
 class NothingFits(UserError):
-    """The error that is raised if no memory plan fits.
+    """Raised if no memory plan fits.
 
     Args:
-        message: text with the bytes of the smallest plan, and ways to lower them.
-        least: the plan that needs the least memory.
+        message: text with the bytes of the smallest plan and ways to lower them.
+        smallest_plan: the plan that needs the least memory.
     """
 
-    def __init__(self, message: str, least: Plan) -> None:
+    def __init__(self, message: str, smallest_plan: Plan) -> None:
         super().__init__(message, page="choosing/memory")
-        self.least = least
+        self.smallest_plan = smallest_plan
 
 
 def cheapest_fit(
@@ -120,8 +120,8 @@ def cheapest_fit(
     if limit is None:
         raise UserError(f"memory fit: the memory of {platform} is unknown; set it, such as --limit 14GiB")
     candidates = _Candidates(experiment, platform, plan, measure, is_default_menu=menu is None)
-    first_text, *other_texts = menu_of(plan) if menu is None else menu
-    menu_candidates = [candidates.candidate(first_text)]
+    first_plan_text, *other_plan_texts = menu_of(plan) if menu is None else menu
+    menu_candidates = [candidates.candidate(first_plan_text)]
     if menu_candidates[0].device_bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
         return menu_candidates[0].plan
     rules = searched_rules(plan, candidates.costs) if menu is None else ()
@@ -132,33 +132,34 @@ def cheapest_fit(
     if best_candidate is not None and candidates.costs.is_scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
         best_candidate = _pofo_candidate(candidates, best_candidate, limit, host_limit) or best_candidate
-    menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
+    menu_candidates += filter(None, map(candidates.candidate_or_none, other_plan_texts))
     least_bytes = min(candidate.device_bytes for candidate in menu_candidates)
-    rejected_pairs: list[tuple[int, Candidate]] = []  # needed bytes, candidate
+    bytes_and_candidates: list[tuple[int, Candidate]] = []  # needed bytes, candidate
     all_candidates = menu_candidates if best_candidate is None else [best_candidate, *menu_candidates]
     for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
         is_promising = candidate.device_bytes <= limit * (1 + MARGIN) or candidate.device_bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.device_bytes
         if candidate is best_candidate or needed_bytes <= limit:
             return candidate.plan
-        rejected_pairs.append((needed_bytes, candidate))
-    needed_bytes, smallest = min(rejected_pairs, key=lambda pair: pair[0])
+        bytes_and_candidates.append((needed_bytes, candidate))
+    needed_bytes, smallest_candidate = min(bytes_and_candidates, key=lambda bytes_and_candidate: bytes_and_candidate[0])
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under each of the memory plans "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
         f"the limit is {size(limit)}. Use more devices, ZeRO 3, more microbatches or a loss in chunks. To see which "
-        f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
-        smallest.plan,
+        f"change saves most, run jaxscale fit FILE --plan.memory {smallest_candidate.plan.memory} "
+        f"--limit {bytes_text(limit)}",
+        smallest_candidate.plan,
     )
 
 
 def menu_of(plan: Plan) -> tuple[str, ...]:
-    """The entries of `MENU` for a plan; a step may refuse those in segments of blocks."""
+    """The entries of `MENU` for a plan; without rules for segments of blocks if the plan unrolls the scan."""
     return MENU if plan.unroll == 1 else ("none", "dots", "full")
 
 
 def searched_rules(plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """The rules that are optimal for the model's blocks, if the step accepts them; each has a budget to search for."""
+    """The names of the optimal memory rules whose budget is to be searched; `()` if the step cannot use them."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -174,9 +175,9 @@ class _Candidates:
         platform: platform to train on.
         plan: plan in which each candidate replaces the memory plan.
         measure: function that compiles a step and returns its bytes of device memory; `None` to rely on estimates.
-        is_default_menu: whether nobody named the memory plans to choose from.
+        is_default_menu: whether the memory plans to choose from are the default ones.
         candidate_by_text: candidates that were estimated, by the text form of their memory plan.
-        measured_bytes: bytes of device memory per device of the candidates that were compiled.
+        measured_bytes_by_candidate: bytes of device memory per device of the candidates that were compiled.
     """
 
     experiment: Experiment
@@ -185,11 +186,11 @@ class _Candidates:
     measure: Measure | None
     is_default_menu: bool = True
     candidate_by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
-    measured_bytes: dict[Candidate, int] = dataclasses.field(default_factory=dict)
+    measured_bytes_by_candidate: dict[Candidate, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def batch(self) -> Any:
-        """The shapes of a global batch."""
+    def abstract_batch(self) -> Any:
+        """The shapes and types of a global batch."""
         return batch_shapes(self.experiment)
 
     @functools.cached_property
@@ -206,7 +207,7 @@ class _Candidates:
         if text not in self.candidate_by_text:
             plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
             step = described_step(self.experiment, self.platform, plan)
-            estimate = of_step(step, self.batch, self.platform)
+            estimate = of_step(step, self.abstract_batch, self.platform)
             kept_bytes = estimate.kept_bytes if step.decision is None else step.decision.bytes
             cost: float = estimate.flop
             if plan.memory.rule != "none" and self.costs.is_timed and self.costs.calls:
@@ -215,9 +216,9 @@ class _Candidates:
         return self.candidate_by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
-        """The candidate of a memory plan; `None`, with a warning, if the memory plan is not valid for the model.
+        """The candidate of a memory plan; `None` and a warning if the memory plan is not valid for the model.
 
-        There is no warning about segments of blocks that nobody asked for, because many models have no such segments.
+        A rule of the default menu for segments of blocks gives no warning, because many models have no such segments.
         """
         try:
             return self.candidate(text)
@@ -238,9 +239,9 @@ class _Candidates:
         """The bytes of device memory per device that a candidate needs, by estimate or by `measure`."""
         if self.measure is None:
             return candidate.device_bytes
-        if candidate not in self.measured_bytes:
-            self.measured_bytes[candidate] = self.measure(self.experiment, candidate.plan)
-        return self.measured_bytes[candidate]
+        if candidate not in self.measured_bytes_by_candidate:
+            self.measured_bytes_by_candidate[candidate] = self.measure(self.experiment, candidate.plan)
+        return self.measured_bytes_by_candidate[candidate]
 
 
 def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
@@ -250,14 +251,14 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
         return None
     low_budget, high_budget, estimate_error, best_candidate = 0, max_budget + 1, 0, None
     for _ in range(MAX_COMPILES):
-        candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low_budget, high_budget)
+        candidate = _largest_estimated_candidate(candidates, rule, limit - estimate_error, low_budget, high_budget)
         if candidate is None or (best_candidate is not None and candidate.kept_bytes <= best_candidate.kept_bytes):
             break
         needed_bytes = candidates.needed_bytes(candidate)
         estimate_error = needed_bytes - candidate.device_bytes
         if needed_bytes <= limit:
             best_candidate, low_budget = candidate, _budget_of(candidate)
-            if limit - needed_bytes <= CLOSE * limit:
+            if limit - needed_bytes <= CLOSE_SHARE * limit:
                 break
         else:
             high_budget = min(_budget_of(candidate), candidate.kept_bytes)
@@ -266,18 +267,22 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
     return best_candidate
 
 
-def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
+def _pofo_candidate(
+    candidates: _Candidates, best_candidate: Candidate, limit: int, host_limit: int | None
+) -> Candidate | None:
     """POFO's candidate with the budget of the best candidate; `None` if it saves too little time or does not fit."""
     costs = candidates.costs
-    budget = best.kept_bytes + -best.kept_bytes % _granularity(best.kept_bytes)  # rounded up
-    if not costs.is_timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
+    budget = best_candidate.kept_bytes + -best_candidate.kept_bytes % _granularity(
+        best_candidate.kept_bytes
+    )  # rounded up
+    if not costs.is_timed or candidates.platform.chip.kind == "cpu" or best_candidate.plan.memory.rule != "save":
         return None
     for _ in range(2):
         try:
             decision = costs.decision(MemoryPlan("offload", budget=budget, selector="pofo"))
         except UserError:  # the budget is below the least possible
             return None
-        if best.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
+        if best_candidate.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
             return None
         candidate = candidates.candidate_of_budget("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):
@@ -289,7 +294,7 @@ def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_l
     return None
 
 
-def _largest_by_estimate(
+def _largest_estimated_candidate(
     candidates: _Candidates, rule: str, limit: int, low_budget: int, high_budget: int
 ) -> Candidate | None:
     """The candidate of a rule with the largest budget at which the estimate is within `limit`; `None` if none is.
@@ -313,7 +318,7 @@ def _largest_by_estimate(
             unused_bytes = limit - candidate.device_bytes
             if unused_bytes >= 0:
                 best_candidate, low_budget = candidate, budget
-                if unused_bytes <= CLOSE * limit:
+                if unused_bytes <= CLOSE_SHARE * limit:
                     break
             else:
                 high_budget = min(budget, candidate.kept_bytes)

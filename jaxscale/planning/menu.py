@@ -21,7 +21,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import least_bytes
 from jaxscale.planning.memory_costs import MemoryCosts
-from jaxscale.planning.pictures import Point, lines, page
+from jaxscale.planning.pictures import Point, page, rules_svg
 from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph, block_graph
@@ -34,11 +34,11 @@ from jaxscale.values.units import size
 HEURISTICS = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
 """Rules with a budget, except those that are optimal on the device alone."""
 
-BUDGETED = ("save", "chain", *HEURISTICS)
+BUDGETED_RULES = ("save", "chain", *HEURISTICS)
 """Rules with a budget."""
 
-FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
-"""Text forms of the memory plans without a budget."""
+FIXED_RULES = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
+"""Rules without a budget, as text forms of memory plans."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
 """Budgets, without a block's input, as shares of the bytes that the block keeps without a plan."""
@@ -70,7 +70,7 @@ class Menu:
         return min(fitting_decisions, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """Time (or FLOP) that a decision adds to the forward and backward pass, as a share of what the passes take."""
+        """The time (or FLOP) that a decision adds to the forward and backward passes, as a share of their own."""
         passes_cost = 3 * self.layers * (self.graph.seconds if self.is_timed else self.graph.flop)
         return (decision.seconds if self.is_timed else decision.flop) / (passes_cost or 1)
 
@@ -80,7 +80,7 @@ class Menu:
             "",
             f"{self._cost_name} beyond keeping everything, by the bytes kept on the device a layer",
         ]
-        text_lines += self._table(self.decisions, lambda decision: _percentage(self.cost(decision)))
+        text_lines += self._table(self.decisions, lambda decision: _percentage_text(self.cost(decision)))
         host_rules = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
         if host_rules:
             text_lines += ["", "MiB in host memory a layer, for rules that copy to the host"]
@@ -115,7 +115,7 @@ class Menu:
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
         }
-        return lines(points_by_rule, f"bytes kept a layer; upwards the {self._cost_name} of a step")
+        return rules_svg(points_by_rule, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
         """A self-contained HTML page with the curves and the table."""
@@ -163,9 +163,9 @@ def menu(
     Example:
         >>> import jax, jax.numpy as jnp
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(512, 512), (2048, 512)])
-        >>> choices = menu(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x, platform="tpu v5e:1x1", layers=4)
-        >>> input_budget = choices.budgets[1]
-        >>> [round(choices.cost(choices.within(rule, input_budget)), 2) for rule in ("save", "full")]
+        >>> rules_menu = menu(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x, platform="tpu v5e:1x1", layers=4)
+        >>> input_budget = rules_menu.budgets[1]
+        >>> [round(rules_menu.cost(rules_menu.within(rule, input_budget)), 2) for rule in ("save", "full")]
         [0.33, 0.33]
     """
     parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -193,16 +193,16 @@ def menu(
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
     """The menu of a stack of blocks with this graph."""
     call = BlockCall(graph.fingerprint, graph, args=(), count=layers, rolled=layers > 1, order=0)
-    inputs_bytes = layers * graph.carried_bytes
+    input_bytes = layers * graph.carried_bytes
     exact_budgets = (
         least_bytes(graph, layers),
-        *(inputs_bytes + int(share * graph.needed_bytes) * layers for share in shares),
+        *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares),
     )
     budgets = sorted({short_budget(budget) for budget in exact_budgets})
     decisions_by_rule: dict[str, tuple[Decision, ...]] = {}
-    for rule in (*BUDGETED, *FIXED):
+    for rule in (*BUDGETED_RULES, *FIXED_RULES):
         rule_decisions = []
-        plan_texts = [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]
+        plan_texts = [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED_RULES else [rule]
         for plan_text in plan_texts:
             try:
                 rule_decisions.append(decide(MemoryPlan.parse(plan_text), [call], chip))
@@ -211,15 +211,15 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
         if rule_decisions:
             decisions_by_rule[rule] = tuple(rule_decisions)
     is_timed = roofline.rate(chip, "bfloat16") is not None
-    timing = f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, " if chip and is_timed else ""
+    timing_text = f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, " if chip and is_timed else ""
     title = (
-        f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
-        "without a plan, a layer"
+        f"{name}, {layers} layers: {timing_text}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} "
+        "kept without a plan, a layer"
     )
     return Menu(title, graph, layers, is_timed, tuple(budgets), decisions_by_rule)
 
 
-def _percentage(cost: float) -> str:
+def _percentage_text(cost: float) -> str:
     """The percentage, as text, of a cost that is given as a share of the passes' time."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
@@ -232,13 +232,13 @@ def _graph(block: Any, args: Sequence[Any], kwargs: Any, platform: Platform | No
     if isinstance(block, BlockGraph):
         return block
     if not isinstance(block, nnx.Module):
-        return block_graph(lambda *args: block(*args, **kwargs), *args, chip=chip)
+        return block_graph(lambda *arguments: block(*arguments, **kwargs), *args, chip=chip)
     graphdef, state = nnx.split(block)
 
-    def run_module(state: Any, *args: Any) -> Any:
-        """Call the module with this state on the block's arguments."""
-        module: Any = nnx.merge(graphdef, state, copy=True)
+    def run_module(module_state: Any, *args: Any) -> Any:
+        """Call the module with these variables on the block's arguments."""
+        module: Any = nnx.merge(graphdef, module_state, copy=True)
         return module(*args, **kwargs)
 
-    shapes = nnx.to_pure_dict(nnx.eval_shape(lambda: state))
-    return block_graph(run_module, shapes, *args, chip=chip)
+    abstract_state = nnx.to_pure_dict(nnx.eval_shape(lambda: state))
+    return block_graph(run_module, abstract_state, *args, chip=chip)

@@ -3,7 +3,7 @@
 The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of encoded gradients,
 the bytes of DiLoCo's exchanges per step on average, or else the bytes of the gradients' shards in the type in which the
 gradients are reduced. The traffic over every axis is read from a compiled program. Seconds are bytes divided by the
-link's bandwidth, on the assumption that nothing else uses the link. Left out: latency, and overlap with computation.
+link's bandwidth, if nothing else uses the link. Left out: latency, and overlap with computation.
 """
 
 import dataclasses
@@ -29,23 +29,26 @@ class Traffic:
     Args:
         sent_bytes: bytes sent per step; for DiLoCo the mean over steps.
         exact_bytes: bytes that would be sent per step if float32 gradients were reduced in every step.
-        sender: what sends the bytes: "reduce" and the codec, "diloco" and the interval, or the type in which gradients
+        sender: source of the bytes: "reduce" and the codec, "diloco" and the interval, or the type in which gradients
             are reduced.
-        link: name of the links along the axis; "" if the platform's table has no such link.
+        link_name: name of the links along the axis; "" if the platform's table has no such link.
         seconds: seconds to send the bytes of a step; `None` without a link.
     """
 
     sent_bytes: int
     exact_bytes: int
     sender: str
-    link: str = ""
+    link_name: str = ""
     seconds: float | None = None
 
     def __str__(self) -> str:
-        duration = f", {self.seconds:.2g} s over {self.link}" if self.seconds is not None else ""
+        duration_text = f", {self.seconds:.2g} s over {self.link_name}" if self.seconds is not None else ""
         ratio = self.exact_bytes / max(self.sent_bytes, 1)
-        comparison = f", {ratio:.3g} times fewer than float32 gradients" if ratio > 1 else ""
-        return f"{REPLICA_AXIS}: {size(self.sent_bytes)} per device and step by {self.sender}{comparison}{duration}"
+        comparison_text = f", {ratio:.3g} times fewer than float32 gradients" if ratio > 1 else ""
+        return (
+            f"{REPLICA_AXIS}: {size(self.sent_bytes)} per device and step by {self.sender}"
+            f"{comparison_text}{duration_text}"
+        )
 
 
 def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
@@ -58,16 +61,18 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
     plan, axis_sizes = step.plan, step.mesh.shape
     if axis_sizes[REPLICA_AXIS] == 1:
         return None
-    exchange, replicas = step.gradient_exchange, step.replicas
+    exchange, diloco_replicas = step.gradient_exchange, step.replicas
     if exchange is not None:
         sent_bytes, exact_bytes, sender = exchange.wire_bytes, exchange.exact_bytes, f"reduce {exchange.codec}"
-    elif replicas is not None:
-        fragment_indices, interval = range(len(replicas.names_of_fragments)), replicas.diloco.every
-        sent_bytes = math.ceil(sum(map(replicas.wire_bytes, fragment_indices)) / interval)
-        exact_bytes, sender = sum(map(replicas.exact_bytes, fragment_indices)), f"diloco every {interval} steps"
+    elif diloco_replicas is not None:
+        fragment_indices, interval = range(len(diloco_replicas.names_of_fragments)), diloco_replicas.diloco.every
+        sent_bytes = math.ceil(sum(map(diloco_replicas.wire_bytes, fragment_indices)) / interval)
+        exact_bytes, sender = sum(map(diloco_replicas.exact_bytes, fragment_indices)), f"diloco every {interval} steps"
     else:
-        leaves = gradient_leaves_of(plan, step.pure_model, step.layout).values()
-        element_counts = [math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves]
+        gradient_leaves = gradient_leaves_of(plan, step.pure_model, step.layout).values()
+        element_counts = [
+            math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in gradient_leaves
+        ]
         element_count = sum(element_counts)  # in a device's shards of the gradients
         sender = str(plan.reduce or plan.precision)
         exact_bytes = wire.all_reduce(wire.FLOAT32 * element_count, axis_sizes[REPLICA_AXIS])
@@ -87,8 +92,8 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
         ('nvlink', 450000000000.0)
     """
     group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
-    groups_by_axis = slices_per_axis(tuple(mesh.sizes.values()), group_count)
-    is_within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
+    axis_group_counts = slices_per_axis(tuple(mesh.sizes.values()), group_count)
+    is_within_group = axis_group_counts is not None and axis_group_counts[list(mesh.sizes).index(REPLICA_AXIS)] == 1
     link_names = ("ici", "nvlink", "pcie") if is_within_group else ("dcn",)
     link = next((link for link in platform.links if link.name in link_names), None)
     if link is None:
@@ -97,33 +102,33 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
     return link.name, link.bandwidth / (chips_per_link * platform.chip.devices)
 
 
-def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int = 1) -> dict[str, int]:
+def sent_bytes_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slice_count: int = 1) -> dict[str, int]:
     """The bytes that a device sends in a compiled step, by the collectives' axes, if each collective uses a ring.
 
     Args:
         collectives: collectives of the compiled step.
         mesh: mesh for which the step was compiled.
-        slices: number of TPU slices of the platform; the bytes of an all-gather across slices are those that one device
-            contributes.
+        slice_count: number of TPU slices of the platform; the bytes of an all-gather across slices are those that one
+            device contributes.
 
     Example:
         >>> gather = Collective("all-gather", ("fsdp",), 4096, 2, "bf16", "main")
         >>> sent_by_axes([gather], MeshSpec(fsdp=4))
         {'fsdp': 6144}
     """
-    axes_between_slices = megascale.split_axes(mesh.sizes, slices)[1]
+    axes_between_slices = megascale.split_axes(mesh.sizes, slice_count)[1]
     bytes_by_axes: dict[str, int] = {}
     for collective in collectives:
-        axes_text = "other groups" if collective.axes is None else "+".join(collective.axes)
+        axes_name = "other groups" if collective.axes is None else "+".join(collective.axes)
         device_count = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
         if collective.kind == "collective-permute" or collective.axes is None:
             sent_bytes = collective.bytes
         elif collective.kind == "all-gather":
-            is_contribution = slices > 1 and not set(collective.axes).isdisjoint(axes_between_slices)
+            is_contribution = slice_count > 1 and not set(collective.axes).isdisjoint(axes_between_slices)
             contributed_bytes = collective.bytes if is_contribution else collective.bytes // device_count
             sent_bytes = wire.all_gather(contributed_bytes, device_count)
         else:
             formula = wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all
             sent_bytes = formula(collective.bytes, device_count)
-        bytes_by_axes[axes_text] = bytes_by_axes.get(axes_text, 0) + sent_bytes * collective.count
+        bytes_by_axes[axes_name] = bytes_by_axes.get(axes_name, 0) + sent_bytes * collective.count
     return bytes_by_axes

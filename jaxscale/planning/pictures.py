@@ -22,13 +22,13 @@ MAX_MOMENTS = 400
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A memory plan in a picture of time against memory.
+    """A plan in a picture of time against memory.
 
     Args:
-        name: text form of the memory plan.
+        name: text of the plan.
         bytes: bytes of device memory per device.
         cost: FLOP or seconds of a step, as a multiple of the lowest cost of all plans.
-        is_current: whether this is the memory plan of the user's plan.
+        is_current: whether this is the user's plan or, in a search, the best one.
         kept_bytes: bytes of kept activations of the whole model; `None` if unknown.
         block_kept_bytes: bytes of kept activations of one block; `None` if unknown.
     """
@@ -41,7 +41,9 @@ class Point:
     block_kept_bytes: int | None = None
 
 
-def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, backward_start: int | None = None) -> str:
+def live_bytes_svg(
+    moments: Sequence[Mapping[str, int]], limit: int | None = None, backward_start: int | None = None
+) -> str:
     """The live bytes by kind over the moments of a step, stacked, as an SVG image.
 
     Args:
@@ -54,16 +56,18 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, back
         2
     """
     kinds = list(dict.fromkeys(kind for moment in moments for kind in moment))
-    total_bytes = np.array([sum(moment.values()) for moment in moments], float)
-    drawn_indices = thin(np.arange(len(moments)), total_bytes, MAX_MOMENTS // 2)[0].tolist()
-    top_bytes = 1.06 * _axis_bytes(max(total_bytes, default=0), limit)
+    byte_counts = np.array([sum(moment.values()) for moment in moments], float)
+    drawn_indices = thin(np.arange(len(moments)), byte_counts, MAX_MOMENTS // 2)[0].tolist()
+    top_bytes = 1.06 * _axis_bytes(max(byte_counts, default=0), limit)
     frame = Frame((0, max(len(moments) - 1, 1)), (0, top_bytes))
     elements = [frame.grid(byte_ticks(top_bytes), size)]
-    lower_bytes = [0] * len(drawn_indices)
+    lower_byte_counts = [0] * len(drawn_indices)
     for kind, color in zip(kinds, itertools.cycle(COLORS)):
-        upper_bytes = [low + moments[index].get(kind, 0) for low, index in zip(lower_bytes, drawn_indices, strict=True)]
-        elements.append(frame.area(drawn_indices, lower_bytes, upper_bytes, color, kind))
-        lower_bytes = upper_bytes
+        upper_byte_counts = [
+            low + moments[index].get(kind, 0) for low, index in zip(lower_byte_counts, drawn_indices, strict=True)
+        ]
+        elements.append(frame.area(drawn_indices, lower_byte_counts, upper_byte_counts, color, kind))
+        lower_byte_counts = upper_byte_counts
     if limit is not None and limit <= top_bytes:
         elements.append(frame.level(limit, "limit"))
         elements.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
@@ -72,8 +76,8 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, back
         elements.append(svg_text(frame.x_of(backward_start) + 5, frame.top + 12, "backward"))
         elements.append(svg_text(frame.x_of(backward_start) - 5, frame.top + 12, "forward", "end"))
     elements.append(frame.title("operations in order; a loop's body is drawn once"))
-    entries = [({"fill": color}, kind) for kind, color in zip(kinds, itertools.cycle(COLORS))]
-    kinds_legend, legend_height = legend(entries, frame.left, frame.height + 12, frame.width)
+    legend_entries = [({"fill": color}, kind) for kind, color in zip(kinds, itertools.cycle(COLORS))]
+    kinds_legend, legend_height = legend(legend_entries, frame.left, frame.height + 12, frame.width)
     return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", elements, kinds_legend)
 
 
@@ -92,27 +96,30 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     if limit is not None and limit <= frame.x_range[1]:
         elements.append(frame.rule(limit, "limit"))
         elements.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
-    labels: list[tuple[float, float, float]] = []  # x, y and half the width of each label that is drawn
+    label_boxes: list[tuple[float, float, float]] = []  # x, y and half the width of each label that is drawn
     for point in sorted(points, key=lambda point: not point.is_current):
         x, y = frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))
         radius, color = (7, COLORS[6]) if point.is_current else (5, COLORS[0])
         elements.append(dot(x, y, radius, color, f"{point.name}: {size(point.bytes)}, {point.cost:.2f}x"))
         half_width = 3.6 * len(point.name)
-        has_room = all(abs(x - lx) > half_width + half or abs(y - ly) > 13 for lx, ly, half in labels)
+        has_room = all(
+            abs(x - label_x) > half_width + label_half_width or abs(y - label_y) > 13
+            for label_x, label_y, label_half_width in label_boxes
+        )
         if has_room or point.is_current:  # a label that would overlap another is shown only as a tooltip
-            labels.append((x, y, half_width))
+            label_boxes.append((x, y, half_width))
             cost_text = f" {point.cost:.1f}x" if point.cost > edge_cost else ""
             elements.append(svg_text(x, y - 11, point.name + cost_text, "middle"))
     return svg(frame.width, frame.height, "time against memory", elements)
 
 
-def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
+def rules_svg(points_by_rule: Mapping[str, Sequence[Point]], x_title: str) -> str:
     """Memory plans by bytes (to the right) and by cost (upward), with one line for each rule, as an SVG image.
 
     Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
     Args:
-        curves: memory plans of each rule, by the rule's name.
+        points_by_rule: memory plans of each rule, by the rule's name.
         x_title: title of the horizontal axis.
 
     Example:
@@ -120,14 +127,14 @@ def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
         >>> lines(curves, "bytes").count("<polyline")
         2
     """
-    points = [point for rule_points in curves.values() for point in rule_points]
+    points = [point for rule_points in points_by_rule.values() for point in rule_points]
     edge_cost = _edge_cost(points)
-    right_margin = 16 + 8 * max(map(len, curves))
+    right_margin = 16 + 8 * max(map(len, points_by_rule))
     frame = Frame((0, max([point.bytes for point in points] + [1])), (1, edge_cost), right_margin)
     right_edge = frame.width - right_margin
     elements = [_plan_axes(frame, lambda cost: f"{cost - 1:+.0%}"), frame.title(x_title)]
-    for index, (rule, rule_points) in enumerate(curves.items()):
-        color = f"hsl({index * 360 // len(curves)} 65% 45%)"
+    for index, (rule, rule_points) in enumerate(points_by_rule.items()):
+        color = f"hsl({index * 360 // len(points_by_rule)} 65% 45%)"
         sorted_points = sorted(rule_points, key=lambda point: point.bytes)
         positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in sorted_points]
         coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
@@ -138,7 +145,7 @@ def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
         elements += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
     if any(point.cost > edge_cost for point in points):
         elements.append(svg_text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
-    return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", elements)
+    return svg(frame.width, max(frame.height, frame.top + 18 * len(points_by_rule)), "time against memory", elements)
 
 
 def _plan_axes(frame: Frame, format_cost: Callable[[float], str]) -> Markup:
@@ -158,7 +165,7 @@ def _edge_cost(points: Sequence[Point]) -> float:
     return 1 + max(min(max(excess_costs, default=0.0), CUT * median_excess), 0.1) * 1.1
 
 
-def table(items: Sequence[Item], row_count: int = 60) -> Markup:
+def items_table(items: Sequence[Item], row_count: int = 60) -> Markup:
     """The first `row_count` arrays as an HTML table, with one row for the total of all others."""
     rows = [(size(item.bytes), item.kind, item.name) for item in items[:row_count]]
     smaller_items = items[row_count:]
@@ -168,8 +175,8 @@ def table(items: Sequence[Item], row_count: int = 60) -> Markup:
     )
 
 
-def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A self-contained HTML page of sections, which are pairs of heading and markup; "" stands for no heading."""
-    heading_elements = [element("h2", heading) if heading else None for heading, _ in sections]
-    contents = [Markup(content) for _, content in sections]
+def page(title: str, headings_and_contents: Sequence[tuple[str, str]]) -> str:
+    """A self-contained HTML page of sections. Each is a pair of heading and markup; "" stands for no heading."""
+    heading_elements = [element("h2", heading) if heading else None for heading, _ in headings_and_contents]
+    contents = [Markup(content) for _, content in headings_and_contents]
     return markup.page(title, element("h1", title), list(zip(heading_elements, contents, strict=True)))

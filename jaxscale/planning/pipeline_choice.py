@@ -2,8 +2,8 @@
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
-memory that weights and optimizer state leave free. On a CPU, whose rates are unknown, blocks have the prices of a
-TPU v5e; only the proportions of the prices matter.
+memory that is left beside weights and optimizer state. On a CPU, whose rates are unknown, blocks have the prices of a
+TPU v5e; only the ratios of the prices matter.
 """
 
 import dataclasses
@@ -59,13 +59,13 @@ def pipeline_choice(
             f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
             "choose another number P in auto:P"
         )
-    batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
+    shard_count = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
     possible_counts = range(1, MAX_MICROBATCHES * ranks + 1)
-    microbatch_counts = [count for count in possible_counts if experiment.batch % (count * batch_shards) == 0]
+    microbatch_counts = [count for count in possible_counts if experiment.batch % (count * shard_count) == 0]
     if not microbatch_counts:
         raise UserError(
             f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows cannot be split evenly into "
-            f"{batch_shards} shards; choose a multiple of {batch_shards * ranks} rows, to give each rank a microbatch"
+            f"{shard_count} shards; choose a multiple of {shard_count * ranks} rows, to give each rank a microbatch"
         )
     price_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -77,7 +77,7 @@ def pipeline_choice(
     @functools.cache
     def prices_of(microbatch_count: int) -> ModelPrices:
         """The prices of the model with this number of microbatches."""
-        return in_periods(model_prices(experiment, price_platform, ranks, microbatch_count), period)
+        return prices_of_periods(model_prices(experiment, price_platform, ranks, microbatch_count), period)
 
     pipe_devices = None
     limit = usable_bytes(platform) if limit is None else limit
@@ -86,11 +86,11 @@ def pipeline_choice(
         pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
     choice = choose_pipeline(prices_of, ranks, microbatch_counts, pipe_devices)
 
-    def with_pipeline(candidate: PipelineCandidate) -> Plan:
+    def plan_with_pipeline(candidate: PipelineCandidate) -> Plan:
         """The plan with the pipeline of a candidate."""
         assert plan.pipeline is not None
         assert candidate.partition is not None
-        layer_counts = layers_of(candidate.partition, period)
+        layer_counts = layer_counts_of(candidate.partition, period)
         pipeline = dataclasses.replace(
             plan.pipeline,
             name=candidate.name,
@@ -103,12 +103,12 @@ def pipeline_choice(
         return dataclasses.replace(plan, pipeline=pipeline)
 
     if limit is None:
-        return with_pipeline(choice.best)
+        return plan_with_pipeline(choice.best)
     bytes_and_candidates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
     possible_candidates = [candidate for candidate in choice.candidates if candidate.partition is not None]
     for candidate in possible_candidates[:MAX_ESTIMATES]:
         # prices include only the bytes kept for backward passes; the estimate covers the whole step
-        candidate_plan = with_pipeline(candidate)
+        candidate_plan = plan_with_pipeline(candidate)
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
         if needed_bytes <= limit:
             return candidate_plan
@@ -121,11 +121,11 @@ def pipeline_choice(
     )
 
 
-def in_periods(model: ModelPrices, period: int) -> ModelPrices:
+def prices_of_periods(prices: ModelPrices, period: int) -> ModelPrices:
     """The prices of a model in which each period is one block, so that no stage starts inside a period.
 
     Args:
-        model: prices of the model's blocks.
+        prices: prices of the model's blocks.
         period: number of blocks in a period, the group of different blocks that the model repeats.
 
     Example:
@@ -133,20 +133,24 @@ def in_periods(model: ModelPrices, period: int) -> ModelPrices:
         >>> [price.forward for price in in_periods(ModelPrices((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
-    starts = range(0, len(model.blocks), period)
-    return dataclasses.replace(model, blocks=tuple(_price_of(model.blocks[start : start + period]) for start in starts))
+    starts = range(0, len(prices.blocks), period)
+    return dataclasses.replace(
+        prices, blocks=tuple(_total_price(prices.blocks[start : start + period]) for start in starts)
+    )
 
 
-def _price_of(blocks: Sequence[Price]) -> Price:
-    """The price of several consecutive blocks together."""
+def _total_price(block_prices: Sequence[Price]) -> Price:
+    """The price of consecutive blocks as one block."""
     field_names = [field.name for field in dataclasses.fields(Price)]
-    value_by_field: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in field_names}
-    value_by_field["message_bytes"] = blocks[0].message_bytes
-    value_by_field["working_bytes"] = max(block.working_bytes for block in blocks)
-    return Price(**value_by_field)
+    total_by_field: dict[str, float] = {
+        name: sum(getattr(price, name) for price in block_prices) for name in field_names
+    }
+    total_by_field["message_bytes"] = block_prices[0].message_bytes
+    total_by_field["working_bytes"] = max(price.working_bytes for price in block_prices)
+    return Price(**total_by_field)
 
 
-def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
+def layer_counts_of(partition: Partition, period: int) -> tuple[int, ...]:
     """The number of blocks in each stage of a partition into whole periods, each of `period` blocks."""
     return tuple(period * len(periods) for periods in partition.stages)
 
@@ -156,6 +160,6 @@ def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: 
     pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatch_count}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)
-    optimizer_bytes = local_bytes(step.layout.abstract.optimizer)
+    optimizer_state_bytes = local_bytes(step.layout.abstract.optimizer)
     # weights and their float32 gradients, optimizer state, and the bfloat16 compute copy
-    return weight_bytes * 2 + optimizer_bytes + (weight_bytes // 2 if plan.precision == "bfloat16" else 0)
+    return weight_bytes * 2 + optimizer_state_bytes + (weight_bytes // 2 if plan.precision == "bfloat16" else 0)

@@ -26,7 +26,7 @@ from jaxscale.trees import path_name
 
 
 def described_step(
-    experiment: Experiment, platform: Platform, plan: Plan | None = None, devices: int | None = None
+    experiment: Experiment, platform: Platform, plan: Plan | None = None, device_count: int | None = None
 ) -> TrainStep:
     """Build the train step for a description of a platform's devices; the step can be traced, but not run.
 
@@ -34,17 +34,19 @@ def described_step(
         experiment: the experiment to plan for.
         platform: platform to describe; its devices need not be present.
         plan: the plan; the experiment's by default.
-        devices: number of devices to run on; by default all devices of the platform.
+        device_count: number of devices to run on; by default all devices of the platform.
 
     Raises:
         UserError: the plan is not valid for the model, the batch or the devices.
     """
     from jaxscale.compiler.described_device import DescribedDevice
 
-    device_count = platform.devices if devices is None else devices
-    slices = platform.slices if devices is None else 1
-    fields = (platform.chip.device_kinds[0], None, platform.chip.kind)
-    described_devices = [DescribedDevice(*fields, index * slices // device_count) for index in range(device_count)]
+    described_count = platform.devices if device_count is None else device_count
+    slice_count = platform.slices if device_count is None else 1
+    device_fields = (platform.chip.device_kinds[0], None, platform.chip.kind)
+    described_devices = [
+        DescribedDevice(*device_fields, index * slice_count // described_count) for index in range(described_count)
+    ]
     return build(experiment, plan, devices=described_devices)
 
 
@@ -93,13 +95,15 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
             program = with_rounded_copies(program)
         program = with_retiled_inputs(program) if platform.chip.name == "7x" else program
         program = with_late_gradients(program) if _delays_gradients(step, platform) else program
-    keys_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    keys_and_leaves = [
+        keys_and_leaf for tree in arguments for keys_and_leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
     paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
     for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
-    input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
+    input_placements = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
     tiles = prescribed_tiles(program) if platform.chip.kind == "tpu" else None
-    placements = place(program, input_dims, step.mesh.shape, tiles=tiles)
+    placements = place(program, input_placements, step.mesh.shape, tiles=tiles)
     return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)
 
 

@@ -63,7 +63,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
     layer_counts = None if plan_pipeline is None else plan_pipeline.stages
     if layer_counts is None or len(layer_counts) != schedule.stages or sum(layer_counts) != len(prices.blocks):
         layer_counts = Stages.even(schedule, len(prices.blocks)).layer_counts
-    message_seconds = (link_seconds(platform, prices),) * schedule.ranks
+    message_seconds = (message_seconds_of(platform, prices),) * schedule.ranks
     return costs_of(prices, layer_counts, message_seconds, recompute=experiment.plan.stages_keep == "input")
 
 
@@ -111,7 +111,9 @@ def costs_of(
 
     def totals_of(field_name: str) -> tuple[float, ...]:
         """The sum of one field of the prices over the blocks of each stage."""
-        return tuple(float(sum(getattr(price, field_name) for price in stage)) for stage in prices_by_stage)
+        return tuple(
+            float(sum(getattr(price, field_name) for price in stage_prices)) for stage_prices in prices_by_stage
+        )
 
     forward_seconds, input_gradient_seconds = totals_of("forward"), totals_of("input_gradient")
     stash_bytes = totals_of("stash_bytes")
@@ -128,14 +130,14 @@ def costs_of(
     )
 
 
-def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> ModelPrices:
+def model_prices(experiment: Experiment, platform: Platform, rank_count: int, microbatch_count: int) -> ModelPrices:
     """The prices of a model's blocks and of its head, per device and microbatch.
 
     Args:
         experiment: the experiment to plan for; its plan specifies mesh, types, attention and memory.
         platform: platform that the model would run on.
-        ranks: number of ranks along the pipe axis; the devices of a rank share the rows of a microbatch.
-        microbatches: number of microbatches of a global batch.
+        rank_count: number of ranks along the pipe axis; the devices of a rank share the rows of a microbatch.
+        microbatch_count: number of microbatches of a global batch.
 
     Raises:
         UserError: devices or rows cannot be split evenly, the model exposes no blocks, or the chip's rates are unknown.
@@ -146,16 +148,16 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
             f"platform {platform}: the rates of a {chip.name} are unknown; name a chip with known rates, such as "
             "--platform 'tpu v5e:4x4', or set the costs of the passes: --cost f=1,i=1,w=1"
         )
-    if platform.devices % ranks:
+    if platform.devices % rank_count:
         raise UserError(
-            f"pipeline of {ranks} ranks: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
-            "choose another number of ranks or another platform"
+            f"pipeline of {rank_count} ranks: {platform} has {platform.devices} devices, expected a multiple of "
+            f"{rank_count}; choose another number of ranks or another platform"
         )
     # the whole model, on the devices of one stage
     plan = experiment.plan.without_pipeline()
     memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
-    plan = dataclasses.replace(plan, memory=memory, microbatches=microbatches)
-    step = described_step(experiment, platform, plan, platform.devices // ranks)
+    plan = dataclasses.replace(plan, memory=memory, microbatches=microbatch_count)
+    step = described_step(experiment, platform, plan, platform.devices // rank_count)
     calls = traced_blocks(step.objective, chip)
     if not calls:
         raise UserError(f"{experiment.name}: the model exposes no blocks; build it from layers.Stack or layers.Chain")
@@ -164,11 +166,11 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
     prices: list[Price] = []
     for call in calls:
-        input_seconds, weight_seconds = gradient_seconds(call.graph)
+        input_gradient_seconds, weight_gradient_seconds = gradient_seconds(call.graph)
         price = Price(
             call.graph.seconds,
-            input_seconds + recompute_seconds,
-            weight_seconds,
+            input_gradient_seconds + recompute_seconds,
+            weight_gradient_seconds,
             stash_bytes=stash_bytes,
             message_bytes=call.graph.carried_bytes,
         )
@@ -176,14 +178,14 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     return ModelPrices(tuple(prices), last=head_price(step, calls, platform))
 
 
-def link_seconds(platform: Platform, prices: ModelPrices) -> float:
-    """The seconds that a message between neighbors on the pipe axis takes over the chip's fastest kind of link."""
+def message_seconds_of(platform: Platform, prices: ModelPrices) -> float:
+    """The seconds of a message between neighbors on the pipe axis over the fastest kind of link; 0.0 without links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
-    """The seconds of a block's input gradient, and those of its weight gradient.
+    """The seconds of a block's input gradient and of its weight gradient.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -195,21 +197,21 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
         [1.0, 1.0]
     """
     dependent_indices = set(graph.carried)  # of the values that depend on the block's input
-    input_seconds = weight_seconds = 0.0
+    input_gradient_seconds = weight_gradient_seconds = 0.0
     for equation in graph.equations:
         # whether each operand depends on the block's input
         dependence_flags = [index in dependent_indices for index in equation.inputs]
         if any(dependence_flags):
             dependent_indices.update(equation.outputs)
         if not equation.flop:
-            input_seconds += equation.seconds if any(dependence_flags) else 0.0
+            input_gradient_seconds += equation.seconds if any(dependence_flags) else 0.0
         elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
             factor_flags = dependence_flags[:2] if len(dependence_flags) > 1 else dependence_flags * 2
-            input_seconds += equation.seconds * sum(factor_flags)
-            weight_seconds += equation.seconds * (len(factor_flags) - sum(factor_flags))
+            input_gradient_seconds += equation.seconds * sum(factor_flags)
+            weight_gradient_seconds += equation.seconds * (len(factor_flags) - sum(factor_flags))
         else:
-            input_seconds += 2 * equation.seconds
-    return input_seconds, weight_seconds
+            input_gradient_seconds += 2 * equation.seconds
+    return input_gradient_seconds, weight_gradient_seconds
 
 
 def head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
@@ -218,23 +220,25 @@ def head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) 
 
     objective, plan = step.objective, step.plan
     assert plan.mesh is not None
-    microbatch_shapes = {
+    abstract_microbatch = {
         name: jax.ShapeDtypeStruct((leaf.shape[0] // plan.microbatches, *leaf.shape[1:]), leaf.dtype)
         for name, leaf in batch_shapes(objective.planned.experiment).items()
     }
-    row_count = next(iter(microbatch_shapes.values())).shape[0]
-    # shapes of a random key and of the indices of the microbatch's rows
-    key_shape, index_shape = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
+    row_count = next(iter(abstract_microbatch.values())).shape[0]
+    # an abstract random key, and the abstract indices of the microbatch's rows
+    abstract_key, abstract_indices = jax.eval_shape(
+        lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32"))
+    )
     pure_model = step.pure_model
     with objective.planned.tracing(is_forward_only=True):
         loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
             pure_model.abstract_module_params,
             pure_model.abstract_model_state,
-            microbatch_shapes,
-            key_shape,
-            index_shape,
+            abstract_microbatch,
+            abstract_key,
+            abstract_indices,
         )
     block_flop = sum(call.count * call.graph.flop for call in calls)
     head_flop = max(0.0, jaxpr_flop(loss_jaxpr).total / plan.mesh.devices - block_flop)
-    seconds = roofline.seconds(platform.chip, head_flop, 0)
-    return Price(seconds, seconds, seconds) if seconds else None
+    head_seconds = roofline.seconds(platform.chip, head_flop, 0)
+    return Price(head_seconds, head_seconds, head_seconds) if head_seconds else None

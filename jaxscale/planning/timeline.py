@@ -14,15 +14,15 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxscale.planning.compile_pieces import Piece
-from jaxscale.planning.fusion import COLLECTIVES, NAME_KEEPING, PRODUCTS, Arrays, Compiler
+from jaxscale.planning.fusion import COLLECTIVES, NAME_KEEPERS, PRODUCTS, Arrays, Compiler
 from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.programs.kinds import kinds_of
 from jaxscale.programs.late import late_arrays, products_of_gradients
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
-NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations whose results cannot reuse the memory of operands. Results of reductions (`reduce_...`) cannot, either."""
+REUSES_NO_OPERAND = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
+"""Operations whose results cannot reuse the memory of an operand. Nor can those of reductions (`reduce_...`)."""
 
 PieceBytes = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""
@@ -143,46 +143,50 @@ class _Sweep:
         piece_by_index = {
             index: piece for piece in self.bytes_by_piece if piece.path == self.path for index in piece.indices
         }
-        # for each array, the index of the last operation that reads it, and of the last one during which it is alive
-        last_reads = self._last_reads()
-        last_uses = last_reads | self._late_reads(last_reads)
-        live_items: dict[int, Item] = {}  # by array
-        live_before_piece: dict[int, Item] = {}
+        # the index of the last operation that reads an array, and of the last one during which it is alive
+        last_read_by_array = self._last_read_by_array()
+        last_use_by_array = last_read_by_array | self._late_read_by_array(last_read_by_array)
+        live_item_by_array: dict[int, Item] = {}
+        earlier_item_by_array: dict[int, Item] = {}
         moments: list[Moment] = []
         array_bytes = self.arrays.array_bytes
         for index, operation in enumerate(self.arrays.program.operations):
             piece = piece_by_index.get(index)
             new_arrays = [value for value in operation.outputs if value in array_bytes]
-            dying_arrays = [value for value in live_items if last_uses.get(value, -1) <= index]
-            for value in self._reused_arrays(operation, new_arrays, dying_arrays, live_items):
-                del live_items[value]
+            dying_arrays = [value for value in live_item_by_array if last_use_by_array.get(value, -1) <= index]
+            for value in self._reused_arrays(operation, new_arrays, dying_arrays, live_item_by_array):
+                del live_item_by_array[value]
             if piece is not None and index == piece.start:
-                live_before_piece = dict(live_items)
-            live_items |= {value: self._item(operation, value) for value in new_arrays if array_bytes[value]}
-            items_after = {value: item for value, item in live_items.items() if last_uses.get(value, -1) > index}
+                earlier_item_by_array = dict(live_item_by_array)
+            live_item_by_array |= {value: self._item(operation, value) for value in new_arrays if array_bytes[value]}
+            next_item_by_array = {
+                value: item for value, item in live_item_by_array.items() if last_use_by_array.get(value, -1) > index
+            }
             inner_moments: list[Moment] = []
             if piece is not None and (temporaries_bytes := self.bytes_by_piece[piece]) is not None:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
                     inner_moments = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
                     # late arrays of the piece are among its temporaries
-                    items_read_later = {
-                        value: item for value, item in live_items.items() if last_reads.get(value, -1) > index
+                    later_item_by_array = {
+                        value: item
+                        for value, item in live_item_by_array.items()
+                        if last_read_by_array.get(value, -1) > index
                     }
-                    live_items = live_before_piece | items_read_later
+                    live_item_by_array = earlier_item_by_array | later_item_by_array
             elif new_arrays or operation.loop_body or operation.branches:
                 inner_moments = self._inner_moments(operation, index)
             for moment in inner_moments:
-                items = (*live_items.values(), *moment.items)
+                items = (*live_item_by_array.values(), *moment.items)
                 moments.append(Moment(items, operation.is_backward or moment.is_backward, piece or moment.piece))
             if new_arrays or inner_moments:
-                live_items = items_after
+                live_item_by_array = next_item_by_array
         return moments
 
-    def _last_reads(self) -> dict[int, int]:
+    def _last_read_by_array(self) -> dict[int, int]:
         """For each array, the index of the last operation that reads it, directly or through an expression."""
         arrays, program = self.arrays, self.arrays.program
-        last_reads: dict[int, int] = {}
+        last_read_by_array: dict[int, int] = {}
         for index, operation in enumerate(program.operations):
             # an expression is computed with the array that reads it; a value written into a slot is written at once
             if (
@@ -190,33 +194,37 @@ class _Sweep:
                 or operation.loop_body
                 or operation.branches
             ):
-                last_reads |= dict.fromkeys(arrays.sources_of(operation.inputs), index)
-        return last_reads | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
+                last_read_by_array |= dict.fromkeys(arrays.sources_of(operation.inputs), index)
+        return last_read_by_array | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
-    def _late_reads(self, last_reads: Mapping[int, int]) -> dict[int, int]:
+    def _late_read_by_array(self, last_read_by_array: Mapping[int, int]) -> dict[int, int]:
         """For each array that a gradient's product reads late, the index of the last operation that needs it."""
         arrays = self.arrays
         if arrays.compiler.product_fusion == "no":
             return {}
-        late_products = [index for index in arrays.placements.summed_products if arrays.is_ring_product(index)]
+        late_product_indices = [index for index in arrays.placements.summed_products if arrays.is_ring_product(index)]
         if arrays.compiler.product_fusion == "all":
-            is_early = arrays.is_inner or arrays.compiler.has_whole_gradients
-            late_products = [] if is_early else products_of_gradients(arrays.program)
-        late_reads = late_arrays(arrays.program, late_products, arrays.has_array_results)
-        return {value: max(index, last_reads.get(value, -1)) for value, index in late_reads.items()}
+            has_early_products = arrays.is_inner or arrays.compiler.has_whole_gradients
+            late_product_indices = [] if has_early_products else products_of_gradients(arrays.program)
+        late_read_by_array = late_arrays(arrays.program, late_product_indices, arrays.has_array_results)
+        return {value: max(index, last_read_by_array.get(value, -1)) for value, index in late_read_by_array.items()}
 
     def _reused_arrays(
-        self, operation: Operation, new_arrays: Sequence[int], dying_arrays: Sequence[int], items: Mapping[int, Item]
+        self,
+        operation: Operation,
+        new_arrays: Sequence[int],
+        dying_arrays: Sequence[int],
+        item_by_array: Mapping[int, Item],
     ) -> list[int]:
-        """The arrays that give their memory to results of an operation.
+        """The dying arrays whose memory results of an operation reuse.
 
         Args:
             operation: the operation.
             new_arrays: results of the operation that are arrays.
             dying_arrays: arrays that no later operation needs.
-            items: item of each array that is alive, by the array's number.
+            item_by_array: item of each array that is alive, by the array's number.
         """
-        if operation.kind in NEVER_REUSED:
+        if operation.kind in REUSES_NO_OPERAND:
             return []
         array_bytes = self.arrays.array_bytes
         if operation.branches:
@@ -228,7 +236,7 @@ class _Sweep:
             return [
                 source
                 for result, source in results_and_sources
-                if source in dying_arrays and items[source].bytes == array_bytes.get(result)
+                if source in dying_arrays and item_by_array[source].bytes == array_bytes.get(result)
             ]
         if operation.kind.startswith("reduce_") or (
             self.arrays.compiler.product_fusion == "no" and operation.loop_body is None
@@ -245,7 +253,7 @@ class _Sweep:
             if result in self.arrays.scattered_sums:
                 continue
             result_bytes = array_bytes.get(result, 0)
-            reused_array = next((array for array in candidates if items[array].bytes == result_bytes), None)
+            reused_array = next((array for array in candidates if item_by_array[array].bytes == result_bytes), None)
             if reused_array is not None:
                 candidates.remove(reused_array)
                 reused_arrays.append(reused_array)
@@ -261,8 +269,8 @@ class _Sweep:
                 self.arrays.loop_arrays(index), self.bytes_by_piece, (*self.path, index), default_kind
             ).moments()
         elif operation.branches:
-            for branch in self.arrays.branch_arrays(index):
-                moments += _Sweep(branch, {}, (), self.default_kind).moments()
+            for branch_arrays in self.arrays.branch_arrays(index):
+                moments += _Sweep(branch_arrays, {}, (), self.default_kind).moments()
         elif gathered_bytes := self._gathered_bytes(operation, index):
             weight_item = Item(f"gathered weight of {operation.line}", "gathered weights", gathered_bytes)
             moments = [Moment((weight_item,))]
@@ -278,7 +286,7 @@ class _Sweep:
             and arrays.compiler.product_fusion == "local"
             and arrays.is_ring_product(index)
         ):
-            # around a ring the result is assembled in steps: an old and a new copy are alive
+            # a ring assembles the result in steps, with an old and a new copy alive at once
             return max(gathered_bytes, *(arrays.array_bytes.get(value, 0) for value in operation.outputs))
         return gathered_bytes
 
@@ -306,7 +314,7 @@ def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> 
     if operation.loop_body is not None:
         operand_program = operation.loop_body
         operand = operand_program.outputs[operation.outputs.index(value)]
-    elif operation.kind in NAME_KEEPING:
+    elif operation.kind in NAME_KEEPERS:
         operand = operation.inputs[0]
     if operand is None:
         return "", operation

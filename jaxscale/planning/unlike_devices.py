@@ -22,7 +22,7 @@ from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.planning.pipeline_choice import in_periods, layers_of
+from jaxscale.planning.pipeline_choice import layer_counts_of, prices_of_periods
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
@@ -53,7 +53,7 @@ class Assignment:
         return f"ranks on {', '.join(self.chip_names)}{workers_text}: --plan.pipeline {self.pipeline}{accuracy_text}"
 
 
-def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
+def parse_groups(text: str, ranks: int) -> tuple[Platform, ...]:
     """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in their order along the pipe.
 
     Args:
@@ -61,7 +61,7 @@ def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
         ranks: number of ranks of the pipeline, for a check of the number of devices.
 
     Raises:
-        UserError: the text names no platform or only one kind of chip, or the number of devices is not a multiple of
+        UserError: the text names fewer than two kinds of chips, or the number of devices is not a multiple of
             the number of ranks.
 
     Example:
@@ -101,16 +101,20 @@ def assign(
     for group in {group.chip.name: group for group in groups}.values():
         chip_platform = Platform(group.chip, max(1, schedule.ranks * worker_count // group.chip.devices))
         chip_prices = model_prices(experiment, chip_platform, schedule.ranks, microbatch_count)
-        prices_by_chip[group.chip.name] = in_periods(chip_prices, period)
-        host_links = [link.bandwidth for link in group.links if link.name != "dcn"]
-        bandwidth_by_chip[group.chip.name] = max(host_links, default=math.inf)
+        prices_by_chip[group.chip.name] = prices_of_periods(chip_prices, period)
+        link_bandwidths = [link.bandwidth for link in group.links if link.name != "dcn"]
+        bandwidth_by_chip[group.chip.name] = max(link_bandwidths, default=math.inf)
     chip_names = [group.chip.name for group in groups for _ in range(group.devices)]
     pipe_devices = tuple(PipelineDevice(kind=name, link=bandwidth_by_chip[name]) for name in chip_names)
     if worker_count > 1:
-        forward_seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices_by_chip.items()}
-        slowness_by_chip = {name: seconds / min(forward_seconds.values()) for name, seconds in forward_seconds.items()}
+        forward_seconds_by_chip = {
+            name: sum(price.forward for price in prices.blocks) for name, prices in prices_by_chip.items()
+        }
+        slowness_by_chip = {
+            name: seconds / min(forward_seconds_by_chip.values()) for name, seconds in forward_seconds_by_chip.items()
+        }
         pipe_devices = virtual_workers(pipe_devices, slowness_by_chip, worker_count)
     fastest_partition = partition(prices_by_chip, schedule, pipe_devices, stash=experiment.plan.stages_keep)
-    stage_pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
-    rank_chips = tuple(device.kind for device in pipe_devices)
-    return Assignment(stage_pipeline, fastest_partition, rank_chips, worker_count)
+    stage_pipeline = dataclasses.replace(pipeline, stages=layer_counts_of(fastest_partition, period))
+    rank_chip_names = tuple(device.kind for device in pipe_devices)
+    return Assignment(stage_pipeline, fastest_partition, rank_chip_names, worker_count)

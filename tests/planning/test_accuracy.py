@@ -8,7 +8,7 @@ from jaxscale.planning import accuracy
 @pytest.mark.parametrize("kind", ["tpu", "gpu"])
 @pytest.mark.parametrize(("compiled", "median", "worst"), [(False, 0.07, 0.18), (True, 0.05, 0.12)])
 def test_the_recorded_estimates(kind, compiled, median, worst):
-    found = accuracy.recorded_accuracy(kind, compiled=compiled)
+    found = accuracy.recorded_accuracy(kind, is_compiled=compiled)
     assert found is not None
     assert found.median <= median
     assert found.worst <= worst

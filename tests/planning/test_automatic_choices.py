@@ -9,7 +9,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.planning.automatic_choices import resolve_choices
-from jaxscale.planning.pipeline_choice import in_periods, pipeline_choice
+from jaxscale.planning.pipeline_choice import pipeline_choice, prices_of_periods
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -59,7 +59,7 @@ def test_blocks_are_priced_under_the_plan_that_is_given():
 
 
 def test_turns_of_unlike_blocks_are_one_to_a_partition():
-    model = in_periods(ModelPrices((Price(1, 2, 3, message_bytes=7), Price(2, 2, 2, message_bytes=7)) * 2), 2)
+    model = prices_of_periods(ModelPrices((Price(1, 2, 3, message_bytes=7), Price(2, 2, 2, message_bytes=7)) * 2), 2)
     assert model.blocks == (Price(3, 4, 5, message_bytes=7),) * 2
 
 

@@ -57,12 +57,12 @@ def test_what_was_measured_takes_the_place_of_the_formula(planned):
     formula = of_step(step, shapes, CPU)
     found = of_step(step, shapes, CPU, measure)
     assert len(set(asked)) == len(asked)
-    assert set(asked) == set(found.compiled_pieces)
+    assert set(asked) == set(found.compiled_piece_names)
     assert found.timeline.peak.piece.name == asked[-1]
     assert 10 * 2**20 < found.timeline.peak_bytes < 10 * 2**20 + formula.timeline.peak_bytes
     # what is said of one piece changes no other
     nothing = of_step(step, shapes, CPU, lambda piece: 0)
-    assert set(nothing.compiled_pieces) >= {formula.timeline.peak.piece.name}
+    assert set(nothing.compiled_piece_names) >= {formula.timeline.peak.piece.name}
     assert nothing.timeline.peak_bytes < formula.timeline.peak_bytes
 
 
@@ -79,8 +79,8 @@ def test_every_piece_is_a_program(planned):
 def test_the_compiler_s_word_on_a_piece(planned):
     experiment = planned(memory=MemoryPlan("full"), attention="plain")
     found = fit(experiment, CPU, limit=2**30, compile_block=True)
-    assert found.estimate.compiled_pieces
-    assert f"by estimate, {' and '.join(found.estimate.compiled_pieces)} compiled" in found.verdict
+    assert found.estimate.compiled_piece_names
+    assert f"by estimate, {' and '.join(found.estimate.compiled_piece_names)} compiled" in found.verdict
     assert 0.5 < found.device_bytes / estimate(experiment, CPU).device_bytes < 2
 
 

@@ -8,7 +8,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.planning.explain import explain
-from jaxscale.planning.pictures import Point, curve, stacked
+from jaxscale.planning.pictures import Point, curve, live_bytes_svg
 
 V5E = "tpu v5e:2x2"
 
@@ -99,7 +99,7 @@ def test_the_compiler_s_own_listing(planned):
 
 def test_stacked_areas_reach_the_sums():
     moments = [{"a": 100, "b": 0}, {"a": 100, "b": 300}, {"a": 100}]
-    root = drawn(stacked(moments, limit=350, backward_start=1))
+    root = drawn(live_bytes_svg(moments, limit=350, backward_start=1))
     paths = [node for node in root if node.tag.endswith("path")]
     assert len(paths) == 2
     assert any("limit" in node.get("class", "") for node in root)
@@ -109,7 +109,7 @@ def test_stacked_areas_reach_the_sums():
 def test_long_timelines_are_thinned_and_keep_their_peak():
     moments = [{"a": 1}] * 5000
     moments[3333] = {"a": 1000}
-    root = drawn(stacked(moments))
+    root = drawn(live_bytes_svg(moments))
     path = next(node for node in root if node.tag.endswith("path")).get("d")
     assert path.count("L") < 2000
     heights = [float(point.split(",")[1]) for point in path.strip("MZ").replace(" L", " ").split()]

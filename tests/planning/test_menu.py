@@ -11,7 +11,7 @@ from flax import nnx
 import jaxscale
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.menu import BUDGETED, FIXED, menu
+from jaxscale.planning.menu import BUDGETED_RULES, FIXED_RULES, menu
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 
@@ -34,8 +34,8 @@ def found():
 
 
 def test_every_rule_is_there_and_keeps_within_each_budget():
-    assert list(found().decisions) == [*BUDGETED, *FIXED]
-    for rule in BUDGETED:
+    assert list(found().decisions) == [*BUDGETED_RULES, *FIXED_RULES]
+    for rule in BUDGETED_RULES:
         for decision in found().decisions[rule]:
             assert decision.plan.budget is not None
             assert decision.bytes <= decision.plan.budget
@@ -58,7 +58,7 @@ def test_it_prints_a_table_and_draws_itself(tmp_path):
     assert text.startswith("Mlp, 4 layers: ")
     assert "kept on the device a layer" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
-    assert all(rule in rows for rule in (*BUDGETED, *FIXED))
+    assert all(rule in rows for rule in (*BUDGETED_RULES, *FIXED_RULES))
     assert rows["none"] == ["-"] * (len(menu.budgets) - 1) + ["+0.0%"]
     assert "MiB in host memory a layer" in text
     svg = ElementTree.fromstring(menu.svg())

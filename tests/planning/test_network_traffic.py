@@ -9,7 +9,7 @@ from jaxscale.compiler.collectives import Collective
 from jaxscale.compiler.report import CompileReport
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
-from jaxscale.planning.network_traffic import sent_by_axes, slow_axis_traffic, slow_link
+from jaxscale.planning.network_traffic import sent_bytes_by_axes, slow_axis_traffic, slow_link
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import Codec
@@ -68,11 +68,11 @@ def test_rings_send_what_their_formulas_say():
         Collective(kind, ("fsdp",), 4096, 1, "f32", "main")
         for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
     ]
-    each = [sent_by_axes([one], MeshSpec(fsdp=4))["fsdp"] for one in sent_collectives]
+    each = [sent_bytes_by_axes([one], MeshSpec(fsdp=4))["fsdp"] for one in sent_collectives]
     assert each == [6144, 3072, 3072, 3072, 4096]
     # between slices a gather is listed with what a device hands over
     gather = [Collective("all-gather", ("replica",), 4096, 1, "f32", "main")]
-    assert sent_by_axes(gather, MeshSpec(replica=2, fsdp=4), slices=2) == {"replica": 4096}
+    assert sent_bytes_by_axes(gather, MeshSpec(replica=2, fsdp=4), slice_count=2) == {"replica": 4096}
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_seconds_and_margin(piped):
 
 
 def test_the_recorded_estimates():
-    found = accuracy.recorded_accuracy("tpu", pipelined=True)
+    found = accuracy.recorded_accuracy("tpu", is_pipelined=True)
     assert found is not None
     assert found.median <= 0.1
     assert found.worst <= accuracy.margin("tpu", pipelined=True)

@@ -14,7 +14,7 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning import unlike_devices
-from jaxscale.planning.unlike_devices import assign, devices_of
+from jaxscale.planning.unlike_devices import assign, parse_groups
 from jaxscale.recipe.experiment import Experiment
 
 SLOWER = {"h100": 1.0, "a100-80": 2.5}
@@ -54,7 +54,7 @@ def every_way(schedule, slowness):
 @pytest.mark.parametrize("text", ["1f1b:3x4", "gpipe:3x6"])
 def test_it_is_the_fastest_of_all(text):
     plan = PipelinePlan.parse(text)
-    groups = devices_of("gpu a100-80, gpu h100 x 2", 3)
+    groups = parse_groups("gpu a100-80, gpu h100 x 2", 3)
     assignment = assign(EXPERIMENT, groups, plan, plan.schedule())
     assert assignment.chip_names == ("a100-80", "h100", "h100")
     assert assignment.pipeline.stages[0] < min(assignment.pipeline.stages[1:])
@@ -68,7 +68,7 @@ def test_it_is_the_fastest_of_all(text):
 
 def test_the_printed_plan_can_be_pasted_whatever_else_is_printed():
     plan = PipelinePlan.parse("interleaved:2x4,v=2,stash=input")
-    assignment = assign(EXPERIMENT, devices_of("gpu h100, gpu a100-80", 2), plan, plan.schedule())
+    assignment = assign(EXPERIMENT, parse_groups("gpu h100, gpu a100-80", 2), plan, plan.schedule())
     partition = dataclasses.replace(assignment.partition, bound=assignment.partition.seconds / 1.25)
     text = str(dataclasses.replace(assignment, partition=partition))
     assert text.endswith(" (at most 25.0% slower than the fastest)")
@@ -79,7 +79,7 @@ def test_the_printed_plan_can_be_pasted_whatever_else_is_printed():
 
 def test_virtual_workers_are_alike_and_share_the_rows():
     plan = PipelinePlan.parse("1f1b:2x4")
-    assignment = assign(EXPERIMENT, devices_of("gpu a100-80 x 2, gpu h100 x 2", 2), plan, plan.schedule())
+    assignment = assign(EXPERIMENT, parse_groups("gpu a100-80 x 2, gpu h100 x 2", 2), plan, plan.schedule())
     assert (assignment.worker_count, assignment.chip_names) == (2, ("h100", "a100-80"))
     assert assignment.pipeline.stages[0] > assignment.pipeline.stages[1]
     assert "2 virtual workers side by side" in str(assignment)
@@ -90,7 +90,7 @@ def test_turns_of_unlike_attention_stay_whole():
     model = dataclasses.replace(EXPERIMENT.model, windows=(4, None))
     plan = PipelinePlan.parse("1f1b:2x4")
     experiment = dataclasses.replace(EXPERIMENT, model=model)
-    assignment = assign(experiment, devices_of("gpu h100, gpu a100-80", 2), plan, plan.schedule())
+    assignment = assign(experiment, parse_groups("gpu h100, gpu a100-80", 2), plan, plan.schedule())
     assert assignment.pipeline.stages[0] % 2 == 0
 
 
@@ -104,7 +104,7 @@ def test_turns_of_unlike_attention_stay_whole():
 )
 def test_devices_that_cannot_be(text, message):
     with pytest.raises(UserError, match=message):
-        devices_of(text, 2)
+        parse_groups(text, 2)
 
 
 def test_the_command_line_says_what_goes_together(capsys):

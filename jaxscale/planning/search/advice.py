@@ -1,4 +1,4 @@
-"""What is missing if no plan fits: bytes, the setting that frees the most, and the smallest machine that would do."""
+"""Advice if no plan fits: the missing bytes, the setting that frees the most, and the smallest sufficient machine."""
 
 import dataclasses
 
@@ -11,39 +11,41 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values.units import size
 
 
-def advice_for(search: Search, smallest: JudgedPlan) -> str:
-    """Return sentences on what is missing, which setting would free the most, and which machine would do.
+def advice_for(search: Search, smallest_plan: JudgedPlan) -> str:
+    """Return sentences on what is missing, which setting would free the most, and which machine would be sufficient.
+
+    If the limit of device memory is unknown, return "".
 
     Args:
-        search: a search in which nothing fits.
-        smallest: the plan of the search that needs the least memory.
+        search: a search in which no plan fits.
+        smallest_plan: the plan of the search that needs the least memory.
     """
     if search.limit is None:
         return ""
     lines: list[str] = []
-    missing_bytes = smallest.device_bytes - search.limit
-    kinds = smallest.estimate.device_bytes_by_kind
-    largest_kind = max(kinds, key=lambda kind: kinds[kind])
+    missing_bytes = smallest_plan.device_bytes - search.limit
+    bytes_by_kind = smallest_plan.estimate.device_bytes_by_kind
+    largest_kind = max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
     if missing_bytes > 0:
         lines.append(
             f"the smallest plan needs {size(missing_bytes)} too much; {largest_kind} takes the most, "
-            f"{size(kinds[largest_kind])}"
+            f"{size(bytes_by_kind[largest_kind])}"
         )
     else:
         lines.append("the smallest plan needs more host memory than there is; use more hosts, or no offload")
         return "\n".join(lines)
-    savings = _savings(search, smallest)
-    if savings:
-        saved_bytes, flags = max(savings)
+    bytes_and_flags = _saved_bytes_and_flags(search, smallest_plan)
+    if bytes_and_flags:
+        saved_bytes, flags = max(bytes_and_flags)
         lines.append(f"{flags} would free the most, {size(saved_bytes)}, but changes results slightly")
     for name in sorted(search.choices.forbidden | search.choices.fixed):
         lines.append(f"{name} was not searched, as you asked")
-    machine = smallest_machine(search)
-    if machine is not None:
-        platform, judged = machine
+    platform_and_plan = smallest_machine(search)
+    if platform_and_plan is not None:
+        platform, plan_there = platform_and_plan
         lines.append(
             f"the smallest {platform.chip.kind} {platform.chip.name} that would do is {platform}, by estimate "
-            f"({size(judged.device_bytes)} of {size(search.limit)})"
+            f"({size(plan_there.device_bytes)} of {size(search.limit)})"
         )
     elif search.platform.chip.kind != "cpu":
         lines.append(
@@ -53,24 +55,24 @@ def advice_for(search: Search, smallest: JudgedPlan) -> str:
     return "\n".join(lines)
 
 
-def _savings(search: Search, smallest: JudgedPlan) -> list[tuple[int, str]]:
+def _saved_bytes_and_flags(search: Search, smallest_plan: JudgedPlan) -> list[tuple[int, str]]:
     """Return the bytes that number formats would free, each with the flag that sets the format."""
-    changes: dict[str, Plan] = {}
-    plan = smallest.plan
+    plan_by_flags: dict[str, Plan] = {}
+    plan = smallest_plan.plan
     try:
         if plan.precision == "float32":
-            changes["--plan.precision bfloat16"] = dataclasses.replace(plan, precision="bfloat16")
+            plan_by_flags["--plan.precision bfloat16"] = dataclasses.replace(plan, precision="bfloat16")
         if plan.state.moments == "float32" and plan.offload.optimizer_state == "device":
-            int8 = dataclasses.replace(plan.state, moments="int8")
-            changes["--plan.state.moments int8"] = dataclasses.replace(plan, state=int8)
+            int8_state = dataclasses.replace(plan.state, moments="int8")
+            plan_by_flags["--plan.state.moments int8"] = dataclasses.replace(plan, state=int8_state)
     except UserError:  # a rule refuses the combination
         pass
-    savings: list[tuple[int, str]] = []
-    for flags, changed_plan in changes.items():
+    bytes_and_flags: list[tuple[int, str]] = []
+    for flags, changed_plan in plan_by_flags.items():
         try:
             changed_bytes = estimate(search.experiment, search.platform, changed_plan).device_bytes
         except UserError:
             continue
-        if changed_bytes < smallest.device_bytes:
-            savings.append((smallest.device_bytes - changed_bytes, flags))
-    return savings
+        if changed_bytes < smallest_plan.device_bytes:
+            bytes_and_flags.append((smallest_plan.device_bytes - changed_bytes, flags))
+    return bytes_and_flags

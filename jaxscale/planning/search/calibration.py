@@ -2,8 +2,8 @@
 
     factor = median of a run's measured seconds of a step / modeled seconds of the same step
 
-The factor changes no order of plans. It corrects the seconds that are shown, and gives seconds to a chip whose rates
-are unknown, such as a CPU, whose plans are ordered by assumed ones.
+The factor does not change the order of plans. It corrects the seconds that are shown. If a chip's rates are unknown, as
+those of a CPU, plans are ordered by assumed rates, and only a calibration turns their seconds into absolute ones.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def calibration_of(platform: Platform) -> Calibration | None:
     path = calibration_file()
     if path is None or not path.exists():
         return None
-    entry = _stored(path).get(_chip_name(platform))
+    entry = _stored_entries(path).get(_chip_name(platform))
     if entry is None:
         return None
     calibration = from_json(Calibration, entry, str(path))
@@ -71,8 +71,8 @@ def calibration_of(platform: Platform) -> Calibration | None:
     return calibration if calibration.jaxlib == importlib.metadata.version("jaxlib") else None
 
 
-def calibrated(seconds: StepSeconds, platform: Platform) -> StepSeconds:
-    """Return modeled seconds, multiplied by the factor of the platform's calibration if there is one.
+def calibrated_seconds(seconds: StepSeconds, platform: Platform) -> StepSeconds:
+    """Return modeled seconds multiplied by the factor of the platform's calibration, or unchanged if there is none.
 
     Args:
         seconds: modeled seconds without a calibration.
@@ -83,75 +83,83 @@ def calibrated(seconds: StepSeconds, platform: Platform) -> StepSeconds:
 
 
 def is_timed(platform: Platform) -> bool:
-    """Return whether modeled seconds are more than proportions: the rates are known, or there is a calibration."""
+    """Return whether modeled seconds are absolute rather than only relative.
+
+    They are absolute if the chip's rates are known, or if there is a calibration.
+    """
     return has_rates(platform) or calibration_of(platform) is not None
 
 
-def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured: Sequence[float]) -> str:
+def calibrate(experiment: Experiment, plan: Plan, platform: Platform, measured_seconds: Sequence[float]) -> str:
     """Store the calibration of a platform's chip from the steps of a run; return a sentence about it.
 
     Args:
         experiment: the experiment that ran.
-        plan: its plan, with a mesh and a memory rule that is resolved.
+        plan: its plan, with a mesh and a resolved memory rule.
         platform: platform on which it ran.
-        measured: seconds of its steps.
+        measured_seconds: measured seconds of each of its steps.
 
     Raises:
         UserError: there are fewer than `LEAST_STEPS` steps, the plan's memory rule has no price, or there is no folder
             in which to store the calibration.
     """
-    check_step_count(len(measured))
+    check_step_count(len(measured_seconds))
     path = calibration_file()
     if path is None:
-        raise UserError("recalibrate: there is no folder for the calibration; set JAXSCALE_CACHE to a writable one")
+        raise UserError("recalibrate: there is no folder for the calibration; set JAXSCALE_CACHE to a writable folder")
     used_platform = platform
     if platform.chip.kind != "tpu" and plan.mesh is not None:  # a run may use some of the devices
         used_platform = dataclasses.replace(platform, chips=max(1, plan.mesh.devices // platform.chip.devices))
-    modeled, median = modeled_seconds(experiment, used_platform, plan).total, statistics.median(measured)
+    model_seconds, median_seconds = (
+        modeled_seconds(experiment, used_platform, plan).total,
+        statistics.median(measured_seconds),
+    )
     jaxlib_version = importlib.metadata.version("jaxlib")
-    calibration = Calibration(median / modeled, len(measured), experiment.name, jaxlib_version)
-    content = _stored(path) | {_chip_name(platform): to_json(calibration)}
+    calibration = Calibration(median_seconds / model_seconds, len(measured_seconds), experiment.name, jaxlib_version)
+    entry_by_chip = _stored_entries(path) | {_chip_name(platform): to_json(calibration)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=2) + "\n")
+        write_whole(path, json.dumps(entry_by_chip, indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"recalibrate: {path} cannot be written: {error.strerror}; set JAXSCALE_CACHE") from error
+        raise UserError(
+            f"recalibrate: {path} cannot be written: {error.strerror}; set JAXSCALE_CACHE to a writable folder"
+        ) from error
     return (
-        f"measured {duration(median)} a step, modeled {duration(modeled)}: stored the factor {calibration.factor:.3g} "
-        f"for {_chip_name(platform)} and jaxlib {jaxlib_version} in {path}"
+        f"measured {duration(median_seconds)} a step, modeled {duration(model_seconds)}: stored the factor "
+        f"{calibration.factor:.3g} for {_chip_name(platform)} and jaxlib {jaxlib_version} in {path}"
     )
 
 
-def check_step_count(count: int) -> None:
+def check_step_count(step_count: int) -> None:
     """Refuse a calibration from too few measured steps.
 
     Raises:
         UserError: there are fewer than `LEAST_STEPS`.
     """
-    if count < LEAST_STEPS:
+    if step_count < LEAST_STEPS:
         raise UserError(
-            f"recalibrate: got {count} measured steps, expected at least {LEAST_STEPS}; train more steps, with "
+            f"recalibrate: got {step_count} measured steps, expected at least {LEAST_STEPS}; train more steps, with "
             "--log-every 1"
         )
 
 
 def calibration_file() -> Path | None:
     """Return the path of the file with the calibrations of all chips; `None` if there is no folder for it."""
-    base_text = os.environ.get("JAXSCALE_CACHE")
+    folder_text = os.environ.get("JAXSCALE_CACHE")
     try:
-        return (Path(base_text) if base_text else Path.home() / ".cache" / "jaxscale") / "calibration.json"
-    except RuntimeError:  # there is no home
+        return (Path(folder_text) if folder_text else Path.home() / ".cache" / "jaxscale") / "calibration.json"
+    except RuntimeError:  # there is no home directory
         return None
 
 
-def _stored(path: Path) -> dict[str, Any]:
-    """Return the content of the file of calibrations, by chip; empty if there is no file."""
-    content = read_json(path) if path.exists() else {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: got a {type(content).__name__}, expected calibrations by chip; remove the file")
-    return content
+def _stored_entries(path: Path) -> dict[str, Any]:
+    """Return the entries of the file of calibrations, by chip; empty if there is no file."""
+    entry_by_chip = read_json(path) if path.exists() else {}
+    if not isinstance(entry_by_chip, dict):
+        raise UserError(f"{path}: got a {type(entry_by_chip).__name__}, expected calibrations by chip; remove the file")
+    return entry_by_chip
 
 
 def _chip_name(platform: Platform) -> str:
-    """Return the kind and the name of a platform's chip."""
+    """Return the name of a platform's chip in the file of calibrations: its kind and name, such as "tpu v5e"."""
     return " ".join(dict.fromkeys((platform.chip.kind, platform.chip.name)))

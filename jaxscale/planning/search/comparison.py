@@ -45,16 +45,16 @@ class PlatformComparison:
         return choice.positions_per_second * 3600 / self.prices.of(choice.platform)
 
     def best(self, objective: str = "time") -> PlanChoice:
-        """Return the best choice: one that fits, then by the objective.
+        """Return the best choice by the objective; choices whose plan fits come first.
 
         Args:
             objective: "time", the most positions (tokens or rows) a second; "memory", the least share of the device
                 memory; "cost", the most positions for a unit of money; "chips", the fewest chips.
         """
 
-        def order(choice: PlanChoice) -> tuple[bool, float]:
+        def sort_key(choice: PlanChoice) -> tuple[bool, float]:
             """Return the key by which choices are compared."""
-            if not choice.is_timed:  # its seconds are proportions alone
+            if not choice.is_timed:  # its seconds are only relative
                 return (True, math.inf)
             if objective == "chips":
                 return (not choice.fits, float(choice.platform.chips * choice.platform.slices))
@@ -64,32 +64,32 @@ class PlatformComparison:
                 return (not choice.fits, choice.best.device_bytes / (choice.limit or 1))
             return (not choice.fits, -choice.positions_per_second)
 
-        return min(self.choices, key=order)
+        return min(self.choices, key=sort_key)
 
     def __str__(self) -> str:
         names = [str(choice.platform) for choice in self.choices]
         if self.prices is None:
             return choice_table("platform", names, self.choices)
-        bought = [f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "" for choice in self.choices]
-        return choice_table("platform", names, self.choices, bought)
+        bought_counts = [f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "" for choice in self.choices]
+        return choice_table("platform", names, self.choices, bought_counts)
 
     __repr__ = __str__
 
 
 def choice_table(
-    head: str, names: Sequence[str], choices: Sequence[PlanChoice], bought_positions: Sequence[str] = ()
+    heading: str, names: Sequence[str], choices: Sequence[PlanChoice], bought_positions: Sequence[str] = ()
 ) -> str:
     """Return a table of choices as text, one line each: whether the plan fits, bytes, seconds, speed and plan.
 
     Args:
-        head: head of the first column.
+        heading: heading of the first column.
         names: cells of the first column.
         choices: the choices, one for each name.
         bought_positions: cells of a column with the positions that a unit of money buys; without them, no column.
     """
     unit = "tokens" if choices[0].positions > 1 else "rows"
-    heads = [head, "fits", "bytes", "step", f"{unit}/s", "of peak", *([f"{unit} for 1"] if bought_positions else [])]
-    rows = [[*heads, "plan"]]
+    headings = [heading, "fits", "bytes", "step", f"{unit}/s", "of peak", *([f"{unit} for 1"] if bought_positions else [])]
+    rows = [[*headings, "plan"]]
     for index, (name, choice) in enumerate(zip(names, choices, strict=True)):
         cells = [
             name,
@@ -101,7 +101,7 @@ def choice_table(
             *([bought_positions[index]] if bought_positions else []),
         ]
         rows.append([*cells, summary(choice.plan)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows

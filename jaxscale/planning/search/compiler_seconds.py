@@ -7,9 +7,9 @@
                   the program waits for what has not ended when it needs the result
 
 Transfers over the same links follow one another. A loop runs as often as its trip count says, and every trip starts
-with idle links; a message between slices ends before the next instruction. A pipelined step has no such seconds,
-because its ranks run different branches. Left out: what a transfer takes from the memory's bandwidth beside a product,
-and skew between devices.
+with idle links; a message between slices ends before the next instruction. Such seconds are not computed for a
+pipelined step, because its ranks run different branches. Left out: the memory bandwidth that a transfer takes from a
+product beside it, and skew between devices.
 """
 
 import collections
@@ -29,7 +29,9 @@ COMPUTE = "products and fusions"
 
 
 def compiler_seconds(schedule: ProgramSchedule | None, plan: Plan, platform: Platform) -> StepSeconds | None:
-    """Return the seconds of a compiled step by its schedule; `None` if they cannot be known.
+    """Return the seconds of a compiled step by its schedule.
+
+    Return `None` for a pipeline, or if the schedule, the mesh or the chip's clock is unknown.
 
     Args:
         schedule: schedule of the step's program.
@@ -48,9 +50,9 @@ def compiler_seconds(schedule: ProgramSchedule | None, plan: Plan, platform: Pla
     if schedule is None or plan.mesh is None or plan.pipeline is not None or platform.chip.clock is None:
         return None
     timer = _Timer(schedule, plan.mesh, platform)
-    run = timer.run(schedule.entry)
-    waits = {name: seconds for name, seconds in run.waits.items() if seconds}
-    return StepSeconds({COMPUTE: run.compute, **waits}, run.hidden)
+    entry_run = timer.run(schedule.entry)
+    wait_seconds_by_item = {name: seconds for name, seconds in entry_run.wait_seconds_by_item.items() if seconds}
+    return StepSeconds({COMPUTE: entry_run.compute_seconds, **wait_seconds_by_item}, entry_run.hidden_seconds)
 
 
 def clock_text(seconds: StepSeconds | None, plan: Plan, platform: Platform) -> str:
@@ -80,35 +82,35 @@ class _Run:
     """Seconds of one run of a computation.
 
     Args:
-        compute: seconds by estimated cycles.
-        waits: seconds of everything else, by item.
-        hidden: seconds of transfers between devices, or with the host, beside other work.
+        compute_seconds: seconds by estimated cycles.
+        wait_seconds_by_item: seconds of everything else, by item.
+        hidden_seconds: seconds of transfers between devices, or with the host, beside other work.
     """
 
-    compute: float = 0.0
-    waits: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
-    hidden: float = 0.0
+    compute_seconds: float = 0.0
+    wait_seconds_by_item: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    hidden_seconds: float = 0.0
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """The seconds of the run."""
-        return self.compute + sum(self.waits.values())
+        return self.compute_seconds + sum(self.wait_seconds_by_item.values())
 
     def add(self, run: "_Run", count: int) -> None:
-        """Add several runs of a loop's body."""
-        self.compute += count * run.compute
-        self.hidden += count * run.hidden
-        for name, seconds in run.waits.items():
-            self.waits[name] += count * seconds
+        """Add the seconds of `count` runs of a loop's body."""
+        self.compute_seconds += count * run.compute_seconds
+        self.hidden_seconds += count * run.hidden_seconds
+        for name, seconds in run.wait_seconds_by_item.items():
+            self.wait_seconds_by_item[name] += count * seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """A transfer that has started: its item, its seconds, and when it ends."""
+    """A transfer that has started: its item, its seconds, and the second of the run at which it ends."""
 
     item: str
     seconds: float
-    end: float
+    end_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,39 +125,40 @@ class _Timer:
         """Return the seconds of one run of a computation, with idle links at its start."""
         chip, run = self.platform.chip, _Run()
         assert chip.clock is not None
-        free_at: dict[Hashable, float] = collections.defaultdict(float)  # when a link has sent what was given to it
-        in_flight: dict[str, list[_Transfer]] = collections.defaultdict(list)
+        # the second of the run at which each link has sent its transfers
+        free_seconds_by_link: dict[Hashable, float] = collections.defaultdict(float)
+        transfers_by_name: dict[str, list[_Transfer]] = collections.defaultdict(list)
         for event in self.schedule.computations[name]:
             if event.kind == "compute":
-                run.compute += event.cycles / chip.clock
+                run.compute_seconds += event.cycles / chip.clock
             elif event.kind == "kernel":
-                run.waits["kernels"] += roofline.seconds(chip, event.flop, event.bytes)
+                run.wait_seconds_by_item["kernels"] += roofline.seconds(chip, event.flop, event.bytes)
             elif event.kind == "memory":
-                run.waits["memory"] += roofline.seconds(chip, 0, event.bytes)
+                run.wait_seconds_by_item["memory"] += roofline.seconds(chip, 0, event.bytes)
             elif event.kind == "loop":
                 run.add(self.run(event.name), event.trips)
             elif event.kind == "start":
-                seconds, links = self._seconds(event), list(self._links(event))
-                end = seconds + max([run.total, *(free_at[link] for link in links)])
-                free_at |= dict.fromkeys(links, end)
-                in_flight[event.name].append(_Transfer(self._item(event), seconds, end))
+                seconds, links = self._transfer_seconds(event), list(self._links(event))
+                end_seconds = seconds + max([run.total_seconds, *(free_seconds_by_link[link] for link in links)])
+                free_seconds_by_link |= dict.fromkeys(links, end_seconds)
+                transfers_by_name[event.name].append(_Transfer(self._item_name(event), seconds, end_seconds))
             else:
-                self._wait(run, in_flight.pop(event.name, []))
-        for transfers in in_flight.values():  # those whose end is in another computation
+                self._wait(run, transfers_by_name.pop(event.name, []))
+        for transfers in transfers_by_name.values():  # transfers whose done event is in another computation
             self._wait(run, transfers)
         return run
 
     @staticmethod
     def _wait(run: _Run, transfers: list[_Transfer]) -> None:
-        """Let a run wait for the end of transfers."""
+        """Add to a run the seconds that it waits for transfers to end."""
         for transfer in transfers:
-            wait = max(0.0, transfer.end - run.total)
-            run.waits[transfer.item] += wait
+            wait_seconds = max(0.0, transfer.end_seconds - run.total_seconds)
+            run.wait_seconds_by_item[transfer.item] += wait_seconds
             if transfer.item != "memory":
-                run.hidden += max(0.0, transfer.seconds - wait)
+                run.hidden_seconds += max(0.0, transfer.seconds - wait_seconds)
 
-    def _seconds(self, event: ProgramEvent) -> float:
-        """Return the seconds of a transfer, if nothing else uses its links."""
+    def _transfer_seconds(self, event: ProgramEvent) -> float:
+        """Return the seconds of a transfer if nothing else uses its links."""
         chip = self.platform.chip
         if event.transfer == "memory copy":
             return roofline.seconds(chip, 0, event.bytes)
@@ -163,26 +166,26 @@ class _Timer:
             link = next((link for link in self.platform.links if link.name == "pcie"), None)
             return 0.0 if link is None else event.bytes * chip.devices / link.bandwidth
         assert event.transfer is not None, "the event starts a transfer"
-        return collective_seconds(event.transfer, event.bytes, self._axes(event), self.mesh, self.platform)
+        return collective_seconds(event.transfer, event.bytes, self._mesh_axes(event), self.mesh, self.platform)
 
-    def _axes(self, event: ProgramEvent) -> tuple[str, ...]:
-        """Return the mesh axes of a collective: all that have several devices, if its groups match none."""
+    def _mesh_axes(self, event: ProgramEvent) -> tuple[str, ...]:
+        """Return the mesh axes of a collective; if its groups match no axes, all axes with several devices."""
         if event.axes is not None:
             return event.axes
         return tuple(axis for axis, size in self.mesh.sizes.items() if size > 1)
 
     def _links(self, event: ProgramEvent) -> Iterator[Hashable]:
-        """Yield the links that a transfer uses; a permute leaves those of the other direction free."""
+        """Yield the links that a transfer uses; a permute uses those of one direction only."""
         if event.transfer in ("memory copy", "host copy"):
             yield event.transfer
             return
-        for axis in self._axes(event):
+        for axis in self._mesh_axes(event):
             yield from ((axis, direction) for direction in (1, -1) if event.direction in (0, direction))
 
-    def _item(self, event: ProgramEvent) -> str:
-        """Return the name of the item of the seconds for which a program waits."""
+    def _item_name(self, event: ProgramEvent) -> str:
+        """Return the name of the item to which waiting for a transfer is added."""
         if event.transfer == "memory copy":
             return "memory"
         if event.transfer == "host copy":
             return "host copies"
-        return f"{event.transfer} over {'+'.join(self._axes(event))}"
+        return f"{event.transfer} over {'+'.join(self._mesh_axes(event))}"

@@ -24,12 +24,12 @@ from jaxscale.platforms.platform import Link, Platform
 from jaxscale.sharding.mesh import AXES, MeshSpec
 from jaxscale.tpu_slices import slices_per_axis
 
-WRAP = {"v4": 4, "v5p": 4, "7x": 4, "v5e": 16, "v6e": 16}
+WRAP_LENGTHS = {"v4": 4, "v5p": 4, "7x": 4, "v5e": 16, "v6e": 16}
 """Least number of chips along a torus dim that wraps around, by chip (Cloud TPU documentation, topologies)."""
-LATENCY = {"ici": 1e-6, "nvlink": 3e-6, "pcie": 5e-6, "dcn": 2e-5}
-"""Assumed seconds of one step of a collective, by link: the book above measures about 1e-6 for a hop of ICI."""
+LATENCY_SECONDS = {"ici": 1e-6, "nvlink": 3e-6, "pcie": 5e-6, "dcn": 2e-5}
+"""Assumed seconds of one step of a collective, by link; the book above measures about 1e-6 for a hop of ICI."""
 
-NETWORK = 25e9
+NETWORK_BANDWIDTH = 25e9
 """Assumed bytes/s of a chip's network card, of 200 Gb/s, if the tables have no link between hosts."""
 
 
@@ -38,27 +38,27 @@ class Route:
     """The links over which the devices of one or several mesh axes communicate.
 
     Args:
-        local: number of devices of a group inside one slice or host.
+        local_count: number of devices of the group in each slice or host.
         parts: number of slices or hosts that a group spans.
         local_bandwidth: bytes/s that pass a device in a ring over the links inside a slice or host.
         parts_bandwidth: bytes/s that one device sends to other slices or hosts.
-        is_switched: whether devices inside are connected by a switch, not by a torus.
-        local_name: name of the links inside.
+        is_switched: whether the devices inside are connected by a switch instead of a torus.
+        local_link_name: name of the links inside; "" if the devices are not connected.
         link_bandwidth: bytes/s of one link inside, in one direction.
     """
 
-    local: int
+    local_count: int
     parts: int
     local_bandwidth: float
     parts_bandwidth: float
     is_switched: bool
-    local_name: str
+    local_link_name: str
     link_bandwidth: float
 
     @property
-    def slowest(self) -> str:
+    def slowest_link_name(self) -> str:
         """The name of the slowest link: "dcn" between slices or hosts; "" if the devices are not connected."""
-        return "dcn" if self.parts > 1 else self.local_name
+        return "dcn" if self.parts > 1 else self.local_link_name
 
 
 def collective_seconds(
@@ -82,30 +82,43 @@ def collective_seconds(
         >>> f"{collective_seconds('all-gather', 2e9, ('fsdp',), MeshSpec(fsdp=16), h100):.2e}"
         '3.97e-03'
     """
-    path = route(axes, mesh, platform)
-    device_count = path.local * path.parts
-    if device_count == 1 or nbytes <= 0 or not path.local_bandwidth:
+    group_route = route(axes, mesh, platform)
+    device_count = group_route.local_count * group_route.parts
+    if device_count == 1 or nbytes <= 0 or not group_route.local_bandwidth:
         return 0.0
-    latency = LATENCY[path.slowest] * max(1.0, math.log2(device_count))
+    latency_seconds = LATENCY_SECONDS[group_route.slowest_link_name] * max(1.0, math.log2(device_count))
     if kind == "collective-permute":
-        bandwidth = path.parts_bandwidth if path.parts > 1 else path.link_bandwidth
-        return latency + (nbytes / bandwidth if bandwidth else 0.0)
+        bandwidth = group_route.parts_bandwidth if group_route.parts > 1 else group_route.link_bandwidth
+        return latency_seconds + (nbytes / bandwidth if bandwidth else 0.0)
     if kind == "all-to-all":
-        share = (path.local - 1) / path.local if path.is_switched else path.local / 4
-        local_seconds = nbytes * share / path.local_bandwidth if path.local > 1 else 0.0
-        parts_seconds = nbytes * (path.parts - 1) / path.parts / path.parts_bandwidth if path.parts > 1 else 0.0
-        return latency + max(local_seconds, parts_seconds)
-    local_seconds = nbytes * (path.local - 1) / path.local / path.local_bandwidth
+        crossing_share = (
+            (group_route.local_count - 1) / group_route.local_count
+            if group_route.is_switched
+            else group_route.local_count / 4
+        )
+        local_seconds = nbytes * crossing_share / group_route.local_bandwidth if group_route.local_count > 1 else 0.0
+        parts_seconds = (
+            nbytes * (group_route.parts - 1) / group_route.parts / group_route.parts_bandwidth
+            if group_route.parts > 1
+            else 0.0
+        )
+        return latency_seconds + max(local_seconds, parts_seconds)
+    local_seconds = nbytes * (group_route.local_count - 1) / group_route.local_count / group_route.local_bandwidth
     parts_seconds = 0.0
-    if path.parts > 1:  # the devices of a group on one slice or host each send a part
-        parts_seconds = nbytes * (path.parts - 1) / path.parts / (path.parts_bandwidth * path.local)
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * (latency + max(local_seconds, parts_seconds))
+    if group_route.parts > 1:  # each device of the group in a slice or host sends a part
+        parts_seconds = (
+            nbytes
+            * (group_route.parts - 1)
+            / group_route.parts
+            / (group_route.parts_bandwidth * group_route.local_count)
+        )
+    round_count = 2 if kind == "all-reduce" else 1
+    return round_count * (latency_seconds + max(local_seconds, parts_seconds))
 
 
 @functools.lru_cache(maxsize=4096)
 def route(axes: tuple[str, ...], mesh: MeshSpec, platform: Platform) -> Route:
-    """Return the links over which the devices of some mesh axes communicate.
+    """Return the links over which the devices along some mesh axes communicate.
 
     Args:
         axes: mesh axes along which devices communicate.
@@ -113,69 +126,71 @@ def route(axes: tuple[str, ...], mesh: MeshSpec, platform: Platform) -> Route:
         platform: platform that the step would run on.
 
     Example:
-        >>> path = route(("fsdp",), MeshSpec(fsdp=4, tensor=4), Platform.parse("gpu h100 x 16"))
-        >>> path.local, path.parts, path.slowest
+        >>> group_route = route(("fsdp",), MeshSpec(fsdp=4, tensor=4), Platform.parse("gpu h100 x 16"))
+        >>> group_route.local_count, group_route.parts, group_route.slowest_link_name
         (2, 2, 'dcn')
     """
     local_link = next((link for link in platform.links if link.name in ("ici", "nvlink")), None)
     local_link = local_link or next((link for link in platform.links if link.name == "pcie"), None)
-    local_sizes, part_sizes = _divided(mesh, platform)
-    local = math.prod(local_sizes[axis] for axis in axes)
-    parts = math.prod(part_sizes[axis] for axis in axes)
+    local_counts, part_counts = _local_and_part_counts(mesh, platform)
+    local_count = math.prod(local_counts[axis] for axis in axes)
+    part_count = math.prod(part_counts[axis] for axis in axes)
     if local_link is None:
-        return Route(local, parts, 0.0, 0.0, False, "", 0.0)
+        return Route(local_count, part_count, 0.0, 0.0, False, "", 0.0)
     device_share = 1 / platform.chip.devices
     link_bandwidth = local_link.bandwidth * device_share
-    bandwidth = link_bandwidth
-    if local_link.per == "link" and local > 1:
-        bandwidth *= _directions(axes, local_sizes, platform)
+    local_bandwidth = link_bandwidth
+    if local_link.per == "link" and local_count > 1:
+        local_bandwidth *= _parallel_link_count(axes, local_counts, platform)
     return Route(
-        local, parts, bandwidth, _network(platform) * device_share, local_link.per != "link", local_link.name,
-        link_bandwidth,
+        local_count, part_count, local_bandwidth, _network_bandwidth(platform) * device_share,
+        local_link.per != "link", local_link.name, link_bandwidth,
     )  # fmt: skip
 
 
-def _divided(mesh: MeshSpec, platform: Platform) -> tuple[dict[str, int], dict[str, int]]:
+def _local_and_part_counts(mesh: MeshSpec, platform: Platform) -> tuple[dict[str, int], dict[str, int]]:
     """Return the devices along each axis inside a slice or host, and the slices or hosts that each axis spans."""
-    sizes = mesh.sizes
+    axis_sizes = mesh.sizes
     if platform.chip.kind == "tpu":
-        spanned = slices_per_axis(tuple(sizes.values()), platform.slices) or (1,) * len(sizes)
-        part_sizes = dict(zip(sizes, spanned, strict=True))
-        return {axis: sizes[axis] // part_sizes[axis] for axis in sizes}, part_sizes
-    room = (platform.chip.chips_per_host or platform.chips) * platform.chip.devices  # devices of a host
-    local_sizes, part_sizes = {}, {}
+        slice_counts = slices_per_axis(tuple(axis_sizes.values()), platform.slices) or (1,) * len(axis_sizes)
+        part_counts = dict(zip(axis_sizes, slice_counts, strict=True))
+        return {axis: axis_sizes[axis] // part_counts[axis] for axis in axis_sizes}, part_counts
+    free_devices = (platform.chip.chips_per_host or platform.chips) * platform.chip.devices  # devices of a host
+    local_counts, part_counts = {}, {}
     for axis in reversed(AXES):
-        local_sizes[axis] = math.gcd(sizes[axis], max(1, room))
-        part_sizes[axis] = sizes[axis] // local_sizes[axis]
-        room = room // local_sizes[axis] if part_sizes[axis] == 1 else 1
-    return local_sizes, part_sizes
+        local_counts[axis] = math.gcd(axis_sizes[axis], max(1, free_devices))
+        part_counts[axis] = axis_sizes[axis] // local_counts[axis]
+        free_devices = free_devices // local_counts[axis] if part_counts[axis] == 1 else 1
+    return local_counts, part_counts
 
 
-def _directions(axes: tuple[str, ...], sizes: dict[str, int], platform: Platform) -> int:
-    """Return over how many links at once a device of a torus sends along some axes: 2 per ring, 1 per line."""
+def _parallel_link_count(axes: tuple[str, ...], local_counts: dict[str, int], platform: Platform) -> int:
+    """Return the number of links over which a device of a torus sends at once along axes: 2 per ring, 1 per line."""
     topology = platform.topology or (platform.chips,)
-    wrap = WRAP.get(platform.chip.name, 16)
-    dims: list[tuple[int, int]] = []  # first stride and end of each torus dim
+    wrap_length = WRAP_LENGTHS.get(platform.chip.name, 16)
+    strides_by_dim: list[tuple[int, int]] = []  # first stride and end of each torus dim
     stride = 1
-    for length in reversed(topology):
-        dims.append((stride, stride * length))
-        stride *= length
-    directions = set()
+    for dim_length in reversed(topology):
+        strides_by_dim.append((stride, stride * dim_length))
+        stride *= dim_length
+    dims_and_link_counts = set()
     axis_stride = 1 / platform.chip.devices
     for axis in reversed(AXES):
-        axis_end = axis_stride * sizes[axis]
-        for index, (first, end) in enumerate(dims):
-            covered = min(axis_end, end) / max(axis_stride, first)
-            if axis in axes and covered > 1:
-                length = end // first
-                directions.add((index, 2 if covered >= length and length % wrap == 0 else 1))
+        axis_end = axis_stride * local_counts[axis]
+        for torus_dim, (first_stride, end_stride) in enumerate(strides_by_dim):
+            covered_length = min(axis_end, end_stride) / max(axis_stride, first_stride)
+            if axis in axes and covered_length > 1:
+                dim_length = end_stride // first_stride
+                dims_and_link_counts.add(
+                    (torus_dim, 2 if covered_length >= dim_length and dim_length % wrap_length == 0 else 1)
+                )
         axis_stride = axis_end
-    return max(1, sum(count for _, count in directions))
+    return max(1, sum(link_count for _, link_count in dims_and_link_counts))
 
 
-def _network(platform: Platform) -> float:
-    """Return the bytes/s that one chip sends to other slices or hosts; `NETWORK` if the tables have no such link."""
+def _network_bandwidth(platform: Platform) -> float:
+    """Return the bytes/s that one chip sends to other slices or hosts; `NETWORK_BANDWIDTH` if no link is known."""
     link: Link | None = next((link for link in platform.links if link.name == "dcn"), None)
     if link is None:
-        return NETWORK
+        return NETWORK_BANDWIDTH
     return link.bandwidth / ((platform.chip.chips_per_host or 1) if link.per == "host" else 1)

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 LOCK_VERSION = 1
 TOLERANCE = 0.05
 """Relative difference of bytes from which a step counts as changed."""
-SMALL = 0.01
-"""Share of all bytes that a step sends below which collectives of one kind are not compared."""
+SMALL_SHARE = 0.01
+"""Share of all sent bytes; collectives of one kind with a smaller share are not compared."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanLock:
-    """A plan of an experiment file, and what its compiled step needed and sent per device.
+    """A plan of an experiment file, with the bytes that its compiled step needs and sends per device.
 
     Args:
         file: the experiment file, relative to the folder of the lock.
         variant: one of the file's VARIANTS.
-        overrides: texts of changed fields of the experiment, by path.
+        overrides: new texts of the experiment's changed fields, by path.
         platform: text of the platform that the step was compiled for.
         plan: JSON of the plan.
         parameters: number of parameters of the model.
@@ -68,24 +68,24 @@ class PlanLock:
         write_text(path, json.dumps({"version": LOCK_VERSION, **to_json(self)}, indent=2) + "\n")
 
     def differences(self, other: "PlanLock") -> tuple[str, ...]:
-        """Return what a later compilation of the same plan needs or sends otherwise, in sentences.
+        """Return one sentence for each difference in memory or communication between this lock and a later compilation.
 
         Args:
             other: the lock of the later compilation.
         """
-        pairs = {
+        old_and_new_by_name = {
             "device memory": (self.device_bytes, other.device_bytes),
             "host memory": (self.host_bytes, other.host_bytes),
         }
-        total = max(sum(self.sent_bytes.values()), sum(other.sent_bytes.values()))
+        total_bytes = max(sum(self.sent_bytes.values()), sum(other.sent_bytes.values()))
         for name in sorted({*self.sent_bytes, *other.sent_bytes}):
-            pair = (self.sent_bytes.get(name, 0), other.sent_bytes.get(name, 0))
-            if max(pair) >= SMALL * total:
-                pairs[name] = pair
+            old_and_new_bytes = (self.sent_bytes.get(name, 0), other.sent_bytes.get(name, 0))
+            if max(old_and_new_bytes) >= SMALL_SHARE * total_bytes:
+                old_and_new_by_name[name] = old_and_new_bytes
         return tuple(
-            f"{name}: {size(old)} in the lock, {size(new)} now"
-            for name, (old, new) in pairs.items()
-            if abs(new - old) > TOLERANCE * max(old, 1)
+            f"{name}: {size(old_bytes)} in the lock, {size(new_bytes)} now"
+            for name, (old_bytes, new_bytes) in old_and_new_by_name.items()
+            if abs(new_bytes - old_bytes) > TOLERANCE * max(old_bytes, 1)
         )
 
 
@@ -117,7 +117,7 @@ def lock_of(
         plan: plan whose step was compiled.
         platform_text: text of the platform.
         report: the compiler's report.
-        folder: folder to which the path of the experiment file shall be relative.
+        folder: folder to which the lock's path of the experiment file is relative.
 
     Raises:
         UserError: the compiler reported no bytes.
@@ -129,8 +129,10 @@ def lock_of(
         raise UserError(f"--lock: the compiler reported no bytes: {report.crashed or report.oom}")
     assert plan.mesh is not None, "a chosen plan has a mesh"
     sent_bytes: dict[str, int] = collections.defaultdict(int)
-    for each in report.collectives:
-        sent_bytes[f"{each.kind} over {'+'.join(each.axes or ('other groups',))}"] += each.bytes * each.count
+    for collective in report.collectives:
+        sent_bytes[f"{collective.kind} over {'+'.join(collective.axes or ('other groups',))}"] += (
+            collective.bytes * collective.count
+        )
     step = described_step(experiment, Platform.parse(platform_text), plan, plan.mesh.devices)
     return PlanLock(
         file=os.path.relpath(Path(source.path).resolve(), folder.resolve()),
@@ -152,35 +154,38 @@ class LockCheck:
 
     Args:
         lock: the lock.
-        now: the lock that would be written now.
+        new_lock: the lock of the new compilation.
         path: path of the lock, for display.
     """
 
     lock: PlanLock
-    now: PlanLock
+    new_lock: PlanLock
     path: str
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What the step needs or sends otherwise."""
-        return self.lock.differences(self.now)
+        """One sentence for each difference in memory or communication."""
+        return self.lock.differences(self.new_lock)
 
     @property
     def is_same_compiler(self) -> bool:
         """Whether both steps were compiled by the same versions of jax, jaxlib and the compiler."""
-        return self.lock.versions == self.now.versions
+        return self.lock.versions == self.new_lock.versions
 
     @property
     def holds(self) -> bool:
-        """Whether nothing differs that another compiler does not explain."""
+        """Whether there are no differences, or other versions of the compiler may explain them."""
         return not self.differences or not self.is_same_compiler
 
     def __str__(self) -> str:
         answer = "holds" if not self.differences else ("is changed" if self.is_same_compiler else "holds, with notes")
-        lines = [f"{self.path} {answer}: {size(self.now.device_bytes)} per device on {self.now.platform}"]
+        lines = [f"{self.path} {answer}: {size(self.new_lock.device_bytes)} per device on {self.new_lock.platform}"]
         lines += [f"  {difference}" for difference in self.differences]
         if not self.is_same_compiler:
-            lines.append(f"  compiled by {_versions(self.now.versions)}, the lock by {_versions(self.lock.versions)}")
+            lines.append(
+                f"  compiled by {_versions_text(self.new_lock.versions)}, "
+                f"the lock by {_versions_text(self.lock.versions)}"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -193,8 +198,8 @@ def check_lock(path: str | Path) -> LockCheck:
         path: path of the lock; the experiment file is found relative to it.
 
     Raises:
-        UserError: the lock cannot be read, its experiment file is missing, its model is another one, or the step does
-            not compile.
+        UserError: the lock cannot be read, its experiment file is missing, the number of the model's parameters has
+            changed, or the step does not compile.
     """
     from jaxscale.compiler.compile import compile_report
     from jaxscale.planning.program import step_recipe
@@ -206,15 +211,15 @@ def check_lock(path: str | Path) -> LockCheck:
     experiment, source = load_file(folder / lock.file, lock.variant, lock.overrides)
     plan = from_json(Plan, dict(lock.plan), str(path))
     report = compile_report(step_recipe(experiment, plan, source.remake), Platform.parse(lock.platform))
-    now = lock_of(experiment, source, plan, lock.platform, report, folder)
-    if now.parameters != lock.parameters:
+    new_lock = lock_of(experiment, source, plan, lock.platform, report, folder)
+    if new_lock.parameters != lock.parameters:
         raise UserError(
-            f"{path}: is of a model with {lock.parameters:,} parameters, and {lock.file} has {now.parameters:,} now; "
-            "write a new lock with jaxscale plan --lock"
+            f"{path}: locks a model with {lock.parameters:,} parameters, but {lock.file} has {new_lock.parameters:,} "
+            "now; write a new lock with jaxscale plan --lock"
         )
-    return LockCheck(lock, now, str(path))
+    return LockCheck(lock, new_lock, str(path))
 
 
-def _versions(versions: Mapping[str, str]) -> str:
-    """Return versions as text."""
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+def _versions_text(version_by_package: Mapping[str, str]) -> str:
+    """Return versions as text, such as "jax 0.7.0, jaxlib 0.7.0"."""
+    return ", ".join(f"{package} {version}" for package, version in version_by_package.items())

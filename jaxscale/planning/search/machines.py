@@ -1,4 +1,4 @@
-"""Machines of one kind, smaller and larger than a given one, and the smallest on which an experiment fits."""
+"""Machines of the same kind as a given one, smaller and larger, and the smallest that an experiment fits."""
 
 import dataclasses
 import math
@@ -14,37 +14,39 @@ MAX_GROWTH = 64
 
 
 def smallest_machine(search: Search) -> tuple[Platform, JudgedPlan] | None:
-    """Return the smallest larger machine of this kind that an experiment fits, with a plan; `None` if there is none.
+    """Return the smallest larger machine of the same kind that an experiment fits, with its best plan, or `None`.
 
     Args:
-        search: a search for the machine on which nothing fits.
+        search: a search for a machine on which no plan fits.
     """
-    return first_that_fits(search, larger(search.platform))
+    return first_that_fits(search, larger_machines(search.platform))
 
 
 def first_that_fits(search: Search, platforms: Iterable[Platform]) -> tuple[Platform, JudgedPlan] | None:
-    """Return the first of several machines that an experiment fits, with the best plan there.
+    """Return the first of several machines that an experiment fits, with the best plan there; `None` if it fits none.
 
     Args:
         search: a search for a machine of the same kind, whose limits hold for all of them.
         platforms: the machines.
     """
     for platform in platforms:
-        other_search = dataclasses.replace(search, platform=platform, objective="time", estimates=[])
-        smallest = other_search.candidates[1]
-        if search.limit is not None and all(LEAST_EXCESS * one.bytes > search.limit for one in smallest):
+        platform_search = dataclasses.replace(search, platform=platform, objective="time", estimates=[])
+        smallest_candidates = platform_search.candidates[1]
+        if search.limit is not None and all(
+            LEAST_EXCESS * candidate.bytes > search.limit for candidate in smallest_candidates
+        ):
             continue
         try:
-            best = other_search.run().plans[0]
+            best_plan = platform_search.run().plans[0]
         except UserError:  # every plan is refused
             continue
-        if best.fits:
-            return platform, best
+        if best_plan.fits:
+            return platform, best_plan
     return None
 
 
 def smaller(platform: Platform) -> Iterator[Platform]:
-    """Yield machines of a kind up to one machine, the smallest first; the machine itself is the last.
+    """Yield the machines of a machine's kind up to its size, the smallest first; the machine itself is the last.
 
     Example:
         >>> [str(machine) for machine in smaller(Platform.parse("tpu v5e:4x4"))]
@@ -55,22 +57,22 @@ def smaller(platform: Platform) -> Iterator[Platform]:
     if platform.chip.kind == "tpu":
         from jaxscale.platforms.tpu import topologies
 
-        last_count = 0
+        last_chip_count = 0
         for topology in topologies(platform.chip.name):
-            count = math.prod(topology)
-            if last_count < count < platform.chips * platform.slices:
-                last_count = count
-                yield dataclasses.replace(platform, chips=count, topology=topology, slices=1)
+            chip_count = math.prod(topology)
+            if last_chip_count < chip_count < platform.chips * platform.slices:
+                last_chip_count = chip_count
+                yield dataclasses.replace(platform, chips=chip_count, topology=topology, slices=1)
     else:
-        count = 1
-        while count < platform.chips:
-            yield dataclasses.replace(platform, chips=count)
-            count *= 2
+        chip_count = 1
+        while chip_count < platform.chips:
+            yield dataclasses.replace(platform, chips=chip_count)
+            chip_count *= 2
     yield platform
 
 
-def larger(platform: Platform) -> Iterator[Platform]:
-    """Yield larger machines of a kind, each at least twice as large as the one before.
+def larger_machines(platform: Platform) -> Iterator[Platform]:
+    """Yield larger machines of a machine's kind, each at least twice as large as the one before.
 
     Example:
         >>> [str(machine) for machine in larger(Platform.parse("tpu v5e:4x4"))][:2]
@@ -79,16 +81,16 @@ def larger(platform: Platform) -> Iterator[Platform]:
         ['gpu h100 x 16', 'gpu h100 x 32']
     """
     if platform.chip.kind == "gpu":
-        count = platform.chips * 2
-        while count <= MAX_GROWTH * platform.chips:
-            yield dataclasses.replace(platform, chips=count)
-            count *= 2
+        chip_count = platform.chips * 2
+        while chip_count <= MAX_GROWTH * platform.chips:
+            yield dataclasses.replace(platform, chips=chip_count)
+            chip_count *= 2
     elif platform.chip.kind == "tpu":
         from jaxscale.platforms.tpu import topologies
 
-        last_count = platform.chips
+        last_chip_count = platform.chips
         for topology in topologies(platform.chip.name):
-            count = math.prod(topology)
-            if 2 * last_count <= count <= MAX_GROWTH * platform.chips:
-                last_count = count
-                yield dataclasses.replace(platform, chips=count, topology=topology)
+            chip_count = math.prod(topology)
+            if 2 * last_chip_count <= chip_count <= MAX_GROWTH * platform.chips:
+                last_chip_count = chip_count
+                yield dataclasses.replace(platform, chips=chip_count, topology=topology)

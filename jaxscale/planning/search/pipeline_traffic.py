@@ -19,11 +19,11 @@ from jaxscale.pipeline.ticks import ticks
 from jaxscale.planning.search.transfer import PassName, StepTraffic, Transfer
 
 
-def pipelined_weights(step: StepTraffic) -> Iterator[Transfer]:
+def pipelined_weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the gathers of weights."""
-    sizes, width = step.sizes, step.width
-    shared_bytes = width * sizes.other_weights
-    if step.zero and step.chip == "tpu":
+    sizes, element_bytes = step.sizes, step.element_bytes
+    shared_bytes = element_bytes * sizes.other_weights
+    if step.zero and step.chip_kind == "tpu":
         yield Transfer("all-gather", ("pipe", "fsdp"), shared_bytes, 1, "weights", "update")
     else:
         fsdp_size = step.mesh.fsdp if step.zero else 1
@@ -31,27 +31,27 @@ def pipelined_weights(step: StepTraffic) -> Iterator[Transfer]:
         if step.zero:
             yield Transfer("all-gather", ("fsdp",), shared_bytes, 1, "weights", "update")
     if step.zero == 3:
-        layer_bytes = width * step.layer_weights
-        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "forward")
-        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "backward")
+        layer_bytes = element_bytes * step.layer_elements
+        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "forward")
+        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "backward")
     elif step.zero:
-        yield Transfer("all-gather", ("fsdp",), width * sizes.block_weights, 1, "weights", "update")
+        yield Transfer("all-gather", ("fsdp",), element_bytes * sizes.block_weights, 1, "weights", "update")
 
 
-def pipelined_gradients(step: StepTraffic) -> Iterator[Transfer]:
+def pipelined_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the reductions of gradients."""
-    sizes, mesh, microbatch_count = step.sizes, step.mesh, step.microbatches
+    sizes, mesh, microbatch_count = step.sizes, step.mesh, step.microbatch_count
     block_bytes, shared_bytes = 4 * sizes.block_weights, 4 * sizes.other_weights
     other_axes = tuple(axis for axis in step.other_axes if axis != "sequence")
     # the compiler handles the sequence axis, and sums over it in every backward pass
-    nbytes = step.gradient_width * step.layer_weights
-    yield Transfer("all-reduce", ("sequence",), nbytes, step.runs, "gradients", "backward")
-    nbytes = step.gradient_width * sizes.other_weights
+    nbytes = step.gradient_element_bytes * step.layer_elements
+    yield Transfer("all-reduce", ("sequence",), nbytes, step.run_count, "gradients", "backward")
+    nbytes = step.gradient_element_bytes * sizes.other_weights
     yield Transfer("all-reduce", ("sequence",), nbytes, microbatch_count, "gradients", "backward")
     if step.zero >= 2:
         if step.zero == 3:
-            layer_bytes = step.gradient_width * step.layer_weights
-            yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.runs, "gradients", "backward")
+            layer_bytes = step.gradient_element_bytes * step.layer_elements
+            yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.run_count, "gradients", "backward")
         else:
             yield Transfer("reduce-scatter", ("fsdp",), block_bytes, 1, "gradients", "update")
         yield Transfer("reduce-scatter", ("fsdp",), shared_bytes, 1, "gradients", "update")
@@ -64,18 +64,18 @@ def pipelined_gradients(step: StepTraffic) -> Iterator[Transfer]:
         yield Transfer("all-reduce", (*other_axes, "fsdp"), nbytes, 1, "gradients", "update")
 
 
-def messages(step: StepTraffic) -> Iterator[Transfer]:
+def stage_messages(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the messages between stages: activations in one direction of the ring, gradients in the other."""
     assert step.plan.pipeline is not None
-    split = step.mesh.tensor if step.plan.sequence_parallel else 1
-    nbytes = step.width * step.rows * step.sizes.activations / split
-    passes: tuple[PassName, PassName] = ("forward", "backward")
-    for pass_name, count in zip(passes, message_ticks(step.plan.pipeline), strict=True):
+    split_count = step.mesh.tensor if step.plan.sequence_parallel else 1
+    nbytes = step.element_bytes * step.rows * step.sizes.activation_elements / split_count
+    pass_names: tuple[PassName, PassName] = ("forward", "backward")
+    for pass_name, count in zip(pass_names, message_tick_counts(step.plan.pipeline), strict=True):
         yield Transfer("collective-permute", ("pipe",), nbytes, count, "stages", pass_name)
 
 
 @functools.lru_cache(maxsize=4096)
-def message_ticks(pipeline: PipelinePlan) -> tuple[int, int]:
+def message_tick_counts(pipeline: PipelinePlan) -> tuple[int, int]:
     """Return the number of exchanges to the right neighbor on the ring of ranks, and to the left neighbor, in a step.
 
     Example:
@@ -85,12 +85,14 @@ def message_ticks(pipeline: PipelinePlan) -> tuple[int, int]:
         (15, 17)
     """
     schedule = pipeline.schedule()
-    tick_sets: tuple[set[int], set[int]] = (set(), set())
+    right_and_left_ticks: tuple[set[int], set[int]] = (set(), set())
     for action, tick in ticks(schedule).items():
         route = schedule.routes[schedule.route[action.microbatch]]
-        target = action.stage + (1 if action.kind is Kind.F else -1)
-        if action.kind in (Kind.F, Kind.B, Kind.I) and 0 <= target < len(route):
-            steps = (route[target] - route[action.stage]) % schedule.ranks
-            if steps:
-                tick_sets[0 if steps == 1 and (schedule.ranks > 2 or action.kind is Kind.F) else 1].add(tick)
-    return len(tick_sets[0]), len(tick_sets[1])
+        target_stage = action.stage + (1 if action.kind is Kind.F else -1)
+        if action.kind in (Kind.F, Kind.B, Kind.I) and 0 <= target_stage < len(route):
+            ring_distance = (route[target_stage] - route[action.stage]) % schedule.ranks
+            if ring_distance:
+                right_and_left_ticks[
+                    0 if ring_distance == 1 and (schedule.ranks > 2 or action.kind is Kind.F) else 1
+                ].add(tick)
+    return len(right_and_left_ticks[0]), len(right_and_left_ticks[1])

@@ -1,4 +1,4 @@
-"""Plans of a search by closed forms, plans judged by estimates of whole steps, and the outcome of a search."""
+"""Plans ranked by closed forms, plans judged by estimates of whole steps, and the outcome of a search."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from jaxscale.recipe.plan import Plan
 
 KiB, MiB = 2**10, 2**20
 TIE = 0.02
-"""Step of the scale on which modeled seconds are compared; within a step, plans with fewer techniques come first."""
+"""Width of the bins in which modeled seconds are compared; within a bin, plans with fewer techniques come first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankedPlan:
-    """A plan of the search, by the closed forms alone.
+    """A plan of the search, with its seconds and bytes in closed form.
 
     Args:
         layout: mesh, ZeRO stage, pipeline and microbatches.
@@ -50,7 +50,7 @@ class RankedPlan:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan."""
+        """The layout with the settings of the variant."""
         return self.variant.applied(self.layout)
 
     @property
@@ -74,20 +74,20 @@ class RankedPlan:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What candidates have in common whose closed forms of bytes are off by about the same factor."""
+        """The key of candidates whose bytes in closed form are off by about the same factor."""
         mesh, pipeline = self.layout.mesh, self.layout.pipeline
         assert mesh is not None
-        method = None if pipeline is None else (pipeline.name, pipeline.ranks, pipeline.stash)
-        return (mesh.tensor, mesh.sequence, self.layout.zero, method, *self._variant_kind)
+        pipeline_key = None if pipeline is None else (pipeline.name, pipeline.ranks, pipeline.stash)
+        return (mesh.tensor, mesh.sequence, self.layout.zero, pipeline_key, *self._variant_kind)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides whether a rule or the model refuses the plan, apart from sizes."""
+        """The key of candidates that a rule or the model refuses for the same reasons."""
         mesh, pipeline = self.layout.mesh, self.layout.pipeline
         assert mesh is not None
         used_axes = tuple(axis for axis, count in mesh.sizes.items() if count > 1)
-        method = None if pipeline is None else (pipeline.name, pipeline.ranks)
-        return (used_axes, mesh.tensor, mesh.sequence, self.layout.zero, method, *self._variant_kind)
+        pipeline_key = None if pipeline is None else (pipeline.name, pipeline.ranks)
+        return (used_axes, mesh.tensor, mesh.sequence, self.layout.zero, pipeline_key, *self._variant_kind)
 
     @property
     def _variant_kind(self) -> tuple[object, ...]:
@@ -130,7 +130,7 @@ class Outcome:
     Args:
         plans: the plans that fit, the best first; if none fits, the one that needs the least memory.
         rejected: the estimated plans that do not fit, in the order in which they were tried.
-        refusals: the reason of each kind of plan that a rule or the model refuses.
+        refusals: for each kind of plan that a rule or the model refuses, the reason.
         candidate_count: number of plans that were ranked.
     """
 
@@ -142,15 +142,15 @@ class Outcome:
     def scaled(self, factor: float) -> "Outcome":
         """Return the outcome, with all modeled seconds multiplied by a factor."""
 
-        def scaled_plans(every: tuple[JudgedPlan, ...]) -> tuple[JudgedPlan, ...]:
-            """Return judged plans with their seconds multiplied."""
-            return tuple(dataclasses.replace(judged, seconds=judged.seconds.scaled(factor)) for judged in every)
+        def scaled_plans(judged_plans: tuple[JudgedPlan, ...]) -> tuple[JudgedPlan, ...]:
+            """Return judged plans with their seconds multiplied by the factor."""
+            return tuple(dataclasses.replace(judged, seconds=judged.seconds.scaled(factor)) for judged in judged_plans)
 
         return dataclasses.replace(self, plans=scaled_plans(self.plans), rejected=scaled_plans(self.rejected))
 
 
 def bin_of(seconds: float) -> float:
-    """Return the number of the step, `TIE` wide on a logarithmic scale, in which seconds lie."""
+    """Return the index of the bin in which seconds lie; bins are `TIE` wide on a logarithmic scale."""
     return math.floor(math.log(max(seconds, 1e-12)) / TIE)
 
 

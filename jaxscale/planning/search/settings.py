@@ -1,4 +1,4 @@
-"""Names of the settings of a plan that the search chooses, and that a user may fix or forbid; needs no JAX."""
+"""Names of the settings of a plan that the search chooses and a user may fix or forbid. The module needs no JAX."""
 
 from collections.abc import Collection
 
@@ -30,9 +30,9 @@ microbatches, offload, pipeline, replica, sequence, sequence_parallel, tensor, z
     for name in sorted({*fixed, *forbidden}):
         if name not in SETTINGS:
             raise unknown("setting", name, SETTINGS)
-    if both := sorted(set(fixed) & set(forbidden)):
-        raise UserError(f"{both[0]}: got it fixed and forbidden, expected one of the two")
+    if conflicting_names := sorted(set(fixed) & set(forbidden)):
+        raise UserError(f"{conflicting_names[0]}: got it fixed and forbidden, expected one of the two")
     if "mesh" in forbidden:
         raise UserError("mesh: got it forbidden, but every plan has one; forbid axes: tensor, sequence, replica")
-    if "mesh" in fixed and (axes := sorted({"tensor", "sequence", "replica"} & set(forbidden))):
-        raise UserError(f"{axes[0]}: got it forbidden, but the mesh is fixed; leave one of them out")
+    if "mesh" in fixed and (forbidden_axes := sorted({"tensor", "sequence", "replica"} & set(forbidden))):
+        raise UserError(f"{forbidden_axes[0]}: got it forbidden, but the mesh is fixed; leave one of them out")

@@ -2,7 +2,7 @@
 
     weights + optimizer state + compute copy + gradients + kept activations + the larger of loss and working set
 
-The sum of the first terms is a lower bound, except for roundings; the largest error is that of the working set, which
+The sum of the first terms is a lower bound, apart from rounding. The largest error is that of the working set, which
 `estimate` computes from the traced program.
 """
 
@@ -14,16 +14,16 @@ from jaxscale.planning.search.space import Variant
 from jaxscale.recipe.plan import Plan
 
 
-def sum_of_kinds(byte_counts: Mapping[str, float]) -> float:
-    """Return the bytes of a step from those of its kinds of tensor; loss and working set are not alive together.
+def sum_of_kinds(byte_count_by_kind: Mapping[str, float]) -> float:
+    """Return the total bytes of a step; the loss and the working set are not alive together, so the larger one counts.
 
     Example:
         >>> sum_of_kinds({"parameters": 4.0, "loss": 3.0, "transients": 1.0, "gathered weights": 1.0})
         7.0
     """
-    later_bytes = byte_counts.get("transients", 0.0) + byte_counts.get("gathered weights", 0.0)
-    loss_bytes = byte_counts.get("loss", 0.0)
-    return sum(byte_counts.values()) - min(loss_bytes, later_bytes)
+    working_set_bytes = byte_count_by_kind.get("transients", 0.0) + byte_count_by_kind.get("gathered weights", 0.0)
+    loss_bytes = byte_count_by_kind.get("loss", 0.0)
+    return sum(byte_count_by_kind.values()) - min(loss_bytes, working_set_bytes)
 
 
 def bytes_by_kind(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts) -> dict[str, float]:
@@ -37,34 +37,37 @@ def bytes_by_kind(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts)
     """
     mesh = layout.mesh
     assert mesh is not None
-    rows = costs.batch / mesh.batch_shards / layout.microbatches  # of one microbatch
-    scale = rows / costs.rows
+    row_count = costs.batch / mesh.batch_shards / layout.microbatches  # of one microbatch
+    scale = row_count / costs.rows
     weight_shards, gradient_shards, state_shards = (mesh.fsdp if layout.zero >= stage else 1 for stage in (3, 2, 1))
-    weights = costs.weights / mesh.pipe
-    is_rounded = layout.precision == "bfloat16"
-    has_sum = layout.microbatches > 1 or not is_rounded  # gradients of several microbatches are summed in float32
+    element_count = costs.weights / mesh.pipe
+    is_bfloat16 = layout.precision == "bfloat16"
+    # gradients of several microbatches are summed in float32
+    has_float32_sum = layout.microbatches > 1 or not is_bfloat16
     weight_bytes = 0.0 if variant.offload.masters else costs.weight_bytes / mesh.pipe / weight_shards
-    copy_bytes = 2 * weights / weight_shards if is_rounded and variant.offload.weights == "device" else 0.0
+    compute_copy_bytes = (
+        2 * element_count / weight_shards if is_bfloat16 and variant.offload.weights == "device" else 0.0
+    )
     state_bytes = 0.0
     if variant.offload.optimizer_state == "device":
         state_bytes = costs.state_bytes / mesh.pipe / state_shards
-    gradient_bytes = (4 if has_sum else 2) * weights / gradient_shards
+    gradient_bytes = (4 if has_float32_sum else 2) * element_count / gradient_shards
     if variant.offload.gradients == "host":
         gradient_bytes /= max(1, costs.sizes.layers)
     gathered_bytes = 0.0
     if weight_shards > 1 or variant.offload.weights == "host":  # two blocks, and the rest, in the type of the products
         sizes = costs.sizes
-        gathered_bytes = (2 if is_rounded else 4) * (2 * sizes.block_weights / max(1, sizes.layers))
+        gathered_bytes = (2 if is_bfloat16 else 4) * (2 * sizes.block_weights / max(1, sizes.layers))
     kept_bytes = kept.kept_bytes / mesh.pipe
     if layout.pipeline is not None:  # the first stage keeps a microbatch for each rank, and works on one
-        kept_count = min(mesh.pipe, layout.microbatches)
+        kept_microbatch_count = min(mesh.pipe, layout.microbatches)
         if layout.stages_keep == "input":
-            kept_bytes += kept_count * scale * costs.input_bytes
+            kept_bytes += kept_microbatch_count * scale * costs.input_bytes
         else:  # stashes are whole along the tensor and sequence axes
-            stashed_bytes = kept_bytes
+            stash_bytes = kept_bytes
             if layout.pipeline.name.startswith("zb"):  # until the weight gradient, a block keeps all that it needs
-                stashed_bytes += costs.kept(MemoryPlan("none"), rows).kept_bytes / mesh.pipe
-            kept_bytes += kept_count * mesh.tensor * mesh.sequence * stashed_bytes
+                stash_bytes += costs.kept(MemoryPlan("none"), row_count).kept_bytes / mesh.pipe
+            kept_bytes += kept_microbatch_count * mesh.tensor * mesh.sequence * stash_bytes
     loss_bytes = scale * costs.loss_bytes
     if variant.loss_chunk is not None:
         loss_bytes *= min(1.0, variant.loss_chunk / costs.positions)
@@ -72,7 +75,7 @@ def bytes_by_kind(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts)
     return {
         "parameters": weight_bytes,
         "optimizer state": state_bytes,
-        "compute copy": copy_bytes,
+        "compute copy": compute_copy_bytes,
         "kept activations": kept_bytes,
         "loss": loss_bytes,
         "gradients": gradient_bytes,

@@ -9,10 +9,10 @@
                      sequence parallelism; the embedding and the head have one each
     sequence         keys and values are gathered, and their gradients scattered
     pipe             `pipeline_traffic.py`
-    tables           if a microbatch reads less than a sharded table holds, devices exchange what they read, and its
-                     gradients, in place of the table; a tied head reduces gradients of its own
+    tables           if a microbatch reads less than a sharded table holds, devices exchange the rows that they read and
+                     the gradients of these rows, instead of the table; a tied head reduces its gradients separately
 
-Collectives of blocks run once for each block. Those of a block's forward pass run again if it is recomputed, but for
+Collectives of blocks run once for each block. Those of a block's forward pass run again if it is recomputed, except
 the last reduction, whose result nothing reads. These are the collectives of compiled steps, which the three compilers
 insert in different ways (`wire_plans.py` of the benchmarks compares them):
 
@@ -21,8 +21,8 @@ insert in different ways (`wire_plans.py` of the benchmarks compares them):
     XLA:TPU    reduces the gradient of a whole table over all axes under ZeRO 2 and 3, if there are other axes than fsdp
     XLA:CPU    gathers other weights once a step
 
-Left out: the loss over a split vocabulary, norms and other small sums, the expert axis, and what a compiler does apart
-from this, such as gathers in the form of permutes beside products.
+Left out: the loss over a split vocabulary, norms and other small sums, the expert axis, and other choices of a
+compiler, such as gathers that it replaces by permutes beside products.
 """
 
 import dataclasses
@@ -33,7 +33,11 @@ from collections.abc import Iterator
 import jax
 
 from jaxscale.model_traits import ModelTraits
-from jaxscale.planning.search.pipeline_traffic import messages, pipelined_gradients, pipelined_weights
+from jaxscale.planning.search.pipeline_traffic import (
+    pipelined_gradient_reductions,
+    pipelined_weight_gathers,
+    stage_messages,
+)
 from jaxscale.planning.search.transfer import Sizes, StepTraffic, Transfer, WeightShapes
 from jaxscale.platforms.platform import DeviceKind
 from jaxscale.programs.collect import BlockCall
@@ -45,7 +49,7 @@ from jaxscale.trees import named_leaves
 
 __all__ = ["Sizes", "Transfer", "sizes_of", "transfers"]
 
-CODED = 4
+ASSUMED_CODEC_RATIO = 4
 """Assumed factor by which a codec makes gradients smaller if the shapes of the weights are not known."""
 
 
@@ -62,200 +66,236 @@ def transfers(
         chip: kind of the chips, whose compiler inserts the collectives.
 
     Example:
-        >>> sizes = Sizes(block_weights=1000, other_weights=200, layers=2, activations=64)
+        >>> sizes = Sizes(block_weights=1000, other_weights=200, layers=2, activation_elements=64)
         >>> plan = Plan(mesh="fsdp:4", zero=3)
         >>> [(t.kind, t.nbytes, t.count, t.passes) for t in transfers(plan, sizes, rows=1)][1:3]
         [('all-gather', 2000.0, 2, 'forward'), ('all-gather', 2000.0, 2, 'backward')]
     """
     assert plan.mesh is not None
     pipe_size = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
-    mesh = dataclasses.replace(plan.mesh, pipe=pipe_size)  # a plan may leave it out
+    mesh = dataclasses.replace(plan.mesh, pipe=pipe_size)  # the plan's mesh may leave pipe out
     step = StepTraffic(plan, sizes, mesh, rows, recomputed, chip)
     if plan.pipeline is None:
-        candidates = [*_weights(step), *_lookups(step), *_gradients(step)]
+        unmerged_transfers = [*_weight_gathers(step), *_lookup_exchanges(step), *_gradient_reductions(step)]
     else:
-        candidates = [*pipelined_weights(step), *pipelined_gradients(step), *messages(step)]
-    candidates += [*_replicas(step), *_activations(step), *_sequence(step)]
-    count_by_transfer: dict[Transfer, float] = {}  # of the transfers with count 1
-    for transfer in candidates:
+        unmerged_transfers = [
+            *pipelined_weight_gathers(step),
+            *pipelined_gradient_reductions(step),
+            *stage_messages(step),
+        ]
+    unmerged_transfers += [*_replica_exchanges(step), *_activation_collectives(step), *_sequence_collectives(step)]
+    count_by_transfer: dict[Transfer, float] = {}  # by transfer with count 1
+    for transfer in unmerged_transfers:
         axes = tuple(axis for axis in AXES if axis in transfer.axes and mesh.sizes[axis] > 1)
         if axes and transfer.count and transfer.nbytes:
-            one = dataclasses.replace(transfer, axes=axes, count=1)
-            count_by_transfer[one] = count_by_transfer.get(one, 0) + transfer.count
-    return tuple(dataclasses.replace(one, count=count) for one, count in count_by_transfer.items())
+            single_transfer = dataclasses.replace(transfer, axes=axes, count=1)
+            count_by_transfer[single_transfer] = count_by_transfer.get(single_transfer, 0) + transfer.count
+    return tuple(
+        dataclasses.replace(single_transfer, count=count) for single_transfer, count in count_by_transfer.items()
+    )
 
 
-def _weights(step: StepTraffic) -> Iterator[Transfer]:
+def _weight_gathers(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the gathers of weights, without a pipeline."""
-    sizes, width = step.sizes, step.width
+    sizes, element_bytes = step.sizes, step.element_bytes
     if step.zero == 3:
-        count = 1 if step.chip == "cpu" else step.microbatches
+        gather_count = 1 if step.chip_kind == "cpu" else step.microbatch_count
         is_read_apart = step.has_sparse_lookups and not sizes.is_tied
-        is_gathered_apart = step.has_whole_tables and step.chip == "tpu"  # over both axes at once
-        tables = sizes.tables if is_read_apart or is_gathered_apart else 0
-        yield Transfer("all-gather", ("fsdp",), width * (sizes.other_weights - tables), count, "weights", "forward")
-        layer_bytes = width * step.layer_weights
-        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "forward")
-        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.runs, "weights", "backward")
+        is_gathered_apart = step.has_whole_tables and step.chip_kind == "tpu"  # over both axes at once
+        table_elements = sizes.table_elements if is_read_apart or is_gathered_apart else 0
+        yield Transfer(
+            "all-gather",
+            ("fsdp",),
+            element_bytes * (sizes.other_weights - table_elements),
+            gather_count,
+            "weights",
+            "forward",
+        )
+        layer_bytes = element_bytes * step.layer_elements
+        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "forward")
+        yield Transfer("all-gather", ("fsdp",), layer_bytes, step.run_count, "weights", "backward")
     elif step.zero:
-        nbytes = width * (sizes.block_weights + sizes.other_weights)
+        nbytes = element_bytes * (sizes.block_weights + sizes.other_weights)
         yield Transfer("all-gather", ("fsdp",), nbytes, 1, "weights", "update")
 
 
-def _lookups(step: StepTraffic) -> Iterator[Transfer]:
-    """Yield the exchange of what is read from sharded tables, and of its gradients, without a pipeline."""
+def _lookup_exchanges(step: StepTraffic) -> Iterator[Transfer]:
+    """Yield the exchanges of rows read from sharded tables, and of their gradients, without a pipeline."""
     if not step.has_sparse_lookups or step.zero == 1:
         return
-    elements, count = step.lookup_elements, step.microbatches
+    lookup_elements, microbatch_count = step.lookup_elements, step.microbatch_count
     axes = ("fsdp", "tensor") if step.has_whole_tables else ("fsdp",)
     if step.zero == 3:
-        yield Transfer("reduce-scatter", axes, step.width * elements, count, "activations", "forward")
-    if step.chip == "tpu":
-        yield Transfer("all-gather", axes, 4 * elements, count, "activations", "backward")
+        yield Transfer(
+            "reduce-scatter", axes, step.element_bytes * lookup_elements, microbatch_count, "activations", "forward"
+        )
+    if step.chip_kind == "tpu":
+        yield Transfer("all-gather", axes, 4 * lookup_elements, microbatch_count, "activations", "backward")
         return
-    yield Transfer("all-gather", ("fsdp",), step.width * elements, count, "activations", "backward")
+    yield Transfer(
+        "all-gather", ("fsdp",), step.element_bytes * lookup_elements, microbatch_count, "activations", "backward"
+    )
     if step.has_whole_tables:
-        shard_bytes = step.width * elements / step.mesh.fsdp
-        yield Transfer("all-gather", ("tensor",), shard_bytes, count, "activations", "backward")
+        shard_bytes = step.element_bytes * lookup_elements / step.mesh.fsdp
+        yield Transfer("all-gather", ("tensor",), shard_bytes, microbatch_count, "activations", "backward")
 
 
-def _gradients(step: StepTraffic) -> Iterator[Transfer]:
+def _gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the reductions of gradients over the axes of the batch and of sequences, without a pipeline."""
-    sizes, layer_bytes = step.sizes, step.gradient_width * step.layer_weights
+    sizes, layer_bytes = step.sizes, step.gradient_element_bytes * step.layer_elements
     if step.zero >= 2:
-        yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.runs, "gradients", "backward")
+        yield Transfer("reduce-scatter", ("fsdp",), layer_bytes, step.run_count, "gradients", "backward")
         shard_bytes = layer_bytes / step.mesh.fsdp
-        yield Transfer("all-reduce", step.other_axes, shard_bytes, step.runs, "gradients", "backward")
+        yield Transfer("all-reduce", step.other_axes, shard_bytes, step.run_count, "gradients", "backward")
     else:
-        yield Transfer("all-reduce", step.batch_axes, layer_bytes, step.runs, "gradients", "backward")
-    yield from _table_gradients(step)
-    yield from _other_gradients(step, sizes.other_weights - (0 if sizes.is_tied else sizes.tables))
+        yield Transfer("all-reduce", step.batch_axes, layer_bytes, step.run_count, "gradients", "backward")
+    yield from _table_gradient_reductions(step)
+    yield from _other_gradient_reductions(step, sizes.other_weights - (0 if sizes.is_tied else sizes.table_elements))
 
 
-def _other_gradients(step: StepTraffic, weights: float) -> Iterator[Transfer]:
-    """Yield the reductions of gradients of weights outside of blocks, but for tables."""
-    microbatch_count = step.microbatches
-    nbytes, other_axes = step.gradient_width * weights, step.other_axes
-    # compilers of accelerators move an all-reduce of a sum over microbatches behind the loop; a TPU's in the sum's type
-    late_count = microbatch_count if step.chip == "cpu" else 1
-    late_bytes = 4 * weights if step.chip == "tpu" and microbatch_count > 1 else nbytes
+def _other_gradient_reductions(step: StepTraffic, element_count: float) -> Iterator[Transfer]:
+    """Yield the reductions of gradients of weights outside of blocks, except tables."""
+    microbatch_count = step.microbatch_count
+    nbytes, other_axes = step.gradient_element_bytes * element_count, step.other_axes
+    # GPU and TPU compilers move an all-reduce of a sum over microbatches behind the loop; on TPU, it is in float32
+    late_count = microbatch_count if step.chip_kind == "cpu" else 1
+    late_bytes = 4 * element_count if step.chip_kind == "tpu" and microbatch_count > 1 else nbytes
     if step.zero >= 2:
         yield Transfer("reduce-scatter", ("fsdp",), nbytes, microbatch_count, "gradients", "backward")
         late_bytes /= step.mesh.fsdp
         yield Transfer("all-reduce", other_axes, late_bytes, late_count, "gradients", "backward")
     elif step.zero == 1:
-        is_whole = bool(other_axes) or (step.sizes.is_tied and step.chip == "gpu")
+        is_whole = bool(other_axes) or (step.sizes.is_tied and step.chip_kind == "gpu")
         kind = "all-reduce" if is_whole else "reduce-scatter"  # an update reads a shard
         yield Transfer(kind, step.batch_axes, nbytes, microbatch_count, "gradients", "backward")
     else:
         yield Transfer("all-reduce", step.batch_axes, late_bytes, late_count, "gradients", "backward")
 
 
-def _table_gradients(step: StepTraffic) -> Iterator[Transfer]:
+def _table_gradient_reductions(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the reductions of gradients of tables."""
-    tables, microbatch_count = step.sizes.tables, step.microbatches
-    other_axes, tensor = step.other_axes, step.mesh.tensor
-    late_count = microbatch_count if step.chip == "cpu" else 1
-    width = 4 if step.chip == "gpu" or (step.chip == "tpu" and step.zero and not other_axes) else step.gradient_width
-    if step.has_sparse_lookups and step.zero >= 2:  # the gradients of what was read were gathered
-        width = 4 if step.chip == "gpu" else step.gradient_width
-        shard_bytes = width * tables / step.mesh.fsdp
+    table_elements, microbatch_count = step.sizes.table_elements, step.microbatch_count
+    other_axes, tensor_size = step.other_axes, step.mesh.tensor
+    late_count = microbatch_count if step.chip_kind == "cpu" else 1
+    element_bytes = (
+        4
+        if step.chip_kind == "gpu" or (step.chip_kind == "tpu" and step.zero and not other_axes)
+        else step.gradient_element_bytes
+    )
+    if step.has_sparse_lookups and step.zero >= 2:  # the gradients of the rows that were read are gathered
+        element_bytes = 4 if step.chip_kind == "gpu" else step.gradient_element_bytes
+        shard_bytes = element_bytes * table_elements / step.mesh.fsdp
         yield Transfer("all-reduce", other_axes, shard_bytes, late_count, "gradients", "backward")
         return
     if step.has_whole_tables:
-        nbytes = (4 if step.chip == "gpu" else step.gradient_width) * tables * tensor
-        if step.zero or step.chip == "tpu":
-            is_scattered = step.chip == "tpu" and step.zero and not other_axes
+        nbytes = (4 if step.chip_kind == "gpu" else step.gradient_element_bytes) * table_elements * tensor_size
+        if step.zero or step.chip_kind == "tpu":
+            is_scattered = step.chip_kind == "tpu" and step.zero and not other_axes
             kind = "reduce-scatter" if is_scattered else "all-reduce"
             axes = (*step.batch_axes, "tensor")
             yield Transfer(kind, axes, nbytes, microbatch_count, "gradients", "backward")
             return
         yield Transfer("reduce-scatter", ("tensor",), nbytes, microbatch_count, "gradients", "backward")
-    is_whole = step.mesh.sequence > 1 if step.chip == "gpu" else step.chip == "tpu" and bool(other_axes)
+    is_whole = step.mesh.sequence > 1 if step.chip_kind == "gpu" else step.chip_kind == "tpu" and bool(other_axes)
     if step.zero >= 2 and not is_whole:
-        yield Transfer("reduce-scatter", ("fsdp",), width * tables, microbatch_count, "gradients", "backward")
-        yield Transfer("all-reduce", other_axes, width * tables / step.mesh.fsdp, late_count, "gradients", "backward")
+        yield Transfer(
+            "reduce-scatter", ("fsdp",), element_bytes * table_elements, microbatch_count, "gradients", "backward"
+        )
+        yield Transfer(
+            "all-reduce",
+            other_axes,
+            element_bytes * table_elements / step.mesh.fsdp,
+            late_count,
+            "gradients",
+            "backward",
+        )
     elif step.zero:
         is_scattered = step.has_sparse_lookups and not step.sizes.is_tied
-        is_reduced = (step.chip == "gpu" and not is_scattered) or is_whole or bool(other_axes)
+        is_reduced = (step.chip_kind == "gpu" and not is_scattered) or is_whole or bool(other_axes)
         kind = "all-reduce" if is_reduced else "reduce-scatter"
-        yield Transfer(kind, step.batch_axes, width * tables, microbatch_count, "gradients", "backward")
+        yield Transfer(kind, step.batch_axes, element_bytes * table_elements, microbatch_count, "gradients", "backward")
     else:
-        width = 4 if step.chip == "tpu" and microbatch_count > 1 else width
-        yield Transfer("all-reduce", step.batch_axes, width * tables, late_count, "gradients", "backward")
+        element_bytes = 4 if step.chip_kind == "tpu" and microbatch_count > 1 else element_bytes
+        yield Transfer(
+            "all-reduce", step.batch_axes, element_bytes * table_elements, late_count, "gradients", "backward"
+        )
 
 
-def _replicas(step: StepTraffic) -> Iterator[Transfer]:
+def _replica_exchanges(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the exchange between replicas by a codec or by DiLoCo, as the all-reduce that sends as many bytes."""
-    if not step.has_own_replicas:
+    if not step.has_replica_exchange:
         return
     plan, mesh, sizes = step.plan, step.mesh, step.sizes
     shard_count = mesh.data * mesh.pipe * mesh.fsdp
-    weights = sizes.block_weights + sizes.other_weights / mesh.pipe  # a stage has its blocks, and its part of the rest
-    nbytes = 4 * weights * mesh.pipe / shard_count
+    # a stage has its own blocks, and a share of the other weights
+    stage_elements = sizes.block_weights + sizes.other_weights / mesh.pipe
+    nbytes = 4 * stage_elements * mesh.pipe / shard_count
     if plan.reduce is not None and not isinstance(plan.reduce, str):
-        nbytes *= _coded_share(plan.reduce, sizes.shapes, mesh.replica, shard_count)
-    count = 1.0 if plan.diloco is None else 1 / plan.diloco.every
-    yield Transfer("all-reduce", ("replica",), nbytes, count, "replicas", "backward")
+        nbytes *= _coded_share(plan.reduce, sizes.shapes_and_stacked_flags, mesh.replica, shard_count)
+    exchanges_per_step = 1.0 if plan.diloco is None else 1 / plan.diloco.every
+    yield Transfer("all-reduce", ("replica",), nbytes, exchanges_per_step, "replicas", "backward")
 
 
 @functools.lru_cache(maxsize=256)
-def _coded_share(codec: Codec, shapes: WeightShapes, replicas: int, shard_count: int) -> float:
-    """Return the bytes that a codec sends for weights split into shards, over those of float32."""
-    if replicas == 1 or not shapes:
-        return 1 / CODED
+def _coded_share(codec: Codec, shapes_and_stacked_flags: WeightShapes, replica_count: int, shard_count: int) -> float:
+    """Return the ratio of the bytes that a codec sends for sharded weights to those of float32."""
+    if replica_count == 1 or not shapes_and_stacked_flags:
+        return 1 / ASSUMED_CODEC_RATIO
     sent_bytes = exact_bytes = 0
-    for shape, is_stacked in shapes:
-        dims = list(shape)
-        splittable = [dim for dim in range(is_stacked, len(dims)) if dims[dim] % shard_count == 0]
-        if splittable:
-            dims[max(splittable, key=lambda dim: dims[dim])] //= shard_count
-        exact = wire.exact(tuple(dims), replicas)
-        exact_bytes += exact
-        sent_bytes += min(exact, codec.wire_bytes(tuple(dims), replicas, layers=is_stacked))
+    for shape, is_stacked in shapes_and_stacked_flags:
+        dim_sizes = list(shape)
+        splittable_dims = [dim for dim in range(is_stacked, len(dim_sizes)) if dim_sizes[dim] % shard_count == 0]
+        if splittable_dims:
+            dim_sizes[max(splittable_dims, key=lambda dim: dim_sizes[dim])] //= shard_count
+        exact_weight_bytes = wire.exact(tuple(dim_sizes), replica_count)
+        exact_bytes += exact_weight_bytes
+        sent_bytes += min(exact_weight_bytes, codec.wire_bytes(tuple(dim_sizes), replica_count, layers=is_stacked))
     return sent_bytes / exact_bytes
 
 
-def _activations(step: StepTraffic) -> Iterator[Transfer]:
+def _activation_collectives(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the collectives of activations over the tensor axis."""
     plan, sizes, mesh = step.plan, step.sizes, step.mesh
-    nbytes, axes = step.width * step.rows * sizes.activations, ("tensor",)
-    # the rerun of a whole stage needs what each of its blocks returns; that of a block does not
-    stage_rerun = 1.0 if plan.pipeline is not None and plan.stages_keep == "input" else 0.0
-    block_rerun = min(1.0, max(0.0, step.recomputed - stage_rerun))
-    scatter_count = step.runs * (2 * stage_rerun + block_rerun)
-    gather_count = 2 * step.runs * (stage_rerun + block_rerun)
-    ends_count = step.microbatches if sizes.has_split_ends else 0
+    nbytes, axes = step.element_bytes * step.rows * sizes.activation_elements, ("tensor",)
+    # the rerun of a whole stage needs the output of each of its blocks; the rerun of a block does not
+    stage_rerun_share = 1.0 if plan.pipeline is not None and plan.stages_keep == "input" else 0.0
+    block_rerun_share = min(1.0, max(0.0, step.recomputed_share - stage_rerun_share))
+    scatter_count = step.run_count * (2 * stage_rerun_share + block_rerun_share)
+    gather_count = 2 * step.run_count * (stage_rerun_share + block_rerun_share)
+    ends_count = step.microbatch_count if sizes.has_split_ends else 0
     if not plan.sequence_parallel:
-        yield Transfer("all-reduce", axes, nbytes, 2 * step.runs + ends_count, "activations", "forward")
-        count = 2 * step.runs + scatter_count + ends_count
-        yield Transfer("all-reduce", axes, nbytes, count, "activations", "backward")
+        yield Transfer("all-reduce", axes, nbytes, 2 * step.run_count + ends_count, "activations", "forward")
+        backward_count = 2 * step.run_count + scatter_count + ends_count
+        yield Transfer("all-reduce", axes, nbytes, backward_count, "activations", "backward")
         return
     if step.has_whole_tables and plan.pipeline is None and (sizes.is_tied or not step.has_sparse_lookups):
-        table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip == "tpu" else axes
-        table_bytes = step.width * sizes.tables * mesh.tensor
-        yield Transfer("all-gather", table_axes, table_bytes, step.microbatches, "weights", "forward")
-    kept_gathers, lost_gathers = 2 * step.runs * (1 - block_rerun), 2 * step.runs * block_rerun
+        table_axes = ("fsdp", "tensor") if step.zero == 3 and step.chip_kind == "tpu" else axes
+        table_bytes = step.element_bytes * sizes.table_elements * mesh.tensor
+        yield Transfer("all-gather", table_axes, table_bytes, step.microbatch_count, "weights", "forward")
+    kept_gather_count, lost_gather_count = (
+        2 * step.run_count * (1 - block_rerun_share),
+        2 * step.run_count * block_rerun_share,
+    )
     read_bytes = (2 if step.has_wide_gathers else 1) * nbytes
-    yield Transfer("all-gather", axes, read_bytes, kept_gathers, "activations", "forward")
-    yield Transfer("all-gather", axes, nbytes, lost_gathers + ends_count, "activations", "forward")
-    yield Transfer("reduce-scatter", axes, nbytes, 2 * step.runs, "activations", "forward")
+    yield Transfer("all-gather", axes, read_bytes, kept_gather_count, "activations", "forward")
+    yield Transfer("all-gather", axes, nbytes, lost_gather_count + ends_count, "activations", "forward")
+    yield Transfer("reduce-scatter", axes, nbytes, 2 * step.run_count, "activations", "forward")
     yield Transfer("all-gather", axes, read_bytes, gather_count, "activations", "backward")
-    yield Transfer("all-gather", axes, nbytes, 2 * step.runs, "activations", "backward")
-    count = 2 * step.runs + scatter_count + ends_count
-    yield Transfer("reduce-scatter", axes, nbytes, count, "activations", "backward")
+    yield Transfer("all-gather", axes, nbytes, 2 * step.run_count, "activations", "backward")
+    backward_count = 2 * step.run_count + scatter_count + ends_count
+    yield Transfer("reduce-scatter", axes, nbytes, backward_count, "activations", "backward")
 
 
-def _sequence(step: StepTraffic) -> Iterator[Transfer]:
+def _sequence_collectives(step: StepTraffic) -> Iterator[Transfer]:
     """Yield the collectives of keys and values over the sequence axis."""
-    nbytes = step.width * step.rows * step.sizes.attention * step.mesh.sequence
+    nbytes = step.element_bytes * step.rows * step.sizes.kv_elements * step.mesh.sequence
     read_bytes = (1.5 if step.has_wide_gathers else 1) * nbytes  # keys, but not values
-    rerun = min(1.0, step.recomputed)
+    rerun_share = min(1.0, step.recomputed_share)
     axes = ("sequence",)
-    yield Transfer("all-gather", axes, read_bytes, step.runs * (1 - rerun), "sequence", "forward")
-    yield Transfer("all-gather", axes, nbytes, step.runs * rerun, "sequence", "forward")
-    yield Transfer("all-gather", axes, read_bytes, step.runs * rerun, "sequence", "backward")
-    yield Transfer("reduce-scatter", axes, nbytes, step.runs, "sequence", "backward")
+    yield Transfer("all-gather", axes, read_bytes, step.run_count * (1 - rerun_share), "sequence", "forward")
+    yield Transfer("all-gather", axes, nbytes, step.run_count * rerun_share, "sequence", "forward")
+    yield Transfer("all-gather", axes, read_bytes, step.run_count * rerun_share, "sequence", "backward")
+    yield Transfer("reduce-scatter", axes, nbytes, step.run_count, "sequence", "backward")
 
 
 def sizes_of(step: TrainStep, calls: tuple[BlockCall, ...]) -> Sizes:
@@ -268,40 +308,48 @@ def sizes_of(step: TrainStep, calls: tuple[BlockCall, ...]) -> Sizes:
         calls: calls of the model's blocks (`traced_blocks`).
     """
     tensor_size = step.mesh.shape["tensor"]
-    leaves = named_leaves(step.layout.abstract.params)
-    local_shapes = {name: tuple(leaf.sharding.shard_shape(leaf.shape)) for name, leaf in leaves.items()}
-    weights = sum(map(math.prod, local_shapes.values()))
-    block_weights = min(weights, sum(_block_weights(call, tensor_size) for call in calls))
-    unstacked = {name: shape for name, shape in local_shapes.items() if not step.pure_model.is_stacked(name)}
-    table_names = [name for name in unstacked if any(word in name.lower() for word in ("embed", "position"))]
-    tables = min(weights - block_weights, sum(math.prod(unstacked[name]) for name in table_names))
-    rows = step.experiment.batch
+    leaf_by_name = named_leaves(step.layout.abstract.params)
+    local_shape_by_name = {name: tuple(leaf.sharding.shard_shape(leaf.shape)) for name, leaf in leaf_by_name.items()}
+    weight_elements = sum(map(math.prod, local_shape_by_name.values()))
+    block_elements = min(weight_elements, sum(_block_elements(call, tensor_size) for call in calls))
+    unstacked_shape_by_name = {
+        name: shape for name, shape in local_shape_by_name.items() if not step.pure_model.is_stacked(name)
+    }
+    table_names = [
+        name for name in unstacked_shape_by_name if any(word in name.lower() for word in ("embed", "position"))
+    ]
+    table_elements = min(
+        weight_elements - block_elements, sum(math.prod(unstacked_shape_by_name[name]) for name in table_names)
+    )
+    row_count = step.experiment.batch
     largest_call = max(calls, key=lambda call: call.input_bytes, default=None)
-    activations = 0
+    activation_elements = 0
     if largest_call is not None:
         graph = largest_call.graph
         element_bytes = {"bfloat16": 2, "float16": 2}.get(graph.values[graph.carried[0]].dtype, 4)
-        split = tensor_size if step.plan.sequence_parallel else 1
-        activations = split * graph.carried_bytes // element_bytes // max(1, rows)
+        split_count = tensor_size if step.plan.sequence_parallel else 1
+        activation_elements = split_count * graph.carried_bytes // element_bytes // max(1, row_count)
     traits = ModelTraits.of(step.experiment.model)
     kv_share = 2.0
-    heads, kv_heads = (getattr(step.experiment.model, name, None) for name in ("heads", "kv_heads"))
-    if heads and kv_heads:
-        kv_share = 2 * kv_heads / heads
+    head_count, kv_head_count = (getattr(step.experiment.model, name, None) for name in ("heads", "kv_heads"))
+    if head_count and kv_head_count:
+        kv_share = 2 * kv_head_count / head_count
     return Sizes(
-        block_weights=block_weights,
-        other_weights=weights - block_weights,
+        block_weights=block_elements,
+        other_weights=weight_elements - block_elements,
         layers=sum(call.count for call in calls),
-        activations=activations,
-        attention=int(kv_share * activations) // tensor_size if traits.context else 0,
-        tables=tables,
-        has_split_ends=any(unstacked[name] != tuple(leaves[name].shape) for name in table_names),
-        is_tied=sum(traits.vocab in leaves[name].shape for name in unstacked) == 1,
-        shapes=tuple((shape, step.pure_model.is_stacked(name)) for name, shape in local_shapes.items()),
+        activation_elements=activation_elements,
+        kv_elements=int(kv_share * activation_elements) // tensor_size if traits.context else 0,
+        table_elements=table_elements,
+        has_split_ends=any(unstacked_shape_by_name[name] != tuple(leaf_by_name[name].shape) for name in table_names),
+        is_tied=sum(traits.vocab in leaf_by_name[name].shape for name in unstacked_shape_by_name) == 1,
+        shapes_and_stacked_flags=tuple(
+            (shape, step.pure_model.is_stacked(name)) for name, shape in local_shape_by_name.items()
+        ),
     )
 
 
-def _block_weights(call: BlockCall, tensor_size: int) -> int:
-    """Return the elements on a device of the weights of all runs of a block."""
+def _block_elements(call: BlockCall, tensor_size: int) -> int:
+    """Return the elements of the weights of all runs of a block, per device."""
     leaves = jax.tree.leaves(call.args[0]) if call.args else []
     return sum(math.prod(leaf.shape) for leaf in leaves if leaf.shape) * call.count // tensor_size

@@ -1,4 +1,4 @@
-"""Sizes, Transfer: the sizes of a model that determine its collectives, and one kind of collective of a train step."""
+"""Sizes of a model that determine its collectives (`Sizes`), and collectives of one kind in a step (`Transfer`)."""
 
 import dataclasses
 from typing import Literal
@@ -11,34 +11,34 @@ from jaxscale.sharding.mesh import MeshSpec
 Purpose = Literal["weights", "gradients", "activations", "sequence", "stages", "replicas"]
 PassName = Literal["forward", "backward", "update"]
 WeightShapes = tuple[tuple[tuple[int, ...], bool], ...]
-"""Shapes of all weights, each with whether its first dim is a stack of layers."""
+"""The shape of each weight, paired with whether its first dim is a stack of layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model on a device, after the splits over tensor and sequence axes, before ZeRO's over fsdp.
+    """Sizes of a model on a device, split over tensor and sequence axes but not over ZeRO's axis fsdp.
 
     Args:
         block_weights: elements of the weights of all blocks.
         other_weights: elements of all other weights, such as embedding and head.
         layers: number of blocks.
-        activations: elements of the input of a block, for one row; not divided over the tensor axis.
-        attention: elements of the keys and values of a block, for one row.
-        tables: elements of those other weights that are read by index, such as an embedding.
+        activation_elements: elements of the input of a block, for one row; not divided over the tensor axis.
+        kv_elements: elements of the keys and values of a block, for one row.
+        table_elements: elements of those other weights that are read by index, such as an embedding.
         has_split_ends: whether the tensor axis splits the embedding and the head.
         is_tied: whether the head is the transposed embedding.
-        shapes: shapes of all weights.
+        shapes_and_stacked_flags: the shape of each weight, and whether its first dim is a stack of layers.
     """
 
     block_weights: int
     other_weights: int
     layers: int
-    activations: int
-    attention: int = 0
-    tables: int = 0
+    activation_elements: int
+    kv_elements: int = 0
+    table_elements: int = 0
     has_split_ends: bool = False
     is_tied: bool = False
-    shapes: WeightShapes = ()
+    shapes_and_stacked_flags: WeightShapes = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Transfer:
         nbytes: bytes of the whole array, per device, as in `compiler.collectives.Collective`.
         count: number of executions in a step.
         purpose: what is sent.
-        passes: pass in which it is sent; "update" also for weights that are gathered before both passes.
+        passes: pass in which it is sent; "update" also stands for weights that are gathered before both passes.
     """
 
     kind: CollectiveKind
@@ -64,44 +64,44 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class StepTraffic:
-    """The arguments of `transfers`, and facts that several of its parts need."""
+    """The arguments of `transfers`, and what several of its helpers derive from them."""
 
     plan: Plan
     sizes: Sizes
     mesh: MeshSpec
     rows: int
-    recomputed: float
-    chip: DeviceKind
+    recomputed_share: float
+    chip_kind: DeviceKind
 
     @property
-    def microbatches(self) -> int:
+    def microbatch_count(self) -> int:
         """Number of microbatches of a step."""
         return self.plan.microbatches if self.plan.pipeline is None else self.plan.pipeline.shape()[1]
 
     @property
-    def width(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes of an element in the passes."""
         return 2 if self.plan.precision == "bfloat16" else 4
 
     @property
-    def gradient_width(self) -> int:
+    def gradient_element_bytes(self) -> int:
         """Bytes of an element of a gradient when it is reduced."""
-        return 4 if self.plan.reduce == "float32" else self.width
+        return 4 if self.plan.reduce == "float32" else self.element_bytes
 
     @property
-    def has_own_replicas(self) -> bool:
-        """Whether replicas exchange gradients or weights by themselves: by a codec, or every few steps."""
+    def has_replica_exchange(self) -> bool:
+        """Whether replicas exchange gradients or weights apart from other axes: by a codec, or by DiLoCo."""
         return self.plan.diloco is not None or not (self.plan.reduce is None or isinstance(self.plan.reduce, str))
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage; 0 without devices to shard over."""
+        """The ZeRO stage; 0 if the fsdp axis has one device."""
         return self.plan.zero if self.mesh.fsdp > 1 else 0
 
     @property
     def other_axes(self) -> tuple[str, ...]:
         """Axes of several devices, apart from fsdp, over which gradients are summed."""
-        axes = ("data", "sequence") if self.has_own_replicas else ("replica", "data", "sequence")
+        axes = ("data", "sequence") if self.has_replica_exchange else ("replica", "data", "sequence")
         return tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)
 
     @property
@@ -112,7 +112,7 @@ class StepTraffic:
     @property
     def has_wide_gathers(self) -> bool:
         """Whether float32 activations that the backward pass reads are gathered before they are converted."""
-        return self.chip == "gpu" and self.width == 2 and self.plan.pipeline is None
+        return self.chip_kind == "gpu" and self.element_bytes == 2 and self.plan.pipeline is None
 
     @property
     def has_whole_tables(self) -> bool:
@@ -122,20 +122,20 @@ class StepTraffic:
     @property
     def lookup_elements(self) -> float:
         """Elements that one microbatch reads from tables, on all devices along the fsdp axis together."""
-        return self.rows * self.sizes.activations * self.mesh.fsdp
+        return self.rows * self.sizes.activation_elements * self.mesh.fsdp
 
     @property
     def has_sparse_lookups(self) -> bool:
-        """Whether devices exchange what they read from sharded tables, because it is less than the tables."""
-        whole_tables = self.sizes.tables * (self.mesh.tensor if self.has_whole_tables else 1)
-        return self.zero > 0 and self.plan.pipeline is None and whole_tables > self.lookup_elements
+        """Whether devices exchange the rows that they read from sharded tables, because these are fewer than all."""
+        table_elements = self.sizes.table_elements * (self.mesh.tensor if self.has_whole_tables else 1)
+        return self.zero > 0 and self.plan.pipeline is None and table_elements > self.lookup_elements
 
     @property
-    def layer_weights(self) -> float:
+    def layer_elements(self) -> float:
         """Elements of the weights of one block."""
         return self.sizes.block_weights / max(1, self.sizes.layers)
 
     @property
-    def runs(self) -> int:
-        """Number of runs of a block in the forward passes of a step, all blocks of the device together."""
-        return self.microbatches * self.sizes.layers
+    def run_count(self) -> int:
+        """Number of block runs in the forward passes of a step, over all blocks of the device."""
+        return self.microbatch_count * self.sizes.layers

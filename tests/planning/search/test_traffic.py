@@ -6,7 +6,7 @@ import pytest
 
 import jaxscale as jx
 from jaxscale.compiler.collectives import collectives
-from jaxscale.planning.network_traffic import sent_by_axes
+from jaxscale.planning.network_traffic import sent_bytes_by_axes
 from jaxscale.planning.program import described_step
 from jaxscale.planning.search.links import collective_seconds, route
 from jaxscale.planning.search.traffic import Sizes, sizes_of, transfers
@@ -56,7 +56,7 @@ def test_the_bytes_are_those_of_the_compiled_step(fields):
     assert (sizes.layers, sizes.activations) == (4, 64 * 64)
     modeled = transfers(plan, sizes, 32 // 8 // plan.microbatches, recomputed=float("memory" in fields), chip="cpu")
     assert by_kind(modeled) == pytest.approx(by_kind(compiled), rel=0.02)
-    assert sum(sent_by_axes(compiled, plan.mesh).values()) > 0
+    assert sum(sent_bytes_by_axes(compiled, plan.mesh).values()) > 0
 
 
 def test_an_all_gather_over_a_torus_takes_the_time_of_the_book():
@@ -78,7 +78,7 @@ def test_an_all_gather_over_a_torus_takes_the_time_of_the_book():
 def test_hosts_and_slices_share_their_network():
     h100 = Platform.parse("gpu h100 x 16")
     across = route(("fsdp",), MeshSpec(fsdp=16), h100)
-    assert (across.local, across.parts, across.slowest) == (8, 2, "dcn")
+    assert (across.local_count, across.parts, across.slowest_link_name) == (8, 2, "dcn")
     seconds = collective_seconds("all-gather", 8e9, ("fsdp",), MeshSpec(fsdp=16), h100)
     assert seconds == pytest.approx(
         7 / 8 * 8e9 / 450e9, rel=0.02
@@ -93,7 +93,7 @@ def test_hosts_and_slices_share_their_network():
 
 
 def test_tensor_sequence_and_pipe_axes_send_activations():
-    sizes = Sizes(block_weights=1000, other_weights=200, layers=2, activations=64, attention=16)
+    sizes = Sizes(block_weights=1000, other_weights=200, layers=2, activation_elements=64, kv_elements=16)
     plan = Plan(mesh="tensor:2", sequence_parallel=True, precision="bfloat16")
     sent = [(t.kind, t.count, t.passes) for t in transfers(plan, sizes, 3, recomputed=1.0)]
     assert sent == [
