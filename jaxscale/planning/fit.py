@@ -94,7 +94,7 @@ class Fit:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiler made a program of the step."""
+        """Whether the compiler produced a program for the step."""
         return self.report is not None and self.report.temp_bytes is not None
 
     @property

@@ -124,9 +124,8 @@ class Arrays:
         const_count = len(loop_parts(operation, operation.inputs)[0])
         for value, next_value in zip(body.inputs[const_count:], body.outputs[: len(initial_state)], strict=False):
             if next_value in arrays.array_bytes and arrays._overwrites(value, next_value):
-                arrays.array_bytes[next_value] = (
-                    0  # it is computed in the memory of the state, which counts for the caller
-                )
+                # it is computed in the memory of the state, whose bytes the caller counts
+                arrays.array_bytes[next_value] = 0
         return arrays
 
     def _overwrites(self, value: int, next_value: int) -> bool:

@@ -272,9 +272,8 @@ def _pofo_candidate(
 ) -> Candidate | None:
     """POFO's candidate with the budget of the best candidate; `None` if it saves too little time or does not fit."""
     costs = candidates.costs
-    budget = best_candidate.kept_bytes + -best_candidate.kept_bytes % _granularity(
-        best_candidate.kept_bytes
-    )  # rounded up
+    # the kept bytes, rounded up
+    budget = best_candidate.kept_bytes + -best_candidate.kept_bytes % _granularity(best_candidate.kept_bytes)
     if not costs.is_timed or candidates.platform.chip.kind == "cpu" or best_candidate.plan.memory.rule != "save":
         return None
     for _ in range(2):

@@ -235,10 +235,10 @@ def _graph(block: Any, args: Sequence[Any], kwargs: Any, platform: Platform | No
         return block_graph(lambda *arguments: block(*arguments, **kwargs), *args, chip=chip)
     graphdef, state = nnx.split(block)
 
-    def run_module(module_state: Any, *args: Any) -> Any:
+    def run_module(module_state: Any, *arguments: Any) -> Any:
         """Call the module with these variables on the block's arguments."""
         module: Any = nnx.merge(graphdef, module_state, copy=True)
-        return module(*args, **kwargs)
+        return module(*arguments, **kwargs)
 
     abstract_state = nnx.to_pure_dict(nnx.eval_shape(lambda: state))
     return block_graph(run_module, abstract_state, *args, chip=chip)

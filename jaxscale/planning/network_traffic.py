@@ -113,7 +113,7 @@ def sent_bytes_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slice_
 
     Example:
         >>> gather = Collective("all-gather", ("fsdp",), 4096, 2, "bf16", "main")
-        >>> sent_by_axes([gather], MeshSpec(fsdp=4))
+        >>> sent_bytes_by_axes([gather], MeshSpec(fsdp=4))
         {'fsdp': 6144}
     """
     axes_between_slices = megascale.split_axes(mesh.sizes, slice_count)[1]

@@ -52,7 +52,7 @@ def live_bytes_svg(
         backward_start: index of the first moment of the backward pass, drawn as a line.
 
     Example:
-        >>> stacked([{"parameters": 2**20}, {"parameters": 2**20, "loss": 2**20}]).count("<path")
+        >>> live_bytes_svg([{"parameters": 2**20}, {"parameters": 2**20, "loss": 2**20}]).count("<path")
         2
     """
     kinds = list(dict.fromkeys(kind for moment in moments for kind in moment))
@@ -123,8 +123,9 @@ def rules_svg(points_by_rule: Mapping[str, Sequence[Point]], x_title: str) -> st
         x_title: title of the horizontal axis.
 
     Example:
-        >>> curves = {"save": [Point("save:0B", 0, 1.3), Point("save:9B", 9, 1.0)], "none": [Point("none", 9, 1.0)]}
-        >>> lines(curves, "bytes").count("<polyline")
+        >>> save_points = [Point("save:0B", 0, 1.3), Point("save:9B", 9, 1.0)]
+        >>> points_by_rule = {"save": save_points, "none": [Point("none", 9, 1.0)]}
+        >>> rules_svg(points_by_rule, "bytes").count("<polyline")
         2
     """
     points = [point for rule_points in points_by_rule.values() for point in rule_points]
@@ -137,8 +138,8 @@ def rules_svg(points_by_rule: Mapping[str, Sequence[Point]], x_title: str) -> st
         color = f"hsl({index * 360 // len(points_by_rule)} 65% 45%)"
         sorted_points = sorted(rule_points, key=lambda point: point.bytes)
         positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in sorted_points]
-        coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-        elements.append(element("polyline", points=coordinates, fill="none", stroke=color, stroke_width=1.5))
+        coordinates_text = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
+        elements.append(element("polyline", points=coordinates_text, fill="none", stroke=color, stroke_width=1.5))
         for point, position in zip(sorted_points, positions, strict=True):
             elements.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
         y = frame.top + 12 + 18 * index

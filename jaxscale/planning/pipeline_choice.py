@@ -52,20 +52,21 @@ def pipeline_choice(
     plan = plan_of(experiment, plan)
     experiment = dataclasses.replace(experiment, plan=plan)  # the plan determines the prices of the blocks
     assert plan.pipeline is not None
-    ranks = plan.pipeline.ranks
-    assert ranks is not None
-    if platform.devices % ranks:
+    rank_count = plan.pipeline.ranks
+    assert rank_count is not None
+    if platform.devices % rank_count:
         raise UserError(
-            f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
-            "choose another number P in auto:P"
+            f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of "
+            f"{rank_count}; choose another number P in auto:P"
         )
-    shard_count = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    possible_counts = range(1, MAX_MICROBATCHES * ranks + 1)
+    shard_count = platform.devices // rank_count if plan.mesh is None else plan.mesh.batch_shards
+    possible_counts = range(1, MAX_MICROBATCHES * rank_count + 1)
     microbatch_counts = [count for count in possible_counts if experiment.batch % (count * shard_count) == 0]
     if not microbatch_counts:
         raise UserError(
             f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows cannot be split evenly into "
-            f"{shard_count} shards; choose a multiple of {shard_count * ranks} rows, to give each rank a microbatch"
+            f"{shard_count} shards; choose a multiple of {shard_count * rank_count} rows, to give each rank a "
+            "microbatch"
         )
     price_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -77,14 +78,14 @@ def pipeline_choice(
     @functools.cache
     def prices_of(microbatch_count: int) -> ModelPrices:
         """The prices of the model with this number of microbatches."""
-        return prices_of_periods(model_prices(experiment, price_platform, ranks, microbatch_count), period)
+        return prices_of_periods(model_prices(experiment, price_platform, rank_count, microbatch_count), period)
 
     pipe_devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
-        fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
-        pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
-    choice = choose_pipeline(prices_of, ranks, microbatch_counts, pipe_devices)
+        fixed_bytes = _fixed_bytes(experiment, platform, plan, rank_count, microbatch_counts[0])
+        pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * rank_count
+    choice = choose_pipeline(prices_of, rank_count, microbatch_counts, pipe_devices)
 
     def plan_with_pipeline(candidate: PipelineCandidate) -> Plan:
         """The plan with the pipeline of a candidate."""
@@ -130,7 +131,7 @@ def prices_of_periods(prices: ModelPrices, period: int) -> ModelPrices:
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
-        >>> [price.forward for price in in_periods(ModelPrices((Price(1, 1, 1),) * 4), 2).blocks]
+        >>> [price.forward for price in prices_of_periods(ModelPrices((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
     starts = range(0, len(prices.blocks), period)
@@ -155,9 +156,9 @@ def layer_counts_of(partition: Partition, period: int) -> tuple[int, ...]:
     return tuple(period * len(periods) for periods in partition.stages)
 
 
-def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatch_count: int) -> int:
+def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, rank_count: int, microbatch_count: int) -> int:
     """The bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
-    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatch_count}")
+    pipeline = PipelinePlan.parse(f"gpipe:{rank_count}x{microbatch_count}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)
     optimizer_state_bytes = local_bytes(step.layout.abstract.optimizer)

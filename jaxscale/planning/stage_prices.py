@@ -64,7 +64,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
     if layer_counts is None or len(layer_counts) != schedule.stages or sum(layer_counts) != len(prices.blocks):
         layer_counts = Stages.even(schedule, len(prices.blocks)).layer_counts
     message_seconds = (message_seconds_of(platform, prices),) * schedule.ranks
-    return costs_of(prices, layer_counts, message_seconds, recompute=experiment.plan.stages_keep == "input")
+    return costs_of(prices, layer_counts, message_seconds, recomputes_forward=experiment.plan.stages_keep == "input")
 
 
 def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
@@ -88,7 +88,7 @@ def costs_of(
     layer_counts: Sequence[int],
     message_seconds: tuple[float, ...] = (),
     *,
-    recompute: bool = False,
+    recomputes_forward: bool = False,
 ) -> Costs:
     """The costs of stages from the prices of their blocks.
 
@@ -96,7 +96,7 @@ def costs_of(
         prices: prices of the model's blocks.
         layer_counts: number of blocks in each stage.
         message_seconds: seconds that a message takes on each link of the ring of devices.
-        recompute: whether a stage keeps only its input and reruns its forward pass before its backward pass.
+        recomputes_forward: whether a stage keeps only its input and reruns its forward pass before its backward pass.
 
     Example:
         >>> costs_of(ModelPrices((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
@@ -117,7 +117,7 @@ def costs_of(
 
     forward_seconds, input_gradient_seconds = totals_of("forward"), totals_of("input_gradient")
     stash_bytes = totals_of("stash_bytes")
-    if recompute:
+    if recomputes_forward:
         input_gradient_seconds = tuple(map(operator.add, input_gradient_seconds, forward_seconds))
         stash_bytes = (0.0, *(prices.blocks[0].message_bytes for _ in prices_by_stage[1:]))
     return Costs(

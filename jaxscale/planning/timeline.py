@@ -21,7 +21,7 @@ from jaxscale.programs.late import late_arrays, products_of_gradients
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
-REUSES_NO_OPERAND = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
+OPERATIONS_WITHOUT_REUSE = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
 """Operations whose results cannot reuse the memory of an operand. Nor can those of reductions (`reduce_...`)."""
 
 PieceBytes = Mapping[Piece, int | None]
@@ -224,7 +224,7 @@ class _Sweep:
             dying_arrays: arrays that no later operation needs.
             item_by_array: item of each array that is alive, by the array's number.
         """
-        if operation.kind in REUSES_NO_OPERAND:
+        if operation.kind in OPERATIONS_WITHOUT_REUSE:
             return []
         array_bytes = self.arrays.array_bytes
         if operation.branches:
@@ -260,7 +260,7 @@ class _Sweep:
         return reused_arrays
 
     def _inner_moments(self, operation: Operation, index: int) -> list[Moment]:
-        """The moments of the operation with this index; their items are arrays besides its operands and results."""
+        """The moments of the operation with this index; their items exclude its operands and results."""
         moments: list[Moment] = []
         if operation.loop_body is not None:
             is_loss = all(self.kind_by_value.get(value) == "loss" for value in operation.outputs)

@@ -53,28 +53,29 @@ class Assignment:
         return f"ranks on {', '.join(self.chip_names)}{workers_text}: --plan.pipeline {self.pipeline}{accuracy_text}"
 
 
-def parse_groups(text: str, ranks: int) -> tuple[Platform, ...]:
+def parse_groups(text: str, rank_count: int) -> tuple[Platform, ...]:
     """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in their order along the pipe.
 
     Args:
         text: the platforms of the groups, separated by commas.
-        ranks: number of ranks of the pipeline, for a check of the number of devices.
+        rank_count: number of ranks of the pipeline, for a check of the number of devices.
 
     Raises:
         UserError: the text names fewer than two kinds of chips, or the number of devices is not a multiple of
             the number of ranks.
 
     Example:
-        >>> [group.devices for group in devices_of("gpu h100 x 2, gpu a100 x 2", 4)]
+        >>> [group.devices for group in parse_groups("gpu h100 x 2, gpu a100 x 2", 4)]
         [2, 2]
     """
     groups = tuple(Platform.parse(group_text) for group_text in text.split(",") if group_text.strip())
     device_count = sum(group.devices for group in groups)
     if len({group.chip.name for group in groups}) < 2:
         raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one kind, use --platform")
-    if device_count % ranks:
+    if device_count % rank_count:
         raise UserError(
-            f"--devices {text!r}: got {device_count} devices for {ranks} ranks, expected {ranks} or a multiple of it"
+            f"--devices {text!r}: got {device_count} devices for {rank_count} ranks, expected {rank_count} or a "
+            "multiple of it"
         )
     return groups
 

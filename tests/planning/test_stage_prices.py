@@ -74,7 +74,7 @@ def test_stages_are_sums_of_their_blocks(plain):
     assert even.forward == pytest.approx((2 * block.forward, 2 * block.forward + head.forward))
     assert even.stash[0] == 2 * block.stash_bytes
     assert even.links == (0.5, 0.5)
-    again = costs_of(plain, (3, 1), recompute=True)
+    again = costs_of(plain, (3, 1), recomputes_forward=True)
     assert again.input[0] == pytest.approx(3 * (block.input_gradient + block.forward))
     assert again.weight[0] == pytest.approx(3 * block.weight_gradient)
     assert again.stash == (0.0, block.message_bytes)

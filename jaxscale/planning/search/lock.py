@@ -93,7 +93,7 @@ def read_lock(path: str | Path) -> PlanLock:
     """Read a lock.
 
     Raises:
-        UserError: the file does not exist, is not a lock, or is of a newer version.
+        UserError: the file does not exist, is not a lock, or has another version.
     """
     fields = read_json(Path(path))
     if not isinstance(fields, dict) or "sent_bytes" not in fields:

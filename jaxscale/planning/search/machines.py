@@ -26,7 +26,7 @@ def first_that_fits(search: Search, platforms: Iterable[Platform]) -> tuple[Plat
     """Return the first of several machines that an experiment fits, with the best plan there; `None` if it fits none.
 
     Args:
-        search: a search for a machine of the same kind, whose limits hold for all of them.
+        search: a search for a machine of the same kind; its limits hold for all of the machines.
         platforms: the machines.
     """
     for platform in platforms:
@@ -75,9 +75,9 @@ def larger_machines(platform: Platform) -> Iterator[Platform]:
     """Yield larger machines of a machine's kind, each at least twice as large as the one before.
 
     Example:
-        >>> [str(machine) for machine in larger(Platform.parse("tpu v5e:4x4"))][:2]
+        >>> [str(machine) for machine in larger_machines(Platform.parse("tpu v5e:4x4"))][:2]
         ['tpu v5e:4x8', 'tpu v5e:8x8']
-        >>> [str(machine) for machine in larger(Platform.parse("gpu h100 x 8"))][:2]
+        >>> [str(machine) for machine in larger_machines(Platform.parse("gpu h100 x 8"))][:2]
         ['gpu h100 x 16', 'gpu h100 x 32']
     """
     if platform.chip.kind == "gpu":

@@ -79,9 +79,9 @@ def message_tick_counts(pipeline: PipelinePlan) -> tuple[int, int]:
     """Return the number of exchanges to the right neighbor on the ring of ranks, and to the left neighbor, in a step.
 
     Example:
-        >>> message_ticks(PipelinePlan.parse("gpipe:2x4"))
+        >>> message_tick_counts(PipelinePlan.parse("gpipe:2x4"))
         (4, 4)
-        >>> message_ticks(PipelinePlan.parse("1f1b:4x8"))
+        >>> message_tick_counts(PipelinePlan.parse("1f1b:4x8"))
         (15, 17)
     """
     schedule = pipeline.schedule()

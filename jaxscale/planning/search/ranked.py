@@ -25,7 +25,7 @@ class RankedPlan:
     Args:
         layout: mesh, ZeRO stage, pipeline and microbatches.
         variant: memory rule, chunk of the loss and offload.
-        kept: what the memory rule keeps and recomputes in the rows of a microbatch; approximate if it has a budget.
+        kept: what the memory rule keeps and recomputes for the rows of a microbatch; approximate if it has a budget.
         costs: costs of the model under the layout's split.
         platform: platform with known rates.
         bytes: approximate bytes of device memory per device.

@@ -1,4 +1,4 @@
-"""Bytes of a train step on a device in closed form: a first judgment of many plans, before the estimate of a few.
+"""Bytes of a train step on a device in closed form: a first judgment of many plans, before a few are estimated.
 
     weights + optimizer state + compute copy + gradients + kept activations + the larger of loss and working set
 
@@ -32,7 +32,7 @@ def bytes_by_kind(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts)
     Args:
         layout: plan with a mesh over which the batch can be split evenly.
         variant: memory rule, chunk of the loss and offload of the step.
-        kept: what the memory rule keeps in the rows of a microbatch on a device, in all stages of a pipeline.
+        kept: what the memory rule keeps for the rows of a microbatch on a device, over all stages of a pipeline.
         costs: costs of the model under the layout's split over tensor and sequence axes.
     """
     mesh = layout.mesh
@@ -55,7 +55,7 @@ def bytes_by_kind(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts)
     if variant.offload.gradients == "host":
         gradient_bytes /= max(1, costs.sizes.layers)
     gathered_bytes = 0.0
-    if weight_shards > 1 or variant.offload.weights == "host":  # two blocks, and the rest, in the type of the products
+    if weight_shards > 1 or variant.offload.weights == "host":  # two blocks, in the type of the products
         sizes = costs.sizes
         gathered_bytes = (2 if is_bfloat16 else 4) * (2 * sizes.block_weights / max(1, sizes.layers))
     kept_bytes = kept.kept_bytes / mesh.pipe
@@ -63,9 +63,9 @@ def bytes_by_kind(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts)
         kept_microbatch_count = min(mesh.pipe, layout.microbatches)
         if layout.stages_keep == "input":
             kept_bytes += kept_microbatch_count * scale * costs.input_bytes
-        else:  # stashes are whole along the tensor and sequence axes
+        else:  # stashes are not sharded over the tensor and sequence axes
             stash_bytes = kept_bytes
-            if layout.pipeline.name.startswith("zb"):  # until the weight gradient, a block keeps all that it needs
+            if layout.pipeline.name.startswith("zb"):  # a block keeps everything until its weight gradient
                 stash_bytes += costs.kept(MemoryPlan("none"), row_count).kept_bytes / mesh.pipe
             kept_bytes += kept_microbatch_count * mesh.tensor * mesh.sequence * stash_bytes
     loss_bytes = scale * costs.loss_bytes

@@ -385,7 +385,7 @@ def test_the_costs_of_a_split_are_those_of_the_model():
     assert whole.sizes.layers == 2
     assert whole.sizes.block_weights == pytest.approx(block, rel=0.05)
     assert halved.sizes.block_weights == pytest.approx(block / 2, rel=0.05)
-    assert whole.sizes.activations == 128 * 128
+    assert whole.sizes.activation_elements == 128 * 128
     assert whole.row_positions == 128
     assert whole.rows == 4
     flop = 2 * 16 * 128 * (block + 128 * 512) * 3

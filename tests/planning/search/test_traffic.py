@@ -53,7 +53,7 @@ def test_the_bytes_are_those_of_the_compiled_step(fields):
     compiled = collectives(traced.lower().compile().as_text(), step.mesh)
     alone = described_step(EXPERIMENT, Platform.parse("cpu"), Plan(mesh="1"), 1)
     sizes = sizes_of(alone, traced_blocks(alone.objective))
-    assert (sizes.layers, sizes.activations) == (4, 64 * 64)
+    assert (sizes.layers, sizes.activation_elements) == (4, 64 * 64)
     modeled = transfers(plan, sizes, 32 // 8 // plan.microbatches, recomputed=float("memory" in fields), chip="cpu")
     assert by_kind(modeled) == pytest.approx(by_kind(compiled), rel=0.02)
     assert sum(sent_bytes_by_axes(compiled, plan.mesh).values()) > 0
