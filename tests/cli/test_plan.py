@@ -147,7 +147,7 @@ def test_a_lock_holds_until_the_step_changes(folder, capsys, monkeypatch):
     [
         ("[]", "expected prices by chip"),
         ("{}", "expected prices by chip"),
-        ('{"gpu h100": 0}', "got 0, expected the price of a chip and hour, above 0"),
+        ('{"gpu h100": 0}', "got 0, expected the price of one chip for an hour, above 0"),
         ('{"gpu h100": "3"}', "got '3', expected the price"),
         ('{"gpu h10": 3}', "'gpu h10' is not a known chip"),
         ('{"h100": 3}', "'h100' is not a known chip"),

@@ -97,8 +97,8 @@ def test_the_largest_save_set_that_fits_is_found(experiment, model, limit):
     memory = cheapest_fit(experiment, V5E, limit * MIB).memory
     assert model.taken(memory) <= limit * MIB
     assert memory.rule == "save"
-    # what lies within CLOSE of the limit, and two steps of the curve, is worth no further estimate
-    near = model.work / 3 * (memory_search.CLOSE * limit * MIB + 2 * model.step) / (model.most / 2)
+    # what lies within CLOSE_SHARE of the limit, and two steps of the curve, is worth no further estimate
+    near = model.work / 3 * (memory_search.CLOSE_SHARE * limit * MIB + 2 * model.step) / (model.most / 2)
     assert model.flop(memory) - fitting(model, limit * MIB) <= near + 1
     assert len(model.asked) == len(set(model.asked)) <= memory_search.MAX_ESTIMATES + len(memory_search.MENU) + 1
     assert len(str(memory)) <= len("save:888.5MiB")
