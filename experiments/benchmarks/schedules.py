@@ -35,7 +35,7 @@ from jaxscale.figures.axes import ticks
 from jaxscale.figures.frame import Frame, svg, svg_text
 from jaxscale.figures.markup import element
 from jaxscale.pipeline import METHODS, Costs, PipelinePlan, Schedule, Simulation, simulate
-from jaxscale.pipeline.charts.draw import Chart, drawable, page
+from jaxscale.pipeline.charts.draw import Chart, page, schedule_to_draw
 
 Pricing = Callable[[PipelinePlan, Schedule], Costs]
 
@@ -101,7 +101,7 @@ def simulations(case: Case, *, short: bool = False) -> list[tuple[str, Simulatio
     for text in texts(case.ranks, case.microbatches):
         plan = PipelinePlan.parse(text)
         updates = math.ceil(case.microbatches / (plan.microbatches or 1)) if short and plan.asynchronous else None
-        schedule = drawable(plan, updates)
+        schedule = schedule_to_draw(plan, updates)
         found.append((text, simulate(schedule, case.price(plan, schedule))))
     return sorted(found, key=lambda one: one[1].seconds_per_microbatch)
 

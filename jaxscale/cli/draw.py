@@ -174,11 +174,11 @@ class Draw:
 
     def _planned_schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
         """Return pairs of a plan and its schedule."""
-        from jaxscale.pipeline.charts.draw import drawable
+        from jaxscale.pipeline.charts.draw import schedule_to_draw
 
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
             raise UserError("--updates is for asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
-        return [(plan, drawable(plan, self.updates)) for plan in plans]
+        return [(plan, schedule_to_draw(plan, self.updates)) for plan in plans]
 
     def _priced_schedules(
         self, file: str, fields: Mapping[str, str], planned_schedules: "list[tuple[PipelinePlan, Schedule]]"

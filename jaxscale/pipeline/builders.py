@@ -53,46 +53,52 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
         '0F0 0F1 0I0 0F2 0I1 0W0 0B2 0W1'
     """
     lanes_by_name = {"": lanes} if isinstance(lanes, Lane) else lanes
-    forwards = {name: iter(lane.forwards) for name, lane in lanes_by_name.items()}
-    backwards = {name: iter(lane.backwards) for name, lane in lanes_by_name.items()}
-    pending: list[tuple[str, Pass]] = []  # (name of the lane, pass) of input gradients without their weight gradient
+    forward_iterators = {name: iter(lane.forwards) for name, lane in lanes_by_name.items()}
+    backward_iterators = {name: iter(lane.backwards) for name, lane in lanes_by_name.items()}
+    pending_names_and_passes: list[
+        tuple[str, Pass]
+    ] = []  # (name of the lane, pass) of input gradients without their weight gradient
     order = []
-    for motif, repeats in phases:
+    for motif, repeat_count in phases:
         kinds_and_names = [(Kind(word[0]), word[1:]) for word in motif.split()]
-        for kind, name in kinds_and_names * repeats:
+        for kind, name in kinds_and_names * repeat_count:
             if kind is Kind.W:
-                oldest_pending = next(pair for pair in pending if name in ("", pair[0]))
-                pending.remove(oldest_pending)
-                lane_pass = oldest_pending[1]
+                oldest_name_and_pass = next(
+                    name_and_pass for name_and_pass in pending_names_and_passes if name in ("", name_and_pass[0])
+                )
+                pending_names_and_passes.remove(oldest_name_and_pass)
+                lane_pass = oldest_name_and_pass[1]
             else:
-                lane_pass = next(forwards[name] if kind is Kind.F else backwards[name])
+                lane_pass = next(forward_iterators[name] if kind is Kind.F else backward_iterators[name])
             if kind is Kind.I:
-                pending.append((name, lane_pass))
+                pending_names_and_passes.append((name, lane_pass))
             order.append(Action(kind, *lane_pass))
     return tuple(order)
 
 
-def orders_by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
+def orders_by_slot(ranks: int, timetable: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
     """Make the order of each rank from a timetable.
 
     Args:
         ranks: p, number of ranks.
-        cells: (rank, slot, action) of every action, in any order; each slot of a rank has at most one action.
+        timetable: (rank, slot, action) of every action, in any order; each slot of a rank has at most one action.
 
     Example:
         >>> forward, backward = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
         >>> orders_by_slot(1, [(0, 5, backward), (0, 2, forward)]) == ((forward, backward),)
         True
     """
-    rank_slots: list[dict[int, Action]] = [{} for _ in range(ranks)]  # for each rank, its actions by slot
-    for rank, slot, action in cells:
-        assert slot not in rank_slots[rank], f"{action} and {rank_slots[rank][slot]} share slot {slot} of rank {rank}"
-        rank_slots[rank][slot] = action
-    return tuple(tuple(actions[slot] for slot in sorted(actions)) for actions in rank_slots)
+    rank_timetables: list[dict[int, Action]] = [{} for _ in range(ranks)]  # for each rank, its actions by slot
+    for rank, slot, action in timetable:
+        assert slot not in rank_timetables[rank], (
+            f"{action} and {rank_timetables[rank][slot]} share slot {slot} of rank {rank}"
+        )
+        rank_timetables[rank][slot] = action
+    return tuple(tuple(rank_timetable[slot] for slot in sorted(rank_timetable)) for rank_timetable in rank_timetables)
 
 
-def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order, ...]:
-    """Return the orders with updates added: each stage gets an update after every `group` of its backwards.
+def with_updates(orders: Iterable[Iterable[Action]], group_size: int) -> tuple[Order, ...]:
+    """Return the orders with updates added: each stage gets an update after every `group_size` of its backwards.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
@@ -100,12 +106,15 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order,
         '0F0 0B0 0F1 0B1 0U1'
     """
 
-    def with_update(action: Action) -> Order:
+    def action_and_update(action: Action) -> Order:
         """Return an action, followed by an update if the action is the last backward of a group."""
-        is_last_of_group = action.kind is Kind.B and (action.microbatch + 1) % group == 0
+        is_last_of_group = action.kind is Kind.B and (action.microbatch + 1) % group_size == 0
         return (action, Action(Kind.U, action.stage, action.microbatch)) if is_last_of_group else (action,)
 
-    return tuple(tuple(cell for action in order for cell in with_update(action)) for order in orders)
+    return tuple(
+        tuple(scheduled_action for action in order for scheduled_action in action_and_update(action))
+        for order in orders
+    )
 
 
 def single_route(
@@ -171,11 +180,14 @@ def vee(
             for `min_microbatches` without the actions of microbatches m and later.
         max_activations: the most activations that a rank may hold; an activation belongs to one stage.
     """
-    padded_count = max(microbatches, min_microbatches)
+    padded_microbatches = max(microbatches, min_microbatches)
     orders = []
     for rank in range(ranks):
-        lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
-        order = weave(lanes, *phases_of(rank, padded_count))
+        lanes = {
+            "0": Lane.of_stage(rank, padded_microbatches),
+            "1": Lane.of_stage(2 * ranks - 1 - rank, padded_microbatches),
+        }
+        order = weave(lanes, *phases_of(rank, padded_microbatches))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    bounds = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
-    return single_route(name, orders, microbatches, bounds, route=(*range(ranks), *reversed(range(ranks))))
+    rank_bounds = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
+    return single_route(name, orders, microbatches, rank_bounds, route=(*range(ranks), *reversed(range(ranks))))

@@ -38,22 +38,22 @@ class Fault(UserError):
         super().__init__(f"schedule {schedule}{location_text}: {text}")
         self.schedule, self.reason, self.rank, self.cell, self.mentions = schedule, reason, rank, cell, tuple(mentions)
 
-    def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":
+    def renumbered(self, new_indices: Sequence[Sequence[int]]) -> "Fault":
         """Return the same fault with other indices of cells: cell c of rank r becomes `cells[r][c]`."""
-        new_cell = None if self.rank is None or self.cell is None else cells[self.rank][self.cell]
-        new_mentions = [(rank, cells[rank][cell]) for rank, cell in self.mentions]
+        new_cell = None if self.rank is None or self.cell is None else new_indices[self.rank][self.cell]
+        new_mentions = [(rank, new_indices[rank][cell]) for rank, cell in self.mentions]
         return Fault(self.schedule, self.reason, self.rank, new_cell, new_mentions)
 
 
 def check_shape(schedule: "Schedule") -> None:
-    """Check the counts: a rank for each stage on every route, a route for every microbatch, a stage for every rank.
+    """Check the counts: every route has a rank for each stage, every microbatch a route, and every rank a stage.
 
     Raises:
         Fault: a count is wrong; the message gives the expected count.
     """
-    name, ranks = schedule.name, len(schedule.orders)
-    if ranks < 1 or schedule.stages < 1 or schedule.microbatches < 1:
-        counts_text = f"{ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+    name, rank_count = schedule.name, len(schedule.orders)
+    if rank_count < 1 or schedule.stages < 1 or schedule.microbatches < 1:
+        counts_text = f"{rank_count} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
         raise Fault(name, f"got {counts_text}, expected 1 or more of each")
     if len(schedule.route) != schedule.microbatches:
         raise Fault(name, f"got routes for {len(schedule.route)} microbatches, expected {schedule.microbatches}")
@@ -61,20 +61,20 @@ def check_shape(schedule: "Schedule") -> None:
         if len(route) != schedule.stages:
             raise Fault(name, f"route {route_index} has the ranks of {len(route)} stages, expected {schedule.stages}")
         for stage, rank in enumerate(route):
-            if not 0 <= rank < ranks:
-                raise Fault(name, f"stage {stage} is on rank {rank}, expected a rank from 0 to {ranks - 1}")
+            if not 0 <= rank < rank_count:
+                raise Fault(name, f"stage {stage} is on rank {rank}, expected a rank from 0 to {rank_count - 1}")
     for microbatch, route_index in enumerate(schedule.route):
         if not 0 <= route_index < len(schedule.routes):
             last_index = len(schedule.routes) - 1
             raise Fault(name, f"microbatch {microbatch} is on route {route_index}, expected 0 to {last_index}")
-    for rank in range(ranks):
+    for rank in range(rank_count):
         if not any(rank in route for route in schedule.routes):
             raise Fault(name, "holds no stage, expected one or more: there are fewer stages than devices", rank)
-    if schedule.bound is not None and len(schedule.bound) != ranks:
-        raise Fault(name, f"got a bound of activations for {len(schedule.bound)} ranks, expected {ranks}")
+    if schedule.bound is not None and len(schedule.bound) != rank_count:
+        raise Fault(name, f"got a bound of activations for {len(schedule.bound)} ranks, expected {rank_count}")
 
 
-def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
+def _located_actions(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, cell, action) for every action of a schedule."""
     for rank, order in enumerate(schedule.orders):
         for cell, action in enumerate(order):
@@ -87,13 +87,13 @@ def check_actions(schedule: "Schedule") -> None:
     Raises:
         Fault: an action is missing, occurs twice or is misplaced; the error names the rank and the cell.
     """
-    name, stages, microbatches = schedule.name, schedule.stages, schedule.microbatches
+    name, stage_count, microbatch_count = schedule.name, schedule.stages, schedule.microbatches
     cell_of_action: dict[Action, int] = {}
-    for rank, cell, action in _cells(schedule):
-        if not 0 <= action.microbatch < microbatches:
-            raise Fault(name, f"{action} is of an unknown microbatch, expected 0 to {microbatches - 1}", rank, cell)
-        if not 0 <= action.stage < stages:
-            raise Fault(name, f"{action} is of an unknown stage, expected 0 to {stages - 1}", rank, cell)
+    for rank, cell, action in _located_actions(schedule):
+        if not 0 <= action.microbatch < microbatch_count:
+            raise Fault(name, f"{action} is of an unknown microbatch, expected 0 to {microbatch_count - 1}", rank, cell)
+        if not 0 <= action.stage < stage_count:
+            raise Fault(name, f"{action} is of an unknown stage, expected 0 to {stage_count - 1}", rank, cell)
         if schedule.rank(action) != rank:
             raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
         if action in cell_of_action:
@@ -104,20 +104,29 @@ def check_actions(schedule: "Schedule") -> None:
                 name, f"{action} is of a kind that is not in the cycle, expected {'/'.join(schedule.cycle)}", rank, cell
             )
         cell_of_action[action] = cell
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            forward, fused, i_half, w_half = (Action(kind, stage, microbatch) for kind in KINDS)
+    for stage in range(stage_count):
+        for microbatch in range(microbatch_count):
+            forward, fused_backward, input_half, weight_half = (Action(kind, stage, microbatch) for kind in KINDS)
             rank = schedule.rank(forward)
             if forward not in cell_of_action:
                 raise Fault(name, f"lacks {forward}, the forward of microbatch {microbatch} on stage {stage}", rank)
-            halves = [action for action in (i_half, w_half) if action in cell_of_action]
-            if fused in cell_of_action and halves:
-                raise Fault(name, f"{halves[0]} is already part of {fused}", rank, cell_of_action[halves[0]])
-            if fused not in cell_of_action and not halves:
-                raise Fault(name, f"lacks the backward of {forward}: {fused}, or {i_half} and {w_half}", rank)
-            if len(halves) == 1:
-                missing_half = w_half if i_half in cell_of_action else i_half
-                raise Fault(name, f"{halves[0]} occurs without {missing_half}", rank, cell_of_action[halves[0]])
+            present_halves = [action for action in (input_half, weight_half) if action in cell_of_action]
+            if fused_backward in cell_of_action and present_halves:
+                raise Fault(
+                    name,
+                    f"{present_halves[0]} is already part of {fused_backward}",
+                    rank,
+                    cell_of_action[present_halves[0]],
+                )
+            if fused_backward not in cell_of_action and not present_halves:
+                raise Fault(
+                    name, f"lacks the backward of {forward}: {fused_backward}, or {input_half} and {weight_half}", rank
+                )
+            if len(present_halves) == 1:
+                missing_half = weight_half if input_half in cell_of_action else input_half
+                raise Fault(
+                    name, f"{present_halves[0]} occurs without {missing_half}", rank, cell_of_action[present_halves[0]]
+                )
 
 
 def check_updates(schedule: "Schedule") -> None:
@@ -131,37 +140,44 @@ def check_updates(schedule: "Schedule") -> None:
     """
     name, versions = schedule.name, schedule.versions
     if versions is None:
-        for rank, cell, action in _cells(schedule):
+        for rank, cell, action in _located_actions(schedule):
             if action.kind is Kind.U:
                 raise Fault(name, f"{action} updates the weights of a synchronous schedule", rank, cell)
         return
-    group = versions.group
-    if schedule.microbatches % group:
-        raise Fault(name, f"got {schedule.microbatches} microbatches, expected a multiple of the {group} per update")
+    group_size = versions.group
+    if schedule.microbatches % group_size:
+        raise Fault(
+            name, f"got {schedule.microbatches} microbatches, expected a multiple of the {group_size} per update"
+        )
     # by stage: the number of backwards so far, and the newest version of the weights
     backward_counts: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
     newest_versions = dict(backward_counts)
-    for rank, cell, action in _cells(schedule):
+    for rank, cell, action in _located_actions(schedule):
         kind, stage, microbatch = action
-        version = newest_versions[stage]
+        newest_version = newest_versions[stage]
         if kind is Kind.U:
-            group_end = version * group + group - 1
+            group_end = newest_version * group_size + group_size - 1
             if microbatch != group_end or backward_counts[stage] != group_end + 1:
                 reason = f"{action} comes after {backward_counts[stage]} backwards, expected {stage}U{group_end}"
                 raise Fault(name, f"{reason} after the backward of microbatch {group_end}", rank, cell)
             newest_versions[stage] += 1
         elif kind is Kind.F and versions.lag is not None:
-            read_version = max(0, microbatch // group - versions.lag)
-            if version < read_version:
-                reason = f"{action} reads weights after {read_version} updates, but {version} updates are done"
+            read_version = max(0, microbatch // group_size - versions.lag)
+            if newest_version < read_version:
+                reason = f"{action} reads weights after {read_version} updates, but {newest_version} updates are done"
                 raise Fault(name, reason, rank, cell)
         elif kind in (Kind.B, Kind.W):
-            if microbatch // group != version:
-                raise Fault(name, f"{action} belongs to update {microbatch // group}, expected {version}", rank, cell)
+            if microbatch // group_size != newest_version:
+                raise Fault(
+                    name,
+                    f"{action} belongs to update {microbatch // group_size}, expected {newest_version}",
+                    rank,
+                    cell,
+                )
             backward_counts[stage] += 1
     for stage, update_count in newest_versions.items():
-        if update_count != schedule.microbatches // group:
-            missing_update = Action(Kind.U, stage, (update_count + 1) * group - 1)
+        if update_count != schedule.microbatches // group_size:
+            missing_update = Action(Kind.U, stage, (update_count + 1) * group_size - 1)
             raise Fault(name, f"lacks {missing_update}, the update of stage {stage}", schedule.routes[0][stage])
 
 
@@ -190,7 +206,7 @@ def check_progress(schedule: "Schedule") -> None:
     stuck_ranks = [rank for rank, order in enumerate(orders) if next_cells[rank] < len(order)]
     if not stuck_ranks:
         return
-    blocker_of_rank = {rank: action for action, ranks in waiting_ranks.items() for rank in ranks}
+    blocker_of_rank = {rank: action for action, blocked_ranks in waiting_ranks.items() for rank in blocked_ranks}
     visited_ranks, rank = [], stuck_ranks[0]
     while rank not in visited_ranks:
         visited_ranks.append(rank)

@@ -73,8 +73,8 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     except csv.Error as error:
         raise UserError(f"schedule {name}: {error}; expected cells of a few characters, separated by commas") from None
     orders: list[list[Action]] = [[] for _ in cell_rows]
-    columns: list[list[int]] = [[] for _ in cell_rows]  # the column of each action of `orders`
-    messages: list[tuple[int, int, Message]] = []  # (rank, column, message)
+    columns_by_rank: list[list[int]] = [[] for _ in cell_rows]  # the column of each action of `orders`
+    located_messages: list[tuple[int, int, Message]] = []  # (rank, column, message)
     action_count = 0
     for rank, cells in enumerate(cell_rows):
         for column, cell in enumerate(cells):
@@ -84,12 +84,12 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
                 raise Fault(name, str(error), rank, column) from None
             for cell_content in cell_contents:
                 if isinstance(cell_content, Message):
-                    messages.append((rank, column, cell_content))
+                    located_messages.append((rank, column, cell_content))
                 else:
                     orders[rank].append(cell_content)
-                    columns[rank].append(column)
+                    columns_by_rank[rank].append(column)
                     action_count += 1
-            check_at_most(f"schedule {name}: number of actions", action_count + len(messages), _MAX_ACTIONS)
+            check_at_most(f"schedule {name}: number of actions", action_count + len(located_messages), _MAX_ACTIONS)
         if not orders[rank]:
             raise Fault(name, "has no pass, expected one or more: each line has the passes of a rank", rank)
     if not orders:
@@ -99,12 +99,14 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
         routes, route = infer_routes(name, orders, microbatches)
         schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
     except Fault as fault:
-        raise fault.renumbered(columns) from None
+        raise fault.renumbered(columns_by_rank) from None
     column_of = {
-        action: column for rank, order in enumerate(orders) for action, column in zip(order, columns[rank], strict=True)
+        action: column
+        for rank, order in enumerate(orders)
+        for action, column in zip(order, columns_by_rank[rank], strict=True)
     }
-    if messages:
-        check_messages(schedule, messages, column_of)
+    if located_messages:
+        check_messages(schedule, located_messages, column_of)
         return schedule
     return _as_lockstep(schedule, column_of)
 

@@ -24,10 +24,10 @@ def count_microbatches(name: str, orders: Orders) -> int:
     last_microbatch_of: dict[tuple[int, bool], int] = defaultdict(int)
     for order in orders:
         for action in order:
-            key = action.stage, action.kind is Kind.F
-            last_microbatch_of[key] = max(last_microbatch_of[key], action.microbatch)
-    key_counts = Counter(last_microbatch_of.values())  # for each last microbatch, the number of keys that have it
-    last_microbatch = min(key_counts, key=lambda microbatch: (-key_counts[microbatch], microbatch))
+            stage_and_direction = action.stage, action.kind is Kind.F
+            last_microbatch_of[stage_and_direction] = max(last_microbatch_of[stage_and_direction], action.microbatch)
+    key_count_of = Counter(last_microbatch_of.values())  # for each last microbatch, the number of keys that have it
+    last_microbatch = min(key_count_of, key=lambda microbatch: (-key_count_of[microbatch], microbatch))
     if last_microbatch >= sum(map(len, orders)):
         reason = f"is of microbatch {last_microbatch}, but most earlier microbatches are missing"
         raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
@@ -50,14 +50,14 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         Fault: a stage has no action on any rank, although a later stage has one.
     """
     # for each (stage, microbatch), and for each (stage, None) over all microbatches: its number of actions on each rank
-    run_counts: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
+    rank_counters: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
     for rank, order in enumerate(orders):
         for action in order:
-            run_counts[action.stage, None][rank] += 1
-            run_counts[action.stage, action.microbatch][rank] += 1
-    last_stage = max(stage for stage, _ in run_counts)
+            rank_counters[action.stage, None][rank] += 1
+            rank_counters[action.stage, action.microbatch][rank] += 1
+    last_stage = max(stage for stage, _ in rank_counters)
     for stage in range(last_stage):
-        if (stage, None) not in run_counts:
+        if (stage, None) not in rank_counters:
             reason = f"is of stage {last_stage}, but stage {stage} has no rank"
             raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
 
@@ -69,8 +69,10 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
 
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
         """Return the usual rank of each stage for a microbatch, or for all microbatches (`None`)."""
-        counts_of_stages = (run_counts[stage, microbatch] or run_counts[stage, None] for stage in range(last_stage + 1))
-        return tuple(rank_counts.most_common(1)[0][0] for rank_counts in counts_of_stages)
+        stage_counters = (
+            rank_counters[stage, microbatch] or rank_counters[stage, None] for stage in range(last_stage + 1)
+        )
+        return tuple(rank_counter.most_common(1)[0][0] for rank_counter in stage_counters)
 
     def is_even(route: Sequence[int]) -> bool:
         """Return whether a route gives every rank the same number of stages."""
@@ -83,7 +85,7 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
 
     def agreement_count(microbatch: int, route: Sequence[int]) -> int:
         """Return how many actions of a microbatch are on the ranks that a route gives."""
-        return sum(run_counts[stage, microbatch][rank] for stage, rank in enumerate(route))
+        return sum(rank_counters[stage, microbatch][rank] for stage, rank in enumerate(route))
 
     route_indices = (
         max(range(len(routes)), key=lambda index: agreement_count(microbatch, routes[index]))
@@ -94,6 +96,6 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
 
 def _fault_at_first(name: str, orders: Orders, is_wrong: Callable[[Action], bool], reason: str) -> Fault:
     """Return a fault at the first wrong action; the text of its reason starts with that action."""
-    wrong_cells = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if is_wrong(a))
-    rank, cell = next(wrong_cells)
+    wrong_places = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if is_wrong(a))
+    rank, cell = next(wrong_places)
     return Fault(name, f"{orders[rank][cell]} {reason}", rank, cell)

@@ -34,7 +34,7 @@ class Message(NamedTuple):
         return f"{self.stage}{self.verb}_{self.kind}{self.microbatch}"
 
 
-def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
+def _message_ends(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
     """Return the SEND and the RECV of an action's result, each as (rank, message, action next to the message).
 
     The SEND is next to the action itself, and the RECV is next to the action that reads the result. The list is empty
@@ -50,45 +50,47 @@ def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message,
     source_rank, target_rank = schedule.rank(action), schedule.rank(reader)
     if source_rank == target_rank:
         return []
-    send, receive = (Message(verb, letter, end.stage, microbatch) for verb, end in (("SEND", action), ("RECV", reader)))
+    send, receive = (
+        Message(verb, letter, end_action.stage, microbatch) for verb, end_action in (("SEND", action), ("RECV", reader))
+    )
     return [(source_rank, send, action), (target_rank, receive, reader)]
 
 
 def check_messages(
-    schedule: Schedule, messages: Iterable[tuple[int, int, Message]], columns: Mapping[Action, int]
+    schedule: Schedule, located_messages: Iterable[tuple[int, int, Message]], column_of: Mapping[Action, int]
 ) -> None:
     """Check that every result that another rank needs is sent once, after its action, and received before its reader.
 
     Args:
         schedule: the actions of the ranks.
-        messages: (rank, column, message) of every message in the CSV file of the schedule.
-        columns: the column of each action in that file.
+        located_messages: (rank, column, message) of every message in the CSV file of the schedule.
+        column_of: the column of each action in that file.
 
     Raises:
         Fault: a message is missing, occurs twice or is misplaced; the error names the rank and the column.
     """
     name = schedule.name
-    expected_ends: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action next to it
+    rank_and_action_of: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action next to it
     for order in schedule.orders:
         for action in order:
-            for rank, message, end_action in _messages_of(schedule, action):
-                expected_ends[message] = rank, end_action
-    message_columns: dict[Message, int] = {}
-    for rank, column, message in messages:
-        if message not in expected_ends:
+            for rank, message, adjacent_action in _message_ends(schedule, action):
+                rank_and_action_of[message] = rank, adjacent_action
+    column_of_message: dict[Message, int] = {}
+    for rank, column, message in located_messages:
+        if message not in rank_and_action_of:
             raise Fault(name, f"{message} carries no result to another rank", rank, column)
-        expected_rank, action = expected_ends[message]
+        expected_rank, action = rank_and_action_of[message]
         if expected_rank != rank:
             raise Fault(name, f"{message} belongs on rank {expected_rank}", rank, column)
-        if message in message_columns:
-            raise Fault(name, f"{message} occurs twice, first in cell {message_columns[message]}", rank, column)
-        message_columns[message] = column
+        if message in column_of_message:
+            raise Fault(name, f"{message} occurs twice, first in cell {column_of_message[message]}", rank, column)
+        column_of_message[message] = column
         is_send = message.verb == "SEND"
-        if (column > columns[action]) != is_send:
+        if (column > column_of[action]) != is_send:
             wrong_side = "before" if is_send else "after"
-            raise Fault(name, f"{message} comes {wrong_side} {action} (cell {columns[action]})", rank, column)
-    for message, (rank, action) in expected_ends.items():
-        if message not in message_columns:
+            raise Fault(name, f"{message} comes {wrong_side} {action} (cell {column_of[action]})", rank, column)
+    for message, (rank, action) in rank_and_action_of.items():
+        if message not in column_of_message:
             reason = "which another rank waits for" if message.verb == "SEND" else "which this rank needs"
             raise Fault(name, f"lacks {message}, the message of {action}, {reason}", rank)
 
@@ -98,10 +100,10 @@ def lowered_cells(schedule: Schedule) -> list[list[str]]:
 
     A SEND directly follows its action, and the RECV comes as early as the message can arrive.
     """
-    cells = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
+    cell_rows = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
     ending_kinds = (Kind.B, Kind.W)  # the kinds that end a backward
     # how many backwards of each (rank, stage) have not ended yet
-    remaining_backwards = Counter(
+    remaining_counts = Counter(
         (rank, action.stage)
         for rank, order in enumerate(schedule.orders)
         for action in order
@@ -109,11 +111,11 @@ def lowered_cells(schedule: Schedule) -> list[list[str]]:
     )
     for action in ticks(schedule):
         rank = schedule.rank(action)
-        cells[rank].append(str(action))
-        for message_rank, message, _ in _messages_of(schedule, action):
-            cells[message_rank].append(str(message))
+        cell_rows[rank].append(str(action))
+        for message_rank, message, _ in _message_ends(schedule, action):
+            cell_rows[message_rank].append(str(message))
         if action.kind in ending_kinds:
-            remaining_backwards[rank, action.stage] -= 1
-            if not remaining_backwards[rank, action.stage]:
-                cells[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
-    return cells
+            remaining_counts[rank, action.stage] -= 1
+            if not remaining_counts[rank, action.stage]:
+                cell_rows[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
+    return cell_rows

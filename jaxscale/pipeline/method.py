@@ -8,7 +8,7 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.values.limits import MAX_SCHEDULE_FORWARDS, check_at_most
 
 
-def _refuse_none(ranks: int, microbatches: int, chunks: int) -> None:
+def _accept_all_numbers(ranks: int, microbatches: int, chunks: int) -> None:
     """Accept all numbers."""
 
 
@@ -26,8 +26,8 @@ class Method:
         steps: whether the weights are updated inside the schedule, which makes it asynchronous.
         streams: whether there is an update for each microbatch; the text form then has no number of microbatches, for
             example `pipedream:4`.
-        refuse: function of (ranks, microbatches, chunks) that raises UserError for numbers for which `make` has no
-            schedule, so that plans are checked without making the schedule.
+        refuse: function of (ranks, microbatches, chunks) that raises UserError if `make` has no schedule for these
+            numbers. It checks a plan without making the schedule.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Method:
     interleaves: bool = False
     steps: bool = False
     streams: bool = False
-    refuse: Callable[[int, int, int], None] = _refuse_none
+    refuse: Callable[[int, int, int], None] = _accept_all_numbers
 
     def check(self, ranks: int, microbatches: int, chunks: int | None = None) -> None:
         """Check the numbers of a schedule without making it; a schedule of many actions takes long to make.
@@ -68,8 +68,8 @@ class Method:
             raise UserError(
                 f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw takes more"
             )
-        forwards = ranks * microbatches * (chunks or self.chunks)
-        check_at_most(f"schedule {self.name}: forwards of its table", forwards, MAX_SCHEDULE_FORWARDS)
+        forward_count = ranks * microbatches * (chunks or self.chunks)
+        check_at_most(f"schedule {self.name}: forwards of its table", forward_count, MAX_SCHEDULE_FORWARDS)
         self.refuse(ranks, microbatches, chunks or self.chunks)
 
     def schedule(self, ranks: int, microbatches: int, chunks: int | None = None, updates: int = 1) -> Schedule:

@@ -168,16 +168,16 @@ class Schedule:
         (or W). The second half has, for each stage, the number of activations between I and the end of W.
         """
         index_of_stage = {stage: index for index, stage in enumerate(self.stages_of(rank))}
-        counts = [0] * (2 * len(index_of_stage))
+        current_counts = [0] * (2 * len(index_of_stage))
         distinct_counts = set()
         for action in self.orders[rank]:
             index = index_of_stage[action.stage]
             if action.kind is Kind.F:
-                counts[index] += 1
+                current_counts[index] += 1
             elif action.kind is Kind.I:
-                counts[index + len(index_of_stage)] += 1
-            distinct_counts.add(tuple(counts))
+                current_counts[index + len(index_of_stage)] += 1
+            distinct_counts.add(tuple(current_counts))
             if action.kind in (Kind.B, Kind.W):
-                counts[index] -= 1
-                counts[index + len(index_of_stage)] -= action.kind is Kind.W
+                current_counts[index] -= 1
+                current_counts[index + len(index_of_stage)] -= action.kind is Kind.W
         return distinct_counts

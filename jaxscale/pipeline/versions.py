@@ -77,7 +77,7 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
     return use_of
 
 
-def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
+def version_lifetimes(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
     """Return, by stage, (first tick, tick after the last, version) for every version of the stage's weights.
 
     A version lives from the tick after the update that makes it until its last reader or the next update, whichever is
@@ -102,7 +102,7 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
     return lifetimes
 
 
-def ring_slots(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
+def ring_slot_count(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
     """Return the fewest slots n that values can take in turn: value i takes slot i mod n, which must be free then.
 
     Args:

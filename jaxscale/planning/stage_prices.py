@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.pipeline.charts.draw import drawable
+from jaxscale.pipeline.charts.draw import schedule_to_draw
 from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.pipeline.clock.costs import Costs
@@ -78,7 +78,7 @@ def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Sim
     assert plan.pipeline is not None
     if roofline.rate(platform.chip, "bfloat16") is None:
         return None
-    schedule = drawable(plan.pipeline)
+    schedule = schedule_to_draw(plan.pipeline)
     costs = stage_costs(dataclasses.replace(experiment, plan=plan), platform, plan.pipeline, schedule)
     return simulate(schedule, costs)
 

@@ -183,11 +183,11 @@ def _simulation(simulation: Any) -> Picture | None:
 
 def _pipeline_plan(plan: Any) -> Picture | None:
     """Return the timeline of the schedule that a plan asks for; `None` for one that is chosen or read later."""
-    from jaxscale.pipeline.charts.draw import drawable
+    from jaxscale.pipeline.charts.draw import schedule_to_draw
 
     if plan.name in ("auto", "file") or (plan.ranks or 1) * (plan.microbatches or 1) > MAX_ACTIONS // 2:
         return None
-    return _schedule(drawable(plan))
+    return _schedule(schedule_to_draw(plan))
 
 
 def _step(step: Any) -> Picture:

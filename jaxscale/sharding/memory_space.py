@@ -45,9 +45,9 @@ def to_host(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf if on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host), tree)
 
 
-def in_memory_of(reference: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """Return `sharding` with the host's memory kind if that is the memory kind of `reference`, otherwise unchanged."""
-    return sharding.with_memory_kind(HOST_KIND) if reference.memory_kind == HOST_KIND else sharding
+def in_memory_of(reference_sharding: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    """Return `sharding` in host memory if `reference_sharding` is in host memory, otherwise unchanged."""
+    return sharding.with_memory_kind(HOST_KIND) if reference_sharding.memory_kind == HOST_KIND else sharding
 
 
 def is_rehearsal(devices: Iterable[Any]) -> bool:
@@ -56,7 +56,7 @@ def is_rehearsal(devices: Iterable[Any]) -> bool:
 
 
 def check_host_memory(devices: Iterable[Any], option: str) -> None:
-    """Refuse an option that needs host memory, if a device cannot reach host memory.
+    """Raise an error if an option needs host memory, and a device cannot reach host memory.
 
     Args:
         devices: devices of the mesh.
@@ -67,16 +67,16 @@ def check_host_memory(devices: Iterable[Any], option: str) -> None:
     """
     # a described device lists no memories; TPUs and GPUs have host memory
     attached_devices = [device for device in devices if not isinstance(device, AbstractDevice)]
-    kinds_of_devices = [[memory.kind for memory in device.addressable_memories()] for device in attached_devices]
-    if attached_devices and not any(kinds_of_devices):
+    memory_kinds_by_device = [[memory.kind for memory in device.addressable_memories()] for device in attached_devices]
+    if attached_devices and not any(memory_kinds_by_device):
         raise UserError(
             f"{option}: {attached_devices[0].device_kind} is described, not attached, and JAX lists no memories of it, "
             "so a part of the step cannot be compiled alone; use fit --verify, which compiles the whole step, or keep "
             "the values on the device"
         )
-    for device, device_kinds in zip(attached_devices, kinds_of_devices, strict=True):
-        if device_kinds and HOST_KIND not in device_kinds:  # devices of other processes list no memories
+    for device, memory_kinds in zip(attached_devices, memory_kinds_by_device, strict=True):
+        if memory_kinds and HOST_KIND not in memory_kinds:  # devices of other processes list no memories
             raise UserError(
                 f"{option}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
-                f"(it has {', '.join(device_kinds)}), so nothing can be put on the host; keep the values on the device"
+                f"(it has {', '.join(memory_kinds)}), so nothing can be put on the host; keep the values on the device"
             )

@@ -22,7 +22,7 @@ AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Number of devices along each mesh axis. The text form is `"data:2,fsdp:4"`, without the axes of one device.
+    """Number of devices along each mesh axis. The text form, such as `"data:2,fsdp:4"`, leaves out axes of one device.
 
     Args:
         replica: copies of the whole model across slices or nodes (HSDP's outer axis).
@@ -77,7 +77,7 @@ class MeshSpec:
         """Return the mesh that a text form such as "data:2,fsdp:4" describes; "1" is a single device."""
         if not text.strip():
             raise UserError("mesh: got an empty text, expected AXIS:DEVICES such as data:2,fsdp:4, or 1 for one device")
-        sizes: dict[str, int] = {}
+        device_counts: dict[str, int] = {}
         for entry in filter(None, (part.strip() for part in text.split(","))):
             if entry == "1":
                 continue
@@ -94,10 +94,10 @@ class MeshSpec:
                 raise unknown("mesh axis", axis, AXES)
             if not colon or count is None:
                 raise UserError(f"mesh {text!r}: got {entry!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
-            if axis in sizes:
+            if axis in device_counts:
                 raise UserError(f"mesh {text!r}: got axis {axis} twice, expected it once")
-            sizes[axis] = count
-        return cls(**sizes)
+            device_counts[axis] = count
+        return cls(**device_counts)
 
     def __str__(self) -> str:
         return ",".join(f"{axis}:{count}" for axis, count in self.sizes.items() if count > 1) or "1"
@@ -125,37 +125,39 @@ class MeshSpec:
                 f"({all_devices[0].device_kind}): use a smaller mesh, or set jax_num_cpu_devices for virtual CPU "
                 "devices"
             )
-        sizes, modes = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
+        axis_sizes, axis_types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
         if isinstance(all_devices[0], AbstractDevice):
-            return AbstractMesh(sizes, AXES, axis_types=modes, abstract_device=all_devices[0])
+            return AbstractMesh(axis_sizes, AXES, axis_types=axis_types, abstract_device=all_devices[0])
         mesh_devices = all_devices[: self.devices]
-        processes, mesh_processes = (
+        process_indices, mesh_process_indices = (
             {getattr(device, "process_index", 0) for device in devices} for devices in (all_devices, mesh_devices)
         )
-        if idle_processes := sorted(processes - mesh_processes):
+        if idle_process_indices := sorted(process_indices - mesh_process_indices):
             raise UserError(
-                f"mesh {self} takes {self.devices} of {len(all_devices)} devices, so that {len(idle_processes)} of "
-                f"{len(processes)} processes have none: use a mesh of {len(all_devices)} devices, or start fewer "
-                "processes"
+                f"mesh {self} takes {self.devices} of {len(all_devices)} devices, so that "
+                f"{len(idle_process_indices)} of {len(process_indices)} processes have none: use a mesh of "
+                f"{len(all_devices)} devices, or start fewer processes"
             )
-        count_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
-        slice_count = len(count_by_slice)
-        if len(set(count_by_slice.values())) > 1:
+        device_count_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
+        slice_count = len(device_count_by_slice)
+        if len(set(device_count_by_slice.values())) > 1:
             raise UserError(
-                f"mesh {self}: got TPU slices with {' and '.join(map(str, count_by_slice.values()))} of the "
+                f"mesh {self}: got TPU slices with {' and '.join(map(str, device_count_by_slice.values()))} of the "
                 f"mesh's {self.devices} devices, expected the same number on each slice; use a mesh of "
-                f"{min(count_by_slice.values()) * slice_count} devices, or one within a slice"
+                f"{min(device_count_by_slice.values()) * slice_count} devices, or a mesh within one slice"
             )
         # an axis may be a part of a dim of the torus, such as tensor:2 on 4x4
         if slice_count == 1:
-            placed = mesh_utils.create_device_mesh(sizes, mesh_devices, allow_split_physical_axes=True)
+            device_array = mesh_utils.create_device_mesh(axis_sizes, mesh_devices, allow_split_physical_axes=True)
         else:
             dcn_shape = self.across(slice_count)
-            ici_shape = [axis_size // slices for axis_size, slices in zip(sizes, dcn_shape, strict=True)]
-            placed = mesh_utils.create_hybrid_device_mesh(
+            ici_shape = [
+                axis_size // axis_slice_count for axis_size, axis_slice_count in zip(axis_sizes, dcn_shape, strict=True)
+            ]
+            device_array = mesh_utils.create_hybrid_device_mesh(
                 ici_shape, dcn_shape, mesh_devices, allow_split_physical_axes=True
             )
-        return jax.sharding.Mesh(placed, AXES, axis_types=modes)
+        return jax.sharding.Mesh(device_array, AXES, axis_types=axis_types)
 
     def across(self, slices: int) -> tuple[int, ...]:
         """Return the number of slices that each axis spans, in the order of `AXES`; the slowest axes span the slices.
@@ -170,10 +172,10 @@ class MeshSpec:
             >>> MeshSpec.parse("pipe:4,fsdp:8").across(2)
             (1, 1, 2, 1, 1, 1, 1)
         """
-        spanned_slices = slices_per_axis(tuple(self.sizes.values()), slices)
-        if spanned_slices is None:
+        slice_counts = slices_per_axis(tuple(self.sizes.values()), slices)
+        if slice_counts is None:
             raise UserError(
                 f"mesh {self} on {slices} slices: its slowest axes cannot be split evenly over the slices; use axes "
                 f"such as replica:{slices} (axes across slices send messages over the slow network between them)"
             )
-        return spanned_slices
+        return slice_counts

@@ -38,8 +38,10 @@ def spec_of(axes_of_dims: Sequence[Sequence[str]]) -> PartitionSpec:
         >>> list(spec_of([("data", "fsdp"), (), ("tensor",), ()]))
         [('data', 'fsdp'), None, 'tensor']
     """
-    rank = max((dim + 1 for dim, axes in enumerate(axes_of_dims) if axes), default=0)
-    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in axes_of_dims[:rank]))
+    entry_count = max((dim + 1 for dim, axes in enumerate(axes_of_dims) if axes), default=0)
+    return PartitionSpec(
+        *(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in axes_of_dims[:entry_count])
+    )
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
@@ -60,5 +62,5 @@ def divisible_spec(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> Part
         >>> list(divisible_spec(PartitionSpec("data", "fsdp"), (6, 5), AbstractMesh((2, 4), ("data", "fsdp"))))
         ['data']
     """
-    sizes_and_axes = zip(shape, dim_axes(spec, len(shape)), strict=False)
-    return spec_of([axes if size % shard_count(mesh, axes) == 0 else () for size, axes in sizes_and_axes])
+    dim_sizes_and_axes = zip(shape, dim_axes(spec, len(shape)), strict=False)
+    return spec_of([axes if dim_size % shard_count(mesh, axes) == 0 else () for dim_size, axes in dim_sizes_and_axes])

@@ -62,9 +62,9 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
         )
     used_axes: set[str] = set()
     axes_by_dim: list[tuple[str, ...]] = []
-    for size, name in zip(shape, names, strict=True):
+    for dim_size, name in zip(shape, names, strict=True):
         axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
-        axes_by_dim.append(axes if size % shard_count(mesh, axes) == 0 else ())
+        axes_by_dim.append(axes if dim_size % shard_count(mesh, axes) == 0 else ())
         used_axes.update(axes_by_dim[-1])
     return spec_of(axes_by_dim)
 
@@ -88,38 +88,40 @@ def constrain(x: Array, *names: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.shape, names, mesh, rules)))
 
 
-def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
+def move(x: Array, source_names: tuple[str | None, ...], target_names: tuple[str | None, ...]) -> Array:
     """Move `x` from one placement to another, and return it; its gradient moves back.
 
-    A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced. With
-    `move`, XLA can use a reduce-scatter instead.
+    A constraint alone would place the gradient by `target_names` too: partial sums would be all-reduced and then
+    sliced. With `move`, XLA can use a reduce-scatter instead.
 
     Args:
         x: an activation.
-        source: the logical axis of each dim of `x`.
-        target: the logical axis of each dim of the result.
+        source_names: the logical axis of each dim of `x`.
+        target_names: the logical axis of each dim of the result.
     """
     mesh_and_rules = _layout.get()
     if mesh_and_rules is None or mesh_and_rules[0].size == 1:
         return x
-    if spec(x.shape, source, *mesh_and_rules) == spec(x.shape, target, *mesh_and_rules):
-        return constrain(x, *target)
-    return _move(mesh_and_rules, source, target, x)
+    if spec(x.shape, source_names, *mesh_and_rules) == spec(x.shape, target_names, *mesh_and_rules):
+        return constrain(x, *target_names)
+    return _move(mesh_and_rules, source_names, target_names, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _move(
-    mesh_and_rules: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array
+    mesh_and_rules: MeshAndRules, source_names: tuple[str | None, ...], target_names: tuple[str | None, ...], x: Array
 ) -> Array:
-    """Return `x` placed by `target`; its gradient is placed by `source`."""
+    """Return `x` placed by `target_names`; its gradient is placed by `source_names`."""
     with reopened_layout(mesh_and_rules):
-        return constrain(x, *target)
+        return constrain(x, *target_names)
 
 
-def _move_back(mesh_and_rules: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
-    """Return the gradient of `x` in `_move`, placed by `source`."""
+def _move_back(
+    mesh_and_rules: MeshAndRules, source_names: Any, target_names: Any, _: None, gradient: Array
+) -> tuple[Array]:
+    """Return the gradient of `x` in `_move`, placed by `source_names`."""
     with reopened_layout(mesh_and_rules):
-        return (constrain(gradient, *source),)
+        return (constrain(gradient, *source_names),)
 
 
 _move.defvjp(lambda *args: (_move(*args), None), _move_back)

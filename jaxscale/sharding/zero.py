@@ -47,9 +47,11 @@ def split_spec(
     axis_size, axes_of_dims = mesh.shape[axis], dim_axes(spec, len(shape))
     if axis_size == 1 or any(axis in axes for axes in axes_of_dims):
         return spec
-    local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, axes_of_dims, strict=True)]
+    local_shape = [dim_size // shard_count(mesh, axes) for dim_size, axes in zip(shape, axes_of_dims, strict=True)]
     is_stack_dim = [name == "layers" for name in names or ()] or [False] * len(shape)
-    candidate_dims = [dim for dim, size in enumerate(local_shape) if size % axis_size == 0 and not is_stack_dim[dim]]
+    candidate_dims = [
+        dim for dim, dim_size in enumerate(local_shape) if dim_size % axis_size == 0 and not is_stack_dim[dim]
+    ]
     if not candidate_dims:
         return spec
     dim = max(candidate_dims, key=lambda dim: (local_shape[dim], dim))
@@ -129,14 +131,16 @@ def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], 
     axes_before, axes_after = dim_axes(coarse_placement.state, len(shape)), dim_axes(state_spec, len(shape))
     dim = next((dim for dim in range(len(shape)) if axes_before[dim] != axes_after[dim]), None)
     if dim is None:  # another tensor, which is split less finely, may have a dim that can be split evenly
-        split_specs = {field: split_spec(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()}
+        split_spec_by_field = {
+            field: split_spec(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()
+        }
     else:
-        split_specs = {field: _split_first(spec, dim, axis) for field, spec in spec_by_field.items()}
-    return dataclasses.replace(coarse_placement, **split_specs)
+        split_spec_by_field = {field: _split_first(spec, dim, axis) for field, spec in spec_by_field.items()}
+    return dataclasses.replace(coarse_placement, **split_spec_by_field)
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
-    """Return a PartitionSpec with a dim split over one more axis, before the axes that already split it."""
+    """Return `spec` with its dim number `dim` split over `axis` first, and then over the axes that split it before."""
     axes_of_dims = dim_axes(spec, dim + 1)
     return spec_of([*axes_of_dims[:dim], (axis, *axes_of_dims[dim]), *axes_of_dims[dim + 1 :]])
 
@@ -149,5 +153,5 @@ def stacked_over(tensor_placement: Placement, axis: str) -> Placement:
         >>> list(stacked_over(Placement(spec, spec, spec, spec), "pipe").master)
         ['pipe', 'tensor']
     """
-    fields = (field.name for field in dataclasses.fields(Placement))
-    return Placement(**{field: PartitionSpec(axis, *getattr(tensor_placement, field)) for field in fields})
+    field_names = (field.name for field in dataclasses.fields(Placement))
+    return Placement(**{field: PartitionSpec(axis, *getattr(tensor_placement, field)) for field in field_names})

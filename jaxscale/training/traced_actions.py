@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxscale.compiler.hlo_program import HloProgram, callees
 from jaxscale.errors import UserError
-from jaxscale.pipeline.clock.measured import MeasuredSpans, measured
+from jaxscale.pipeline.clock.measured import MeasuredSpans, measured_simulation
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
@@ -156,7 +156,7 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
             f"{trace_dir}: no whole step is in the trace: train again with --profile FIRST:STOP, such as 10:13"
         )
     step_count = execution_counts.most_common(1)[0][0] // forward_count
-    return plan, measured(schedule, names_by_kind, timelines_by_rank, step_count), step_count
+    return plan, measured_simulation(schedule, names_by_kind, timelines_by_rank, step_count), step_count
 
 
 def traced_plan(folder: Any) -> Plan:

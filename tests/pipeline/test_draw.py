@@ -35,7 +35,7 @@ def bodies(chart: str) -> list[str]:
 def test_a_column_shows_who_works_in_it(name):
     found = simulated(name)
     scale = 4.0  # columns of a unit, so that half units have two
-    lines = bodies(text_chart(found, per_second=scale))
+    lines = bodies(text_chart(found, time_scale=scale))
     for rank, (order, spans) in enumerate(zip(found.schedule.orders, found.spans, strict=True)):
         expected = [" "] * round(found.seconds * scale)
         first = found.schedule.stages_of(rank)[0]

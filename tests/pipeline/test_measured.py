@@ -6,7 +6,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Kind
 from jaxscale.pipeline.charts.draw import Chart
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.measured import measured
+from jaxscale.pipeline.clock.measured import measured_simulation
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedules import METHODS
 
@@ -31,7 +31,7 @@ def test_what_was_traced_is_what_is_drawn(name):
     costs = Costs(tuple(1.0 + stage / 8 for stage in range(stages)), (1.5,) * stages, (0.5,) * stages)
     ran = simulate(schedule, costs)
     lines = {rank: [_both(traced(ran, 5.0, rank), traced(ran, 205.0, rank))] * 2 for rank in range(4)}
-    found = measured(schedule, OPERATIONS, lines, 2)
+    found = measured_simulation(schedule, OPERATIONS, lines, 2)
     assert found.seconds == pytest.approx(ran.seconds)
     for got, wanted in zip(found.spans, ran.spans, strict=True):
         assert [time for span in got for time in span] == pytest.approx([time for span in wanted for time in span])
@@ -51,6 +51,6 @@ def test_traces_of_something_else_are_refused():
     ran = simulate(schedule, Costs.alike(schedule))
     lines = {rank: [traced(ran, 0.0, rank)] for rank in range(2)}
     with pytest.raises(UserError, match="no device of rank 1 of 1f1b"):
-        measured(schedule, OPERATIONS, {0: lines[0]}, 1)
+        measured_simulation(schedule, OPERATIONS, {0: lines[0]}, 1)
     with pytest.raises(UserError, match="does not show F of 1f1b on rank 0 8 times, 4 times in each step"):
-        measured(schedule, OPERATIONS, lines, 2)
+        measured_simulation(schedule, OPERATIONS, lines, 2)

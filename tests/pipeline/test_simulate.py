@@ -252,5 +252,7 @@ def test_a_message_to_a_rank_that_is_no_neighbour():
     found = simulate(schedule, costs, "dataflow")
     # 0 -> 2 by links 0 and 1, 2 -> 1 by link 1, 1 -> 3 by links 1 and 2, and back
     assert found.seconds == pytest.approx(4 * 3 + 2 * (0.75 + 0.5 + 1.25))
-    with pytest.raises(UserError, match="0B0 on rank 0 needs 1B0 from rank 2, which is no neighbor on the ring of 4"):
+    with pytest.raises(
+        UserError, match="0B0 on rank 0 needs 1B0 from rank 2, which is not a neighbor on the ring of 4"
+    ):
         simulate(schedule, costs)

@@ -10,7 +10,7 @@ from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.run.stream import COLUMNS, stream
 from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.versions import lives, ring_slots, uses
+from jaxscale.pipeline.versions import ring_slot_count, uses, version_lifetimes
 
 RANKS = 1, 2, 3, 4, 6
 CASES = [(name, p, m) for name in ("pipedream", "pipemare") for p in RANKS for m in (1,)]
@@ -56,7 +56,7 @@ def test_a_stage_further_down_keeps_fewer_versions():
         for order in schedule.orders
         for action in order
     }
-    assert [ring_slots(found) for found in lives(schedule, at).values()] == [4, 3, 2, 1]
+    assert [ring_slot_count(found) for found in version_lifetimes(schedule, at).values()] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("stash", ["input", "residuals"])

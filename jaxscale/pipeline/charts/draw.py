@@ -15,7 +15,7 @@ from jaxscale.pipeline.csv import to_csv
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring_slots
+from jaxscale.pipeline.versions import ring_slot_count, version_lifetimes
 from jaxscale.values.read_files import is_folder
 from jaxscale.values.units import duration, size
 
@@ -60,8 +60,8 @@ class Chart:
         scale = columns_per_second([simulation for _, simulation in self.simulations], width)
         sections = []
         for name, simulation in self.simulations:
-            chart = text_chart(simulation, per_second=scale, color=color, format_time=self.format_time)
-            sections.append(f"{name}\n{chart}" if len(self.simulations) > 1 else chart)
+            chart_text = text_chart(simulation, time_scale=scale, color=color, format_time=self.format_time)
+            sections.append(f"{name}\n{chart_text}" if len(self.simulations) > 1 else chart_text)
         sections.append(f"{self.table()}\n\n{self.legend()}")
         text = "\n\n".join(sections)
         return text if unicode else text.translate(PLAIN)
@@ -72,7 +72,7 @@ class Chart:
         table = [heads, *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join(
-            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in table
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table
         )
 
     def legend(self) -> str:
@@ -130,18 +130,24 @@ class Chart:
     def _heading(self, name: str, simulation: Simulation) -> str:
         """Return the heading of a schedule's panel."""
         suffix = "" if simulation.period is None else " in the steady state"
-        live = max(simulation.live_shares)
-        return f"{name}: {self.format_time(simulation.seconds)}, bubble {simulation.bubble:.1%}{suffix}, {live:g} live"
+        max_live_share = max(simulation.live_shares)
+        return (
+            f"{name}: {self.format_time(simulation.seconds)}, bubble {simulation.bubble:.1%}{suffix}, "
+            f"{max_live_share:g} live"
+        )
 
     def _heads_and_rows(self) -> tuple[list[str], list[list[str]]]:
         """Return the heads of the table's columns, and the cells of each schedule's row."""
-        numbers = [self._numbers(simulation) for _, simulation in self.simulations]
-        rows = [[name, *texts.values()] for (name, _), texts in zip(self.simulations, numbers, strict=True)]
-        return ["", *numbers[0]], rows
+        number_text_dicts = [self._number_texts(simulation) for _, simulation in self.simulations]
+        rows = [
+            [name, *text_by_head.values()]
+            for (name, _), text_by_head in zip(self.simulations, number_text_dicts, strict=True)
+        ]
+        return ["", *number_text_dicts[0]], rows
 
-    def _numbers(self, simulation: Simulation) -> dict[str, str]:
+    def _number_texts(self, simulation: Simulation) -> dict[str, str]:
         """Return the numbers of a schedule, formatted as text, by the heads of their columns."""
-        has_bytes = any(any(charted.live_bytes) for _, charted in self.simulations)
+        has_bytes = any(any(other_simulation.live_bytes) for _, other_simulation in self.simulations)
         return {
             "time": self.format_time(simulation.seconds),
             "each": self.format_time(simulation.seconds_per_microbatch),
@@ -154,7 +160,7 @@ class Chart:
         }
 
 
-def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
+def schedule_to_draw(plan: PipelinePlan, updates: int | None = None) -> Schedule:
     """Make the schedule of a plan, to be drawn; an asynchronous schedule is long enough to show its steady state.
 
     Args:
@@ -163,7 +169,7 @@ def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
             the steady state.
 
     Example:
-        >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
+        >>> schedule_to_draw(PipelinePlan.parse("pipedream:4")).microbatches
         16
     """
     if not plan.asynchronous:
@@ -211,12 +217,12 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
 def _weight_copies(schedule: Schedule) -> float:
     """Return the weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
     # by stage, the lifetimes of the versions of its weights
-    lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
-    stage_copies = (  # for each rank, its copies of stages' weights
-        sum(ring_slots(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
+    lifetimes = version_lifetimes(schedule, ticks(schedule)) if schedule.versions else {}
+    rank_copy_counts = (  # for each rank, its copies of stages' weights
+        sum(ring_slot_count(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
         for rank in range(schedule.ranks)
     )
-    return max(stage_copies) * schedule.ranks / schedule.stages
+    return max(rank_copy_counts) * schedule.ranks / schedule.stages
 
 
 _STYLE = markup.STYLE + (

@@ -53,10 +53,10 @@ def svg_chart(
         top += height
     schedules = [simulation.schedule for _, simulation in panels]
     kinds = {action.kind for schedule in schedules for order in schedule.orders for action in order}
-    entries = [({"class_": kind.value}, WORDS[kind]) for kind in Kind if kind in kinds]
+    legend_entries = [({"class_": kind.value}, WORDS[kind]) for kind in Kind if kind in kinds]
     if any(schedule.chunks > 1 for schedule in schedules):
-        entries.append(({"class_": "F l"}, "paler: a rank's later stages"))
-    legend_elements, height = legend(entries, LEFT_MARGIN, top + 6, IMAGE_WIDTH)
+        legend_entries.append(({"class_": "F l"}, "paler: a rank's later stages"))
+    legend_elements, height = legend(legend_entries, LEFT_MARGIN, top + 6, IMAGE_WIDTH)
     return svg(IMAGE_WIDTH, top + 6 + height, "pipeline schedules", panel_elements, legend_elements, style=_STYLE)
 
 
@@ -86,19 +86,21 @@ def _panel(
         panel_elements.append(svg_text(LEFT_MARGIN - 8, y + row_height / 2 + 4, f"rank {rank}", "end"))
         for action, (start, end) in zip(order, spans, strict=True):
             x, width = LEFT_MARGIN + start * pixels_per_second, (end - start) * pixels_per_second
-            is_later = action.stage != first_stage  # whether it is a later stage of the rank
+            is_later_stage = action.stage != first_stage  # whether it is a later stage of the rank
             box_width = max(width - 0.8, width / 2)  # leaves a gap between neighbors
             start_text = format_time(start) if start else "0"
-            css_classes = action.kind.value + " l" * is_later
-            content = [
+            css_classes = action.kind.value + " l" * is_later_stage
+            action_elements = [
                 element("title", f"{_description(action, rank)}, {start_text} to {format_time(end)}"),
                 element("rect", class_=css_classes, x=x, y=y + 1, width=box_width, height=row_height - 2),
             ]
             if action.kind is not Kind.U and width > label_width:
-                content.append(
-                    svg_text(x + width / 2, y + row_height / 2 + 4, action.microbatch, class_="m" + " d" * is_later)
+                action_elements.append(
+                    svg_text(
+                        x + width / 2, y + row_height / 2 + 4, action.microbatch, class_="m" + " d" * is_later_stage
+                    )
                 )
-            panel_elements.append(element("g", content, data_m=action.microbatch))
+            panel_elements.append(element("g", action_elements, data_m=action.microbatch))
     for time in ticks(0.0, seconds, 10):
         x = LEFT_MARGIN + time * pixels_per_second
         panel_elements.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))

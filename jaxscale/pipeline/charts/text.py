@@ -1,9 +1,8 @@
 """A simulated schedule as lines of text: one line for each rank, with time to the right.
 
-An action is shown as the letter of its kind and, if there is room, the index of its microbatch. Padding fills the rest
-of the action's width.
-Lowercase letters stand for a rank's later stages. If actions are narrower than a column, the column shows the action
-that fills most of it.
+An action is shown as the letter of its kind and, if it fits, the index of its microbatch. Padding fills the rest of the
+action's width. Lowercase letters stand for a rank's later stages. If actions are narrower than a column, the column
+shows the action that fills most of it.
 """
 
 import math
@@ -31,7 +30,7 @@ def text_chart(
     simulation: Simulation,
     width: int = 100,
     *,
-    per_second: float | None = None,
+    time_scale: float | None = None,
     color: bool = False,
     format_time: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
@@ -40,7 +39,7 @@ def text_chart(
     Args:
         simulation: the simulation to be drawn.
         width: columns of the terminal.
-        per_second: number of columns per second; `None`: as many as fill the width (`columns_per_second`).
+        time_scale: number of columns per second; `None`: as many as fill the width (`columns_per_second`).
         color: whether to use escape sequences for colors.
         format_time: function that formats a time.
 
@@ -55,20 +54,22 @@ def text_chart(
                0   2   4   6   8   10  12
     """
     schedule = simulation.schedule
-    scale = columns_per_second([simulation], width) if per_second is None else per_second
-    column_count = max(1, round(simulation.seconds * scale))
+    chosen_scale = columns_per_second([simulation], width) if time_scale is None else time_scale
+    column_count = max(1, round(simulation.seconds * chosen_scale))
     # whether all labels have room for the index of the microbatch
     is_numbered = all(
-        round(end * scale) - round(start * scale) >= len(_label(action))
-        for action, start, end in _actions(simulation)
+        round(end * chosen_scale) - round(start * chosen_scale) >= len(_label(action))
+        for action, start, end in _actions_and_times(simulation)
         if action.kind is not Kind.U
     )
     lines = []
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
-        cells = _cells(order, spans, schedule.stages_of(rank)[0], column_count, scale, is_numbered)
-        body = _colored(cells) if color else "".join(character for character, _, _ in cells)
+        cells = _cells(order, spans, schedule.stages_of(rank)[0], column_count, chosen_scale, is_numbered)
+        body = _colored_text(cells) if color else "".join(character for character, _, _ in cells)
         lines.append(f"{_rank_label(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
-    return "\n".join([*lines, " " * len(_rank_label(simulation, 0)) + axis_line(scale, column_count, format_time)])
+    return "\n".join(
+        [*lines, " " * len(_rank_label(simulation, 0)) + axis_line(chosen_scale, column_count, format_time)]
+    )
 
 
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
@@ -78,19 +79,27 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     although some of the width may stay unused.
     """
     plot_width = min(width - len(_rank_label(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
-    per_second = max(plot_width, MIN_COLUMNS) / max(sim.seconds for sim in simulations)
-    durations = {end - start for sim in simulations for _, start, end in _actions(sim) if end - start > 1e-9 * end}
-    unit = min(durations)
-    unit_columns = per_second * unit
-    are_multiples = all(abs(duration / unit - round(duration / unit)) < 1e-6 for duration in durations)
-    return math.floor(unit_columns) / unit if are_multiples and unit_columns >= 1 else per_second
+    full_width_scale = max(plot_width, MIN_COLUMNS) / max(sim.seconds for sim in simulations)
+    durations = {
+        end - start for sim in simulations for _, start, end in _actions_and_times(sim) if end - start > 1e-9 * end
+    }
+    shortest_duration = min(durations)
+    shortest_columns = full_width_scale * shortest_duration
+    are_multiples = all(
+        abs(duration / shortest_duration - round(duration / shortest_duration)) < 1e-6 for duration in durations
+    )
+    return (
+        math.floor(shortest_columns) / shortest_duration
+        if are_multiples and shortest_columns >= 1
+        else full_width_scale
+    )
 
 
-def axis_line(per_second: float, column_count: int, format_time: Callable[[float], str]) -> str:
+def axis_line(time_scale: float, column_count: int, format_time: Callable[[float], str]) -> str:
     """Return the line below a chart, with labels at round times.
 
     Args:
-        per_second: number of columns per second.
+        time_scale: number of columns per second.
         column_count: number of columns of the chart.
         format_time: function that formats a time.
 
@@ -99,8 +108,8 @@ def axis_line(per_second: float, column_count: int, format_time: Callable[[float
         '0     5     10    15    20    25    30'
     """
     line = ""
-    for time in ticks(0.0, column_count / per_second, 8):
-        label, column = format_time(time) if time else "0", round(time * per_second)
+    for time in ticks(0.0, column_count / time_scale, 8):
+        label, column = format_time(time) if time else "0", round(time * time_scale)
         if column >= len(line) + bool(line):
             line += " " * (column - len(line)) + label
     return line
@@ -111,10 +120,10 @@ def _rank_label(simulation: Simulation, rank: int) -> str:
     return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
 
 
-def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
+def _actions_and_times(simulation: Simulation) -> list[tuple[Action, float, float]]:
     """Return (action, start in seconds, end in seconds) for every action."""
-    pairs = zip(simulation.schedule.orders, simulation.spans, strict=True)
-    return [(action, *span) for order, spans in pairs for action, span in zip(order, spans, strict=True)]
+    orders_and_spans = zip(simulation.schedule.orders, simulation.spans, strict=True)
+    return [(action, *span) for order, spans in orders_and_spans for action, span in zip(order, spans, strict=True)]
 
 
 def _cells(
@@ -122,7 +131,7 @@ def _cells(
     spans: Sequence[Span],
     first_stage: int,
     column_count: int,
-    per_second: float,
+    time_scale: float,
     is_numbered: bool,
 ) -> list[Cell]:
     """Return the cells of a rank's line, one for each column.
@@ -132,22 +141,25 @@ def _cells(
         spans: start and end of each action in seconds.
         first_stage: the first stage of the rank.
         column_count: number of columns.
-        per_second: number of columns per second.
+        time_scale: number of columns per second.
         is_numbered: whether to show the index of an action's microbatch.
     """
     cells: list[Cell] = [(" ", None, False)] * column_count
     shown_widths = [0.0] * column_count  # for each column, the part of it that the action in its cell fills
     for action, (start, end) in zip(order, spans, strict=True):
-        is_later, width = action.stage != first_stage, (end - start) * per_second
-        left, right = round(start * per_second), round(end * per_second)
+        is_later_stage, width = action.stage != first_stage, (end - start) * time_scale
+        first_column, end_column = round(start * time_scale), round(end * time_scale)
         label = _label(action) if is_numbered else action.kind.value
-        cased_label = label.lower() if is_later else label
-        if right > left:
-            text = cased_label + FILL[action.kind] * (right - left)
-            for column in range(left, right):
-                cells[column], shown_widths[column] = (text[column - left], action.kind, is_later), 1.0
-        elif left < column_count and width > shown_widths[left]:
-            cells[left], shown_widths[left] = (cased_label[0], action.kind, is_later), width
+        cased_label = label.lower() if is_later_stage else label
+        if end_column > first_column:
+            padded_label = cased_label + FILL[action.kind] * (end_column - first_column)
+            for column in range(first_column, end_column):
+                cells[column], shown_widths[column] = (
+                    (padded_label[column - first_column], action.kind, is_later_stage),
+                    1.0,
+                )
+        elif first_column < column_count and width > shown_widths[first_column]:
+            cells[first_column], shown_widths[first_column] = (cased_label[0], action.kind, is_later_stage), width
     return cells
 
 
@@ -156,7 +168,7 @@ def _label(action: Action) -> str:
     return f"{action.kind.value}{action.microbatch}"
 
 
-def _colored(cells: Sequence[Cell]) -> str:
+def _colored_text(cells: Sequence[Cell]) -> str:
     """Return the text of cells with escape sequences for the color of each kind, and blanks in place of padding."""
     text, current_style = "", (None, False)
     for character, kind, is_later in cells:

@@ -84,9 +84,13 @@ class Choice:
         width = max(len(str(candidate)) for candidate in self.candidates)
         lines = []
         for candidate in self.candidates:
-            solution = candidate.partition
-            outcome = f"{candidate.seconds:.6g} s, {max(solution.bytes)} bytes" if solution else candidate.reason
-            lines.append(f"{str(candidate).ljust(width)}  {candidate.stash.ljust(9)}  {outcome}")
+            candidate_partition = candidate.partition
+            outcome_text = (
+                f"{candidate.seconds:.6g} s, {max(candidate_partition.bytes)} bytes"
+                if candidate_partition
+                else candidate.reason
+            )
+            lines.append(f"{str(candidate).ljust(width)}  {candidate.stash.ljust(9)}  {outcome_text}")
         return "\n".join([*lines, f"{self.skipped} more cannot be faster"])
 
 
@@ -122,7 +126,7 @@ def choose_pipeline(
     for name in names or ():
         if name not in synchronous_names:
             raise unknown("synchronous schedule", name, synchronous_names)
-    refusals: list[PipelineCandidate] = []
+    refused_candidates: list[PipelineCandidate] = []
     feasible_candidates: list[PipelineCandidate] = []
     nearest_error: TooLarge | None = None  # the error of the candidate that comes nearest to the memory
     skip_count, best_seconds = 0, float("inf")
@@ -133,20 +137,20 @@ def choose_pipeline(
             if _least_seconds(prices, schedule, candidate.stash) >= best_seconds:
                 skip_count += 1
                 continue
-            solution = partition(prices, schedule, devices, stash=candidate.stash, width=width)
+            candidate_partition = partition(prices, schedule, devices, stash=candidate.stash, width=width)
         except UserError as error:
             if isinstance(error, TooLarge) and (nearest_error is None or error.ratio < nearest_error.ratio):
                 nearest_error = error
-            refusals.append(dataclasses.replace(candidate, reason=str(error)))
+            refused_candidates.append(dataclasses.replace(candidate, reason=str(error)))
         else:
-            feasible_candidates.append(dataclasses.replace(candidate, partition=solution))
-            best_seconds = min(best_seconds, solution.seconds)
+            feasible_candidates.append(dataclasses.replace(candidate, partition=candidate_partition))
+            best_seconds = min(best_seconds, candidate_partition.seconds)
     ranked_candidates = sorted(feasible_candidates, key=lambda candidate: candidate.seconds)
     if not ranked_candidates:
         if nearest_error is not None:
             message = f"pipeline auto:{ranks}: no candidate fits. The nearest is {nearest_error}"
             raise TooLarge(message, nearest_error.ratio)
-        reasons = sorted({candidate.reason for candidate in refusals})
+        reasons = sorted({candidate.reason for candidate in refused_candidates})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
     tied_candidates = [
         candidate for candidate in ranked_candidates if candidate.seconds <= best_seconds * (1 + _TOLERANCE)
@@ -154,7 +158,7 @@ def choose_pipeline(
     winner = min(tied_candidates, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
     assert winner.partition is not None
     slower_candidates = [candidate for candidate in ranked_candidates if candidate is not winner]
-    return Choice(winner, winner.partition, (winner, *slower_candidates, *refusals), skip_count)
+    return Choice(winner, winner.partition, (winner, *slower_candidates, *refused_candidates), skip_count)
 
 
 def _candidates(
@@ -171,10 +175,13 @@ def _candidates(
 
 
 def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
-    """Return a lower bound on the seconds, if no rank idles and every block is on the fastest kind of device."""
-    models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
-    forward_runs = 2 if stash == "input" else 1
+    """Return a lower bound on the seconds: no rank idles, and every block is on the fastest kind of device."""
+    model_prices = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
+    forward_run_count = 2 if stash == "input" else 1
     seconds = 0.0
-    for blocks in zip(*(model.blocks for model in models), strict=True):
-        seconds += min(forward_runs * block.forward + block.input_gradient + block.weight_gradient for block in blocks)
+    for block_prices in zip(*(kind_prices.blocks for kind_prices in model_prices), strict=True):
+        seconds += min(
+            forward_run_count * block_price.forward + block_price.input_gradient + block_price.weight_gradient
+            for block_price in block_prices
+        )
     return schedule.microbatches * seconds / schedule.ranks

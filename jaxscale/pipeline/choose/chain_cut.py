@@ -39,38 +39,40 @@ INDEX = {name: index for index, name in enumerate(FEATURES)}
 _SUM_FEATURES = FEATURES[: INDEX["working_bytes"]]  # features that are sums over the blocks
 
 
-def features(blocks: Sequence[Price], first: Price | None, last: Price | None, is_recomputed: bool) -> np.ndarray:
+def features(
+    block_prices: Sequence[Price], first_price: Price | None, last_price: Price | None, is_recomputed: bool
+) -> np.ndarray:
     """Return float[feature, begin, end]: the features of a stage with the blocks begin to end - 1.
 
     Args:
-        blocks: price of each block.
-        first: price of the embedding, before the first block.
-        last: price of the head, after the last block.
+        block_prices: price of each block.
+        first_price: price of the embedding, before the first block.
+        last_price: price of the head, after the last block.
         is_recomputed: whether a backward runs the forward again, so that only the stage's input is stashed.
     """
-    block_count = len(blocks)
-    table = np.zeros((len(FEATURES), block_count + 1, block_count + 1))
-    block_costs = np.array([[getattr(block, name) for name in _SUM_FEATURES] for block in blocks])
-    prefix_sums = np.concatenate([np.zeros((1, len(_SUM_FEATURES))), np.cumsum(block_costs, 0)])
-    table[: len(_SUM_FEATURES)] = prefix_sums.T[:, None, :] - prefix_sums.T[:, :, None]
-    working_bytes = np.array([block.working_bytes for block in blocks])
+    block_count = len(block_prices)
+    feature_table = np.zeros((len(FEATURES), block_count + 1, block_count + 1))
+    block_features = np.array([[getattr(block_price, name) for name in _SUM_FEATURES] for block_price in block_prices])
+    prefix_sums = np.concatenate([np.zeros((1, len(_SUM_FEATURES))), np.cumsum(block_features, 0)])
+    feature_table[: len(_SUM_FEATURES)] = prefix_sums.T[:, None, :] - prefix_sums.T[:, :, None]
+    working_bytes = np.array([block_price.working_bytes for block_price in block_prices])
     for begin in range(block_count):
-        table[INDEX["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working_bytes[begin:])
-    message_bytes = np.array([block.message_bytes for block in blocks[:-1]])
-    table[INDEX["enters"], 1:block_count, :] = message_bytes[:, None]
-    table[INDEX["leaves"], :, 1:block_count] = message_bytes[None, :]
-    table[INDEX["one"]] = 1
-    for price, region in ((first, np.s_[0, :]), (last, np.s_[:, block_count])):
+        feature_table[INDEX["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working_bytes[begin:])
+    message_bytes = np.array([block_price.message_bytes for block_price in block_prices[:-1]])
+    feature_table[INDEX["enters"], 1:block_count, :] = message_bytes[:, None]
+    feature_table[INDEX["leaves"], :, 1:block_count] = message_bytes[None, :]
+    feature_table[INDEX["one"]] = 1
+    for price, region in ((first_price, np.s_[0, :]), (last_price, np.s_[:, block_count])):
         if price is not None:
             for name in _SUM_FEATURES:
-                table[INDEX[name]][region] += getattr(price, name)
-            stage_working_bytes = table[INDEX["working_bytes"]]
+                feature_table[INDEX[name]][region] += getattr(price, name)
+            stage_working_bytes = feature_table[INDEX["working_bytes"]]
             stage_working_bytes[region] = np.maximum(stage_working_bytes[region], price.working_bytes)
     if is_recomputed:
-        table[INDEX["input_gradient"]] += table[INDEX["forward"]]
-        table[INDEX["working_bytes"]] += table[INDEX["stash_bytes"]]
-        table[INDEX["stash_bytes"]] = table[INDEX["enters"]]
-    return table
+        feature_table[INDEX["input_gradient"]] += feature_table[INDEX["forward"]]
+        feature_table[INDEX["working_bytes"]] += feature_table[INDEX["stash_bytes"]]
+        feature_table[INDEX["stash_bytes"]] = feature_table[INDEX["enters"]]
+    return feature_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +103,9 @@ class BlockChain:
         possible: bool[stage, begin, end], whether a stage may have the blocks begin to end - 1.
     """
 
-    def __init__(self, stages: int, features: Sequence[np.ndarray], kinds: Sequence[int]) -> None:
-        self.stages, self.blocks = stages, features[0].shape[1] - 1
-        self._features, self._kinds = features, tuple(kinds)
+    def __init__(self, stages: int, feature_tables: Sequence[np.ndarray], kind_indices: Sequence[int]) -> None:
+        self.stages, self.blocks = stages, feature_tables[0].shape[1] - 1
+        self._feature_tables, self._kind_indices = feature_tables, tuple(kind_indices)
         stage, begin, end = np.ogrid[:stages, : self.blocks + 1, : self.blocks + 1]
         self.possible = (
             (begin < end)
@@ -119,61 +121,73 @@ class BlockChain:
 
     def contributions(self, linear: np.ndarray) -> np.ndarray:
         """Return float[stage, begin, end]: what a stage adds to a linear function, infinite for impossible stages."""
-        values = np.where(self.possible, 0.0, np.inf)
+        stage_contributions = np.where(self.possible, 0.0, np.inf)
         for stage in np.flatnonzero(linear.any(1)):
-            values[stage] += self._contribution(linear, stage)
-        return values
+            stage_contributions[stage] += self._contribution(linear, stage)
+        return stage_contributions
 
     def largest_contributions(self, linears: Sequence[np.ndarray]) -> np.ndarray:
         """Return float[stage, begin, end]: the largest contribution of each stage to any of several linear functions.
 
         The functions must have coefficients >= 0. The contribution of an impossible stage is infinite.
         """
-        largest = np.where(self.possible, 0.0, np.inf)
+        largest_by_stage = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
             for stage in np.flatnonzero(linear.any(1)):
-                np.maximum(largest[stage], self._contribution(linear, stage), out=largest[stage])
-        return largest
+                np.maximum(largest_by_stage[stage], self._contribution(linear, stage), out=largest_by_stage[stage])
+        return largest_by_stage
 
     def _contribution(self, linear: np.ndarray, stage: int | np.integer) -> np.ndarray:
         """Return float[begin, end]: what a stage with the blocks begin to end - 1 adds to a linear function."""
         feature_indices = np.flatnonzero(linear[stage])
-        features = self._features[self._kinds[stage]][feature_indices]
-        return np.tensordot(linear[stage, feature_indices], features, 1)
+        stage_features = self._feature_tables[self._kind_indices[stage]][feature_indices]
+        return np.tensordot(linear[stage, feature_indices], stage_features, 1)
 
     def stage_features(self, cuts: np.ndarray) -> np.ndarray:
         """Return float[cut, stage, feature]: the features of the stages of cuts, int[cut, stages + 1]."""
         begins, ends = cuts[:, :-1], cuts[:, 1:]
-        return np.stack([self._features[kind][:, begins[:, s], ends[:, s]].T for s, kind in enumerate(self._kinds)], 1)
+        return np.stack(
+            [
+                self._feature_tables[kind_index][:, begins[:, s], ends[:, s]].T
+                for s, kind_index in enumerate(self._kind_indices)
+            ],
+            1,
+        )
 
-    def cost_to_go(self, values: np.ndarray, *, use_max: bool = False) -> np.ndarray:
+    def cost_to_go(self, stage_values: np.ndarray, *, use_max: bool = False) -> np.ndarray:
         """Return float[stage + 1, begin]: the least cost of a stage that starts at block begin and all later stages.
 
         Args:
-            values: float[stage, begin, end], the value of each possible stage.
+            stage_values: float[stage, begin, end], the value of each possible stage.
             use_max: whether the cost is the maximum of the stages' values instead of their sum.
         """
-        to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
-        to_go[self.stages, self.blocks] = -np.inf if use_max else 0.0
+        costs_to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
+        costs_to_go[self.stages, self.blocks] = -np.inf if use_max else 0.0
         for stage in range(self.stages - 1, -1, -1):
-            later_costs = to_go[stage + 1][None, :]
-            to_go[stage] = (np.maximum(values[stage], later_costs) if use_max else values[stage] + later_costs).min(1)
-        return to_go
+            later_costs = costs_to_go[stage + 1][None, :]
+            costs_to_go[stage] = (
+                np.maximum(stage_values[stage], later_costs) if use_max else stage_values[stage] + later_costs
+            ).min(1)
+        return costs_to_go
 
-    def least_cost_cut(self, values: np.ndarray, *, use_max: bool = False) -> tuple[float, np.ndarray]:
-        """Return (sum, cut): the least sum of values over the stages of a cut, and the cut with this sum.
+    def least_cost_cut(self, stage_values: np.ndarray, *, use_max: bool = False) -> tuple[float, np.ndarray]:
+        """Return (cost, cut): the least cost of any cut, and the cut with this cost.
 
         Args:
-            values: float[stage, begin, end], the value of each possible stage.
-            use_max: whether to minimize the maximum of the values instead of their sum.
+            stage_values: float[stage, begin, end], the value of each possible stage.
+            use_max: whether the cost is the maximum of the stages' values instead of their sum.
         """
-        to_go = self.cost_to_go(values, use_max=use_max)
+        costs_to_go = self.cost_to_go(stage_values, use_max=use_max)
         boundaries = [0]
         for stage in range(self.stages):
-            begin, later_costs = boundaries[-1], to_go[stage + 1]
-            totals = np.maximum(values[stage, begin], later_costs) if use_max else values[stage, begin] + later_costs
-            boundaries.append(int(totals.argmin()))
-        return float(to_go[0, 0]), np.array(boundaries)
+            begin, later_costs = boundaries[-1], costs_to_go[stage + 1]
+            total_costs = (
+                np.maximum(stage_values[stage, begin], later_costs)
+                if use_max
+                else stage_values[stage, begin] + later_costs
+            )
+            boundaries.append(int(total_costs.argmin()))
+        return float(costs_to_go[0, 0]), np.array(boundaries)
 
     def branch_and_bound(
         self,
@@ -195,30 +209,30 @@ class BlockChain:
             width: number of partial cuts that are kept.
         """
         # float[linear, stage, begin, end], and the least sums from each stage on, float[linear, stage, begin]
-        values = np.stack([self.contributions(linear) for linear in (*paths, *limit_linears)])
-        to_go = np.stack([self.cost_to_go(stage_values) for stage_values in values])
-        highest_to_go = self.cost_to_go(stage_bounds, use_max=True)
+        linear_values = np.stack([self.contributions(linear) for linear in (*paths, *limit_linears)])
+        costs_to_go = np.stack([self.cost_to_go(linear_stage_values) for linear_stage_values in linear_values])
+        bounds_to_go = self.cost_to_go(stage_bounds, use_max=True)
         cuts = np.zeros((1, 1), int)  # int[cut, stages so far + 1], the boundaries of the partial cuts
-        sums = np.zeros((1, len(values)))  # float[cut, linear], over the stages so far
+        sums = np.zeros((1, len(linear_values)))  # float[cut, linear], over the stages so far
         maxima = np.full(1, -np.inf)  # float[cut], the largest bound of a stage so far
         lower_bound = np.inf
         for stage in range(self.stages):
-            frontier = cuts[:, -1]
+            last_boundaries = cuts[:, -1]
             # for each extension of a partial cut by one stage: index of the partial cut, begin and end of the stage
-            parent, end = np.nonzero(self.possible[stage][frontier])
-            begin = frontier[parent]
-            sums = sums[parent] + values[:, stage, begin, end].T
-            totals = sums + to_go[:, stage + 1, end].T
+            parents, ends = np.nonzero(self.possible[stage][last_boundaries])
+            begins = last_boundaries[parents]
+            sums = sums[parents] + linear_values[:, stage, begins, ends].T
+            totals = sums + costs_to_go[:, stage + 1, ends].T
             maxima = np.maximum(
-                maxima[parent], np.maximum(stage_bounds[stage, begin, end], highest_to_go[stage + 1, end])
+                maxima[parents], np.maximum(stage_bounds[stage, begins, ends], bounds_to_go[stage + 1, ends])
             )
             lower_bounds = np.maximum(maxima, totals[:, : len(paths)].max(1, initial=-np.inf))
             # indices of the extensions that may stay below the ceiling and within the limits
             survivors = np.flatnonzero((lower_bounds < ceiling) & (totals[:, len(paths) :] <= 1 + 1e-12).all(1))
             if len(survivors) > width:
-                ranking = survivors[np.argsort(lower_bounds[survivors], kind="stable")]
-                lower_bound = min(lower_bound, float(lower_bounds[ranking[width]]))
-                survivors = ranking[:width]
-            cuts = np.concatenate([cuts[parent[survivors]], end[survivors, None]], 1)
+                ranked_survivors = survivors[np.argsort(lower_bounds[survivors], kind="stable")]
+                lower_bound = min(lower_bound, float(lower_bounds[ranked_survivors[width]]))
+                survivors = ranked_survivors[:width]
+            cuts = np.concatenate([cuts[parents[survivors]], ends[survivors, None]], 1)
             sums, maxima = sums[survivors], maxima[survivors]
         return BoundedCuts(cuts, lower_bound)

@@ -73,7 +73,9 @@ def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[floa
     clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
     stage_orders = [list(orders(stage, microbatches, max_activations)) for stage in range(costs.stages)]
     # for each stage, int[order, max_passes + 1], the pass numbers of its orders
-    stage_rows = [np.stack([clock.pass_numbers([order])[0] for order in candidates]) for candidates in stage_orders]
+    stage_rows = [
+        np.stack([clock.pass_numbers([order])[0] for order in orders_of_stage]) for orders_of_stage in stage_orders
+    ]
     # a choice has, for each stage, the index of its order among `stage_orders[stage]`
     best_seconds, best_choice = np.inf, (0,) * costs.stages
     choices = itertools.product(*(range(len(rows)) for rows in stage_rows))
@@ -85,7 +87,7 @@ def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[floa
         if seconds[lowest_index] < best_seconds:
             best_seconds, best_choice = float(seconds[lowest_index]), choice_batch[lowest_index]
     return float(best_seconds), tuple(
-        candidates[index] for candidates, index in zip(stage_orders, best_choice, strict=True)
+        orders_of_stage[index] for orders_of_stage, index in zip(stage_orders, best_choice, strict=True)
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring_slots
+from jaxscale.pipeline.versions import ring_slot_count, version_lifetimes
 
 END_MESSAGES = 2
 """Number of messages at each end of a stage: one that is sent and one that is received."""
@@ -44,19 +44,21 @@ def footprints(schedule: Schedule) -> list[Footprint]:
     """
     footprint_list = []
     # by stage, the lifetimes of the versions of its weights
-    lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
+    lifetimes = version_lifetimes(schedule, ticks(schedule)) if schedule.versions else {}
     for rank in range(schedule.ranks):
         stages = schedule.stages_of(rank)
         constant_linear = np.zeros((schedule.stages, len(FEATURES)))
         for stage in stages:
             constant_linear[stage, INDEX["weight_bytes"]] = 1
-            constant_linear[stage, INDEX["version_bytes"]] = ring_slots(lifetimes[stage]) - 1 if lifetimes else 0
+            constant_linear[stage, INDEX["version_bytes"]] = ring_slot_count(lifetimes[stage]) - 1 if lifetimes else 0
             constant_linear[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
-        fullest_moments: list[tuple[int, ...]] = []  # counts of the moments that no other moment of the rank covers
+        fullest_counts: list[tuple[int, ...]] = []  # counts of the moments that no other moment of the rank covers
         for counts in sorted(schedule.activation_counts(rank), reverse=True):
-            if not any(all(a <= b for a, b in zip(counts, fuller, strict=True)) for fuller in fullest_moments):
-                fullest_moments.append(counts)
-        for counts in fullest_moments:
+            if not any(
+                all(a <= b for a, b in zip(counts, fuller_counts, strict=True)) for fuller_counts in fullest_counts
+            ):
+                fullest_counts.append(counts)
+        for counts in fullest_counts:
             for running_stage in stages:
                 linear = constant_linear.copy()
                 linear[list(stages), INDEX["stash_bytes"]] = counts[: len(stages)]

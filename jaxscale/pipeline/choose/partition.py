@@ -101,7 +101,7 @@ class Partition:
 
     @property
     def exact(self) -> bool:
-        """Whether no partition is faster."""
+        """Whether it is certain that no partition is faster."""
         return self.seconds <= self.bound * (1 + _TOLERANCE)
 
     def __str__(self) -> str:
@@ -188,16 +188,16 @@ class _Search:
                 memory_linears.append((linear + shared_linear) / memory_bytes)
         if not memory_linears:
             return
-        self.smallest_cut, least_ratio = self._least_memory(memory_linears)
+        self.smallest_cut, least_ratio = self._least_memory_cut(memory_linears)
         if least_ratio > 1 + 1e-12:
-            raise self._too_large(self.smallest_cut, least_ratio)
+            raise self._too_large_error(self.smallest_cut, least_ratio)
         for linear in memory_linears:
             if (linear.any(1)).sum() == 1:
                 self.problem.chain.exclude_above(linear, 1.0)
             else:
                 self.problem.memory_linears.append(linear)
 
-    def _least_memory(self, memory_linears: list[np.ndarray]) -> tuple[np.ndarray, float]:
+    def _least_memory_cut(self, memory_linears: list[np.ndarray]) -> tuple[np.ndarray, float]:
         """Return (cut, ratio): a cut that needs little memory, and its largest ratio of bytes to memory.
 
         The ratio is the largest over all ranks and moments. The search stops at the first cut with a ratio of at most
@@ -211,8 +211,8 @@ class _Search:
         least_ratio, cut = chain.least_cost_cut(largest_ratios, use_max=True)
         if all(linear.any(1).sum() == 1 for linear in memory_linears):
             return cut, least_ratio
-        ratio_functions = np.stack(memory_linears).reshape(len(memory_linears), -1)
-        moment_ratios = ratio_functions @ chain.stage_features(cut[None]).ravel()
+        ratio_coefficients = np.stack(memory_linears).reshape(len(memory_linears), -1)
+        moment_ratios = ratio_coefficients @ chain.stage_features(cut[None]).ravel()
         least_ratio, active_indices = float(moment_ratios.max()), [int(moment_ratios.argmax())]
         while least_ratio > 1:
             active_linears = [memory_linears[index] for index in active_indices]
@@ -221,7 +221,7 @@ class _Search:
             ).cuts
             if not len(cuts):
                 return cut, least_ratio
-            cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ ratio_functions.T
+            cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ ratio_coefficients.T
             lowest_index = int(cut_ratios.max(1).argmin())
             binding_index = int(cut_ratios[lowest_index].argmax())
             if cut_ratios[lowest_index, binding_index] < least_ratio:
@@ -231,7 +231,7 @@ class _Search:
             active_indices.append(binding_index)
         return cut, least_ratio
 
-    def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
+    def _too_large_error(self, cut: np.ndarray, ratio: float) -> TooLarge:
         """Return the error for a model that does not fit: its smallest cut needs `ratio` times the memory."""
         problem, schedule = self.problem, self.problem.schedule
         needed_bytes = problem.bytes(cut)
@@ -262,8 +262,10 @@ class _Search:
         distinct_cuts = np.unique(np.stack(start_cuts), axis=0)
         start_seconds = self.problem.seconds(distinct_cuts)
         fastest_indices = start_seconds.argsort(kind="stable")[:_REFINED_STARTS]
-        refinements = [self._refine(float(start_seconds[index]), distinct_cuts[index]) for index in fastest_indices]
-        best_seconds, best_cut = min(refinements, key=lambda pair: pair[0])
+        refined_seconds_and_cuts = [
+            self._refine(float(start_seconds[index]), distinct_cuts[index]) for index in fastest_indices
+        ]
+        best_seconds, best_cut = min(refined_seconds_and_cuts, key=lambda seconds_and_cut: seconds_and_cut[0])
         chain.possible &= stage_bounds <= best_seconds * (1 + _TOLERANCE)
         best_seconds, best_cut, lower_bound = self._branch_and_bound(best_seconds, best_cut, -np.inf, [], stage_bounds)
         if best_seconds > lower_bound * (1 + _TOLERANCE):
@@ -300,19 +302,19 @@ class _Search:
         limit_linears = self._tightest_linears(best_cut)
         while best_seconds > lower_bound * (1 + _TOLERANCE):
             paths = [*paths, self.problem.path(best_cut)]
-            survivors = self.problem.chain.branch_and_bound(
+            bounded_cuts = self.problem.chain.branch_and_bound(
                 paths, limit_linears, stage_bounds, best_seconds, self.width
             )
-            if not len(survivors.cuts):
-                return best_seconds, best_cut, max(lower_bound, min(best_seconds, survivors.lower_bound))
-            seconds = self.problem.seconds(survivors.cuts)
-            lowest_index = int(seconds.argmin())
-            least_seconds = float(seconds[lowest_index])
-            lower_bound = max(lower_bound, min(best_seconds, least_seconds, survivors.lower_bound))
+            if not len(bounded_cuts.cuts):
+                return best_seconds, best_cut, max(lower_bound, min(best_seconds, bounded_cuts.lower_bound))
+            cut_seconds = self.problem.seconds(bounded_cuts.cuts)
+            fastest_index = int(cut_seconds.argmin())
+            least_seconds = float(cut_seconds[fastest_index])
+            lower_bound = max(lower_bound, min(best_seconds, least_seconds, bounded_cuts.lower_bound))
             is_faster = least_seconds < best_seconds * (1 - _TOLERANCE)
             if least_seconds < best_seconds:
-                best_seconds, best_cut = least_seconds, survivors.cuts[lowest_index]
-            if np.isinf(survivors.lower_bound) or not is_faster:
+                best_seconds, best_cut = least_seconds, bounded_cuts.cuts[fastest_index]
+            if np.isinf(bounded_cuts.lower_bound) or not is_faster:
                 break
             best_seconds, best_cut = self._refine(best_seconds, best_cut)
         return best_seconds, best_cut, lower_bound
@@ -320,8 +322,8 @@ class _Search:
     def _tightest_linears(self, cut: np.ndarray) -> list[np.ndarray]:
         """Return the memory functions that are nearest to their limit for a cut, at most `_MAX_FUNCTIONS` of them."""
         stage_features = self.problem.chain.stage_features(cut[None])[0]
-        ranking = sorted(self.problem.memory_linears, key=lambda linear: -(stage_features * linear).sum())
-        return ranking[:_MAX_FUNCTIONS]
+        ranked_linears = sorted(self.problem.memory_linears, key=lambda linear: -(stage_features * linear).sum())
+        return ranked_linears[:_MAX_FUNCTIONS]
 
     def _play_game(self, start_cut: np.ndarray, best_seconds: float) -> tuple[float, np.ndarray, np.ndarray]:
         """Play the game between the dynamic program and the clock.
@@ -341,20 +343,20 @@ class _Search:
         blur = _BLUR * best_seconds
         mean_pass_seconds, mean_link_seconds = (batch_costs[0] for batch_costs in problem.costs(start_cut[None]))
         mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
-        cut, lower_bound, bound_linear, cuts = start_cut, -np.inf, mean_path, []
+        cut, lower_bound, bound_linear, turn_cuts = start_cut, -np.inf, mean_path, []
         for turn in range(_GAME_TURNS):
             path = problem.linear(cut, problem.clock.path(mean_pass_seconds, mean_link_seconds, blur))
             mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
             turn_bound, cut = problem.chain.least_cost_cut(problem.chain.contributions(mean_path))
             if turn_bound > lower_bound:
                 lower_bound, bound_linear = turn_bound, mean_path
-            cuts.append(cut)
+            turn_cuts.append(cut)
             if best_seconds <= lower_bound * (1 + _TOLERANCE):
                 break
             pass_seconds, link_seconds = (batch_costs[0] for batch_costs in problem.costs(cut[None]))
             mean_pass_seconds = mean_pass_seconds + (pass_seconds - mean_pass_seconds) / (turn + 4)
             mean_link_seconds = mean_link_seconds + (link_seconds - mean_link_seconds) / (turn + 4)
-        return lower_bound, bound_linear, np.stack(cuts)
+        return lower_bound, bound_linear, np.stack(turn_cuts)
 
     def _refine(self, start_seconds: float, start_cut: np.ndarray) -> tuple[float, np.ndarray]:
         """Move boundaries, one or several neighbors at a time, while the cut gets faster; return (seconds, cut).
@@ -364,44 +366,44 @@ class _Search:
             start_cut: int[stages + 1], the cut to start from.
         """
         best_seconds, best_cut = start_seconds, start_cut
-        inner_count = self.problem.schedule.stages - 1
-        if not inner_count:
+        inner_boundary_count = self.problem.schedule.stages - 1
+        if not inner_boundary_count:
             return best_seconds, best_cut
         # each move shifts the inner boundaries begin to end by one block or two, left or right
-        all_begins, all_ends = np.triu_indices(inner_count)
-        is_tried = (all_ends - all_begins < 3) | (all_begins == 0) | (all_ends == inner_count - 1)
-        begin, end = all_begins[is_tried], all_ends[is_tried]
-        boundary = np.arange(inner_count)
+        all_begins, all_ends = np.triu_indices(inner_boundary_count)
+        is_tried = (all_ends - all_begins < 3) | (all_begins == 0) | (all_ends == inner_boundary_count - 1)
+        begins, ends = all_begins[is_tried], all_ends[is_tried]
+        boundary_indices = np.arange(inner_boundary_count)
         # int[move, boundary]: the change of each inner boundary
-        moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
-        moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
+        moves = ((boundary_indices >= begins[:, None]) & (boundary_indices <= ends[:, None])).astype(int)
+        moves = np.concatenate([moves, -moves, 2 * moves[begins == ends], -2 * moves[begins == ends]])
         while True:
             moved_cuts = np.repeat(best_cut[None], len(moves), 0)
             moved_cuts[:, 1:-1] += moves
             valid_cuts = moved_cuts[(np.diff(moved_cuts) > 0).all(1)]
             if not len(valid_cuts):
                 return best_seconds, best_cut
-            seconds = self.problem.seconds(valid_cuts)
-            if seconds.min() >= best_seconds * (1 - _TOLERANCE):
+            cut_seconds = self.problem.seconds(valid_cuts)
+            if cut_seconds.min() >= best_seconds * (1 - _TOLERANCE):
                 return best_seconds, best_cut
-            best_seconds, best_cut = float(seconds.min()), valid_cuts[seconds.argmin()]
+            best_seconds, best_cut = float(cut_seconds.min()), valid_cuts[cut_seconds.argmin()]
 
     def _partition(self, cut: np.ndarray, seconds: float, lower_bound: float) -> Partition:
         """Return the `Partition` with the boundaries of a cut."""
         # by feature, the values of the stages
-        columns = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
+        stage_values_of = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
         return Partition(
             boundaries=tuple(map(int, cut)),
             seconds=seconds,
             bytes=self.problem.bytes(cut),
             bound=lower_bound,
             costs=Costs(
-                forward=tuple(columns["forward"]),
-                input=tuple(columns["input_gradient"]),
-                weight=tuple(columns["weight_gradient"]),
+                forward=tuple(stage_values_of["forward"]),
+                input=tuple(stage_values_of["input_gradient"]),
+                weight=tuple(stage_values_of["weight_gradient"]),
                 links=tuple(self.problem.costs(cut[None])[1][0].tolist()),
-                stash=tuple(map(math.ceil, columns["stash_bytes"])),
-                pending=tuple(map(math.ceil, columns["between_bytes"])),
+                stash=tuple(map(math.ceil, stage_values_of["stash_bytes"])),
+                pending=tuple(map(math.ceil, stage_values_of["between_bytes"])),
             ),
             schedule=self.problem.schedule.name,
         )

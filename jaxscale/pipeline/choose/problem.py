@@ -59,9 +59,9 @@ class Problem:
         for kind in kinds:
             if kind not in prices_of_kind:
                 raise unknown("kind of device", kind, prices_of_kind)
-        price_lists = [prices_of_kind[kind] for kind in kinds]
-        self.blocks = len(price_lists[0].blocks)
-        for kind, prices in zip(kinds, price_lists, strict=True):
+        model_prices = [prices_of_kind[kind] for kind in kinds]
+        self.blocks = len(model_prices[0].blocks)
+        for kind, prices in zip(kinds, model_prices, strict=True):
             if len(prices.blocks) != self.blocks:
                 raise UserError(
                     f"got prices of {len(prices.blocks)} blocks on devices of kind {kind!r}, but prices of "
@@ -78,8 +78,10 @@ class Problem:
                 "use a schedule that runs each stage on one device, such as 1f1b"
             )
         kind_indices = [kinds.index(device.kind) for device in self.devices]  # by rank, into `kinds`
-        tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in price_lists]
-        self.chain = BlockChain(schedule.stages, tables, [kind_indices[rank] for rank in schedule.routes[0]])
+        feature_tables = [
+            features(prices.blocks, prices.first, prices.last, stash == "input") for prices in model_prices
+        ]
+        self.chain = BlockChain(schedule.stages, feature_tables, [kind_indices[rank] for rank in schedule.routes[0]])
         self.clock = Clock(schedule)
         self._pass_stages = np.array([stage for _, stage in self.clock.passes])
         # float[pass, feature]: the coefficients of the seconds of each pass
@@ -98,7 +100,7 @@ class Problem:
         for message_row, link in zip(self._message_features, self._crossings[:, 1], strict=True):
             message_row[[INDEX["leaves"], INDEX["one"]]] = 1 / self.devices[link].link, self.devices[link].latency
         self.footprints = footprints(schedule)
-        self.shared_bytes = [price_lists[index].shared_bytes for index in kind_indices]
+        self.shared_bytes = [model_prices[index].shared_bytes for index in kind_indices]
         self.memory_linears: list[np.ndarray] = []
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -108,8 +110,8 @@ class Problem:
         link_seconds = np.zeros((len(cuts), self.schedule.ranks))
         for stage, link in self._crossings:
             device = self.devices[link]
-            seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
-            np.maximum(link_seconds[:, link], seconds, out=link_seconds[:, link])
+            message_seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
+            np.maximum(link_seconds[:, link], message_seconds, out=link_seconds[:, link])
         return pass_seconds, link_seconds
 
     def seconds(self, cuts: np.ndarray) -> np.ndarray:
@@ -119,11 +121,11 @@ class Problem:
 
     def _fits_memory(self, cuts: np.ndarray) -> np.ndarray:
         """Return bool[cut]: whether each of a batch of cuts fits every device's memory."""
-        stages = np.arange(self.schedule.stages)
-        is_feasible = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
+        stage_indices = np.arange(self.schedule.stages)
+        is_feasible = np.all(self.chain.possible[stage_indices, cuts[:, :-1], cuts[:, 1:]], axis=1)
         if self.memory_linears:
-            functions = np.stack(self.memory_linears).reshape(len(self.memory_linears), -1)
-            ratios = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
+            coefficient_rows = np.stack(self.memory_linears).reshape(len(self.memory_linears), -1)
+            ratios = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ coefficient_rows.T
             is_feasible &= ratios.max(1) <= 1 + 1e-12
         return is_feasible
 
@@ -137,21 +139,25 @@ class Problem:
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         np.add.at(linear, self._pass_stages, path.pass_counts[:, None] * self._pass_features)
         if len(self._crossings):
-            durations = (self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features).sum(1)
+            message_seconds = (
+                self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features
+            ).sum(1)
             for link in np.flatnonzero(path.link_counts):
                 message_indices = np.flatnonzero(self._crossings[:, 1] == link)
                 if len(message_indices):
-                    index = message_indices[durations[message_indices].argmax()]
-                    linear[self._crossings[index, 0]] += path.link_counts[link] * self._message_features[index]
+                    slowest_message = message_indices[message_seconds[message_indices].argmax()]
+                    linear[self._crossings[slowest_message, 0]] += (
+                        path.link_counts[link] * self._message_features[slowest_message]
+                    )
         return linear
 
     def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
         """Return, for each rank, the most bytes that it holds if the model is divided by a cut."""
         stage_features = self.chain.stage_features(cut[None])[0]
-        peaks = [0.0] * self.schedule.ranks
+        peak_bytes = [0.0] * self.schedule.ranks
         for rank, linear in self.footprints:
-            peaks[rank] = max(peaks[rank], float((stage_features * linear).sum()) + self.shared_bytes[rank])
-        return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
+            peak_bytes[rank] = max(peak_bytes[rank], float((stage_features * linear).sum()) + self.shared_bytes[rank])
+        return tuple(int(np.ceil(byte_count - 1e-6)) for byte_count in peak_bytes)
 
     def stage_bounds(self) -> np.ndarray:
         """Return float[stage, begin, end], a lower bound on the seconds of every cut with this stage.
@@ -159,7 +165,7 @@ class Problem:
         The bound is the seconds of all passes of the stage on the rank that runs most of these passes.
         """
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
-        index_of_pass = {key: index for index, key in enumerate(self.clock.passes)}
+        index_of_pass = {kind_and_stage: index for index, kind_and_stage in enumerate(self.clock.passes)}
         for order in self.schedule.orders:
             rank_linear = np.zeros_like(linear)
             for action in order:

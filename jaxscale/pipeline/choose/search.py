@@ -125,21 +125,21 @@ def search(
         lower_bound(stage_costs, ranks, microbatches, max_activations, one_route=chunks == 1 and copies == 1)
         for chunks, stage_costs in costs_by_chunks.items()
     )
-    timed_schedules = []  # pairs (seconds, named schedule)
-    for seconds, schedule in _named_schedules(costs_by_chunks, ranks, microbatches, max_activations, copies):
-        timed_schedules.append((seconds, schedule))
+    seconds_and_schedules = []  # pairs (seconds, named schedule)
+    for seconds, schedule in _timed_named_schedules(costs_by_chunks, ranks, microbatches, max_activations, copies):
+        seconds_and_schedules.append((seconds, schedule))
         if seconds <= bound_seconds * (1 + _TOLERANCE):  # no schedule is faster
             break
-    if not timed_schedules:
+    if not seconds_and_schedules:
         raise UserError(f"search: no named schedule holds at most {max_activations:g} activations; 1f1b holds {ranks}")
-    timed_schedules.sort(key=lambda pair: pair[0])
-    named_seconds, named_schedule = timed_schedules[0]
+    seconds_and_schedules.sort(key=lambda seconds_and_schedule: seconds_and_schedule[0])
+    named_seconds, named_schedule = seconds_and_schedules[0]
     best_seconds, best_schedule = named_seconds, named_schedule
-    for routes in dict.fromkeys(schedule.routes for _, schedule in timed_schedules):
+    for routes in dict.fromkeys(schedule.routes for _, schedule in seconds_and_schedules):
         if len(routes) > 1 or best_seconds <= bound_seconds * (1 + _TOLERANCE):
             continue
         stage_costs = costs_by_chunks[len(routes[0]) // ranks]
-        start_orders = [schedule.orders for _, schedule in timed_schedules if schedule.routes == routes][:3]
+        start_orders = [schedule.orders for _, schedule in seconds_and_schedules if schedule.routes == routes][:3]
         route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, max_activations, seed)
         seconds, orders = route_search.run(start_orders, changes, bound_seconds)
         if seconds < best_seconds * (1 - 1e-12):
@@ -154,7 +154,7 @@ def search(
     )
 
 
-def _named_schedules(
+def _timed_named_schedules(
     costs_by_chunks: Mapping[int, Costs], ranks: int, microbatches: int, max_activations: float, copies: int
 ) -> Iterator[tuple[float, Schedule]]:
     """Yield (seconds, schedule) for every named synchronous schedule that fits the memory.
@@ -260,21 +260,21 @@ class _RouteSearch:
             return fastest(self._costs, self._microbatches, self._max_stage_activations)
         # for each start, the word of each rank
         start_words = [[self._word(order) for order in orders] for orders in start_orders]
-        list_schedules = (self._list_schedule() for _ in range(_LIST_SCHEDULES))
-        start_words += [words for words in list_schedules if words is not None]
+        listed_words = (self._list_schedule_words() for _ in range(_LIST_SCHEDULES))
+        start_words += [words for words in listed_words if words is not None]
         # int[start, rank, max_passes + 1]
         start_rows = np.stack(
             [np.stack([self._row(self._pass_numbers(word)) for word in words]) for words in start_words]
         )
-        seconds = self._clock.seconds(start_rows)
-        ranking = np.argsort(seconds, kind="stable")
-        best_seconds, best_words = float(seconds[ranking[0]]), start_words[ranking[0]]
+        start_seconds = self._clock.seconds(start_rows)
+        ranked_starts = np.argsort(start_seconds, kind="stable")
+        best_seconds, best_words = float(start_seconds[ranked_starts[0]]), start_words[ranked_starts[0]]
         # half of the changes from the best start, a quarter from each of the next two
-        for start, quarters in zip(ranking[:3], (2, 1, 1), strict=False):
+        for start, quarters in zip(ranked_starts[:3], (2, 1, 1), strict=False):
             if best_seconds <= bound_seconds * (1 + _TOLERANCE):
                 break
             annealed_seconds, annealed_words = self._anneal(
-                float(seconds[start]), start_words[start], start_rows[start], changes * quarters // 4
+                float(start_seconds[start]), start_words[start], start_rows[start], changes * quarters // 4
             )
             if annealed_seconds < best_seconds:
                 best_seconds, best_words = annealed_seconds, annealed_words
@@ -297,32 +297,32 @@ class _RouteSearch:
         for round_index in range(round_count):
             temperature = _START_TEMPERATURE * best_seconds * (1 - round_index / round_count) ** 2
             # (rank, changed word) of each proposal, and the rows of its orders
-            proposals, proposed_rows = [], np.repeat(rows[None], _BATCH_SIZE, 0)
+            ranks_and_words, proposed_rows = [], np.repeat(rows[None], _BATCH_SIZE, 0)
             for index in range(_BATCH_SIZE):
                 rank = self._rng.randrange(self._ranks)
-                word, passes = self._neighbour(words[rank])
-                proposals.append((rank, word))
-                proposed_rows[index, rank] = self._row(passes)
-            seconds = self._clock.seconds(proposed_rows)
+                word, pass_numbers = self._neighbour_word(words[rank])
+                ranks_and_words.append((rank, word))
+                proposed_rows[index, rank] = self._row(pass_numbers)
+            proposal_seconds = self._clock.seconds(proposed_rows)
             # the fastest proposal, ties broken at random
             tie_breaks = [self._rng.random() * 1e-9 * best_seconds for _ in range(_BATCH_SIZE)]
-            fastest_index = int((seconds + np.array(tie_breaks)).argmin())
-            if seconds[fastest_index] <= current_seconds - temperature * math.log(1 - self._rng.random()):
-                rank, word = proposals[fastest_index]
+            fastest_index = int((proposal_seconds + np.array(tie_breaks)).argmin())
+            if proposal_seconds[fastest_index] <= current_seconds - temperature * math.log(1 - self._rng.random()):
+                rank, word = ranks_and_words[fastest_index]
                 words = [*words[:rank], word, *words[rank + 1 :]]
-                rows, current_seconds = proposed_rows[fastest_index], float(seconds[fastest_index])
+                rows, current_seconds = proposed_rows[fastest_index], float(proposal_seconds[fastest_index])
                 if current_seconds < best_seconds:
                     best_seconds, best_words = current_seconds, words
         return best_seconds, best_words
 
-    def _neighbour(self, word: Word) -> tuple[Word, list[int] | None]:
+    def _neighbour_word(self, word: Word) -> tuple[Word, list[int] | None]:
         """Return a valid word that differs a little from `word`, and the pass numbers of the new word."""
         for _ in range(50):
-            neighbour = list(word)
+            changed_word = list(word)
             for _ in range(self._rng.choice((1, 1, 2))):
-                self._mutate(neighbour)
-            if neighbour != word and (passes := self._pass_numbers(neighbour)) is not None:
-                return neighbour, passes
+                self._mutate(changed_word)
+            if changed_word != word and (pass_numbers := self._pass_numbers(changed_word)) is not None:
+                return changed_word, pass_numbers
         return word, self._pass_numbers(word)
 
     def _mutate(self, word: Word) -> None:
@@ -352,13 +352,13 @@ class _RouteSearch:
         A word is invalid if a gradient comes before its forward, if a W comes before its I, or if the rank would hold
         too many activations.
         """
-        stages, activation_count = self._clock.stages, 0
+        stage_count, activation_count = self._clock.stages, 0
         # by stage: the number of forwards and of input gradients so far, and the microbatches between I and W
-        forward_counts, gradient_counts = [0] * stages, [0] * stages
-        pending_microbatches: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
+        forward_counts, gradient_counts = [0] * stage_count, [0] * stage_count
+        pending_microbatches: list[collections.deque[int]] = [collections.deque() for _ in range(stage_count)]
         pass_numbers = []
         for letter in word:
-            kind, stage = divmod(letter, stages)
+            kind, stage = divmod(letter, stage_count)
             if kind == _F:
                 microbatch = forward_counts[stage]
                 forward_counts[stage] += 1
@@ -388,42 +388,44 @@ class _RouteSearch:
         kind, stage = divmod(letter, self._clock.stages)
         return Action(KINDS[kind], stage, microbatch)
 
-    def _row(self, passes: list[int] | None) -> np.ndarray:
+    def _row(self, pass_numbers: list[int] | None) -> np.ndarray:
         """Return int[max_passes + 1]: the pass numbers of a valid word, padded to a row for `BatchClock`."""
-        assert passes is not None
-        return np.array(passes + [self._clock.end] * (self._clock.max_passes + 1 - len(passes)))
+        assert pass_numbers is not None
+        return np.array(pass_numbers + [self._clock.end] * (self._clock.max_passes + 1 - len(pass_numbers)))
 
-    def _list_schedule(self) -> list[Word] | None:
+    def _list_schedule_words(self) -> list[Word] | None:
         """Return the words of a list schedule with random priorities, by rank; `None` if its ranks get stuck."""
-        rng, stages, m = self._rng, self._clock.stages, self._microbatches
+        rng, stage_count, m = self._rng, self._clock.stages, self._microbatches
         priorities = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]  # by kind
         depth_weight = rng.choice((0.0, 1.0, -1.0))  # above 0 it favors later stages of a rank, below 0 earlier ones
         length_weight = rng.random() * rng.choice((0, 1))  # penalty for a pass longer than its tick is so far
         gradient_kind = _B if rng.random() < 0.3 else _I
         priorities[gradient_kind] = priorities[_I]
         # for each rank, the most forwards by which a stage may be ahead of its gradients
-        limit = self._max_stage_activations
-        warmups = [limit if rng.random() < 0.3 else max(1, limit - rank) for rank in range(self._ranks)]
-        seconds = [[self._costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
+        max_activations = self._max_stage_activations
+        max_leads = [
+            max_activations if rng.random() < 0.3 else max(1, max_activations - rank) for rank in range(self._ranks)
+        ]
+        pass_seconds = [[self._costs.seconds(kind, stage) for stage in range(stage_count)] for kind in KINDS]
         unit_seconds = max(self._costs.forward) or 1.0
         # by kind and stage, the number of passes that have run
-        run_counts = [[0] * stages for _ in KINDS]
+        run_counts = [[0] * stage_count for _ in KINDS]
         activation_counts = [0] * self._ranks  # by rank, the number of activations that wait for B or W
         words: list[Word] = [[] for _ in range(self._ranks)]
-        remaining_count = stages * m * (2 if gradient_kind == _B else 3)
+        remaining_count = stage_count * m * (2 if gradient_kind == _B else 3)
         while remaining_count:
             tick_passes: list[tuple[int, int, int]] = []  # (rank, kind, stage) of the passes in this tick
             tick_seconds = 0.0
             for rank, rank_stages in enumerate(self._stages_of_ranks):
                 ready_passes = []  # (kind, stage) of the passes that can run
-                warmup = warmups[rank] if len(rank_stages) == 1 else limit
+                max_lead = max_leads[rank] if len(rank_stages) == 1 else max_activations
                 for stage in rank_stages:
                     f, g, w = run_counts[_F][stage], run_counts[gradient_kind][stage], run_counts[_W][stage]
                     input_count = run_counts[_F][stage - 1] if stage else m
-                    gradient_count = run_counts[gradient_kind][stage + 1] if stage + 1 < stages else m
-                    if f < input_count and activation_counts[rank] < limit and f - g < warmup:
+                    next_gradient_count = run_counts[gradient_kind][stage + 1] if stage + 1 < stage_count else m
+                    if f < input_count and activation_counts[rank] < max_activations and f - g < max_lead:
                         ready_passes.append((_F, stage))
-                    if g < min(f, gradient_count):
+                    if g < min(f, next_gradient_count):
                         ready_passes.append((gradient_kind, stage))
                     if gradient_kind == _I and w < g:
                         ready_passes.append((_W, stage))
@@ -431,19 +433,19 @@ class _RouteSearch:
                     continue
                 scores = [
                     priorities[kind]
-                    + (kind == _W and activation_counts[rank] >= limit) * 0.5
-                    + depth_weight * stage / stages
-                    - length_weight * max(0.0, seconds[kind][stage] - tick_seconds) / unit_seconds
+                    + (kind == _W and activation_counts[rank] >= max_activations) * 0.5
+                    + depth_weight * stage / stage_count
+                    - length_weight * max(0.0, pass_seconds[kind][stage] - tick_seconds) / unit_seconds
                     for kind, stage in ready_passes
                 ]
                 kind, stage = ready_passes[scores.index(max(scores))]
-                tick_seconds = max(tick_seconds, seconds[kind][stage])
+                tick_seconds = max(tick_seconds, pass_seconds[kind][stage])
                 tick_passes.append((rank, kind, stage))
             if not tick_passes:
                 return None
             for rank, kind, stage in tick_passes:
                 run_counts[kind][stage] += 1
                 activation_counts[rank] += (1, -1, 0, -1)[kind]
-                words[rank].append(kind * stages + stage)
+                words[rank].append(kind * stage_count + stage)
             remaining_count -= len(tick_passes)
         return words

@@ -47,8 +47,10 @@ def virtual_workers(
     sorted_devices = sorted(devices, key=lambda device: slowness[device.kind])
     position_devices = []
     for start in range(0, len(sorted_devices), workers):
-        group = sorted_devices[start : start + workers]
-        memory_bytes = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
-        link, latency = min(device.link for device in group), max(device.latency for device in group)
-        position_devices.append(PipelineDevice(memory_bytes, group[-1].kind, link, latency))
+        group_devices = sorted_devices[start : start + workers]
+        memory_bytes = min(
+            (device.memory_bytes for device in group_devices if device.memory_bytes is not None), default=None
+        )
+        link, latency = min(device.link for device in group_devices), max(device.latency for device in group_devices)
+        position_devices.append(PipelineDevice(memory_bytes, group_devices[-1].kind, link, latency))
     return tuple(position_devices)

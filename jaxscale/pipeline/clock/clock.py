@@ -57,11 +57,11 @@ class Clock:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        table = TickTable(schedule)
-        self.passes, self.crossings = table.passes, table.crossings
-        self._table, self._has_message = np.array(table.rows), table.has_message
-        ranks = np.arange(schedule.ranks)  # the left and the right neighbor of each rank follow
-        self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
+        tick_table = TickTable(schedule)
+        self.passes, self.crossings = tick_table.passes, tick_table.crossings
+        self._pass_index_rows, self._has_message = np.array(tick_table.rows), tick_table.has_message
+        rank_indices = np.arange(schedule.ranks)  # the left and the right neighbor of each rank follow
+        self._neighbours = np.roll(rank_indices, 1), np.roll(rank_indices, -1)
 
     def seconds(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> np.ndarray:
         """Return float[batch]: seconds of the schedule under each of a batch of costs.
@@ -71,7 +71,7 @@ class Clock:
             link_seconds: float[batch, ranks], seconds of a message between ranks r and r + 1.
         """
         # the deque keeps only the last times that `_run` yields
-        return collections.deque(self._run(pass_seconds, link_seconds), maxlen=1)[0].max(0)
+        return collections.deque(self._rank_times(pass_seconds, link_seconds), maxlen=1)[0].max(0)
 
     def path(self, pass_seconds: np.ndarray, link_seconds: np.ndarray, blur: float = 0.0) -> LongestPath:
         """Return the longest path under one set of costs.
@@ -84,39 +84,44 @@ class Clock:
                 than the longest path if the costs change, and its linear function is never above the true seconds
                 either.
         """
-        times = np.stack([batch_times[:, 0] for batch_times in self._run(pass_seconds[None], link_seconds[None])])
-        left, right = self._neighbours
+        times = np.stack(
+            [batch_times[:, 0] for batch_times in self._rank_times(pass_seconds[None], link_seconds[None])]
+        )
+        left_ranks, right_ranks = self._neighbours
         # times[2 r + 1] are the ends of row r, times[2 r + 2] the ends of its exchange
         ends = times[1::2]
-        arrivals = np.stack([ends, ends[:, left] + link_seconds[left], ends[:, right] + link_seconds])
+        arrivals = np.stack([ends, ends[:, left_ranks] + link_seconds[left_ranks], ends[:, right_ranks] + link_seconds])
         self_shares, left_shares, right_shares = _shares(arrivals, blur)
         # from the last row to the first: the share of the paths that goes through each rank, or crosses each link
         row_shares, link_shares = np.empty(ends.shape), np.zeros(self.schedule.ranks)
         rank_shares = _shares(times[-1][:, None], blur)[:, 0]
         for row in range(len(ends) - 1, -1, -1):
             if self._has_message[row]:
-                across_left, across_right = (left_shares[row] * rank_shares)[right], right_shares[row] * rank_shares
-                link_shares += across_left + across_right
-                rank_shares = self_shares[row] * rank_shares + across_left + across_right[left]
+                left_crossing_shares, right_crossing_shares = (
+                    (left_shares[row] * rank_shares)[right_ranks],
+                    right_shares[row] * rank_shares,
+                )
+                link_shares += left_crossing_shares + right_crossing_shares
+                rank_shares = self_shares[row] * rank_shares + left_crossing_shares + right_crossing_shares[left_ranks]
             row_shares[row] = rank_shares
-        pass_counts = np.bincount(self._table.ravel(), row_shares.ravel(), len(self.passes) + 1)
+        pass_counts = np.bincount(self._pass_index_rows.ravel(), row_shares.ravel(), len(self.passes) + 1)
         return LongestPath(float(times[-1].max()), pass_counts[:-1], link_shares)
 
-    def _run(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> Iterator[np.ndarray]:
+    def _rank_times(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> Iterator[np.ndarray]:
         """Yield float[rank, batch], the times of the ranks: at the start, after each row, after each row's exchange."""
-        padded_seconds = np.concatenate([pass_seconds.T, np.zeros((1, len(pass_seconds)))])  # float[pass, batch]
-        left, right = self._neighbours
+        padded_pass_seconds = np.concatenate([pass_seconds.T, np.zeros((1, len(pass_seconds)))])  # float[pass, batch]
+        left_ranks, right_ranks = self._neighbours
         right_link_seconds = np.ascontiguousarray(link_seconds.T)  # float[rank, batch]
-        left_link_seconds = right_link_seconds[left]
+        left_link_seconds = right_link_seconds[left_ranks]
         times = np.zeros(right_link_seconds.shape)
         yield times
-        for row, has_message in zip(self._table, self._has_message, strict=True):
-            times = times + padded_seconds[row]
+        for pass_indices, has_message in zip(self._pass_index_rows, self._has_message, strict=True):
+            times = times + padded_pass_seconds[pass_indices]
             yield times
             if has_message:
-                arrivals = times[left] + left_link_seconds
+                arrivals = times[left_ranks] + left_link_seconds
                 np.maximum(arrivals, times, out=arrivals)
-                times = np.maximum(arrivals, times[right] + right_link_seconds, out=arrivals)
+                times = np.maximum(arrivals, times[right_ranks] + right_link_seconds, out=arrivals)
             yield times
 
 

@@ -39,27 +39,29 @@ class BatchClock:
     """
 
     def __init__(self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int) -> None:
-        stages = len(route)
-        self.stages, self._ranks, self._microbatches = stages, ranks, microbatches
+        stage_count = len(route)
+        self.stages, self._ranks, self._microbatches = stage_count, ranks, microbatches
         self.max_passes = 3 * microbatches * max(route.count(rank) for rank in range(ranks))
         self._link_seconds = np.array(costs.links or (0.0,) * ranks)
-        self.end = len(KINDS) * stages * microbatches
+        self.end = len(KINDS) * stage_count * microbatches
         # int[pass number]: kind, stage and microbatch; all arrays up to `result_events` are by pass number
-        kind_of, stage_of, microbatch_of = np.unravel_index(np.arange(self.end), (len(KINDS), stages, microbatches))
+        kind_of, stage_of, microbatch_of = np.unravel_index(
+            np.arange(self.end), (len(KINDS), stage_count, microbatches)
+        )
         # an event is the end of a forward or of an input gradient of one stage and microbatch; event 0 stands for no
         # input, `_unread_event` for the end of a weight gradient, `_unread_event + 1` for an input that never arrives
         forward_events = 1 + stage_of * microbatches + microbatch_of
-        gradient_events = forward_events + stages * microbatches
-        self._unread_event = 1 + 2 * stages * microbatches
+        gradient_events = forward_events + stage_count * microbatches
+        self._unread_event = 1 + 2 * stage_count * microbatches
         is_forward, is_input_gradient, is_weight_only = kind_of == 0, (kind_of == 1) | (kind_of == 2), kind_of == 3
         input_events = np.where(is_forward & (stage_of > 0), forward_events - microbatches, 0)
         input_events = np.where(
-            is_input_gradient & (stage_of < stages - 1), gradient_events + microbatches, input_events
+            is_input_gradient & (stage_of < stage_count - 1), gradient_events + microbatches, input_events
         )
         result_events = np.where(is_forward, forward_events, gradient_events)
-        seconds_by_kind = np.array([[costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS])
+        seconds_by_kind = np.array([[costs.seconds(kind, stage) for stage in range(stage_count)] for kind in KINDS])
         rank_of_stage = np.array(route)
-        target_stages = np.where(is_forward, np.minimum(stage_of + 1, stages - 1), np.maximum(stage_of - 1, 0))
+        target_stages = np.where(is_forward, np.minimum(stage_of + 1, stage_count - 1), np.maximum(stage_of - 1, 0))
         # the last entry stands for the end of an order: its input never arrives
         self._input_events = np.append(input_events, self._unread_event + 1)
         self._result_events = np.append(np.where(is_weight_only, self._unread_event, result_events), self._unread_event)
@@ -70,11 +72,13 @@ class BatchClock:
 
     def pass_numbers(self, orders: Sequence[RankOrder]) -> np.ndarray:
         """Return int[rank, max_passes + 1]: the orders of a schedule as pass numbers."""
-        rank_rows = np.full((self._ranks, self.max_passes + 1), self.end)
+        pass_number_rows = np.full((self._ranks, self.max_passes + 1), self.end)
         for rank, order in enumerate(orders):
             for position, (kind, stage, microbatch) in enumerate(order):
-                rank_rows[rank, position] = (KINDS.index(kind) * self.stages + stage) * self._microbatches + microbatch
-        return rank_rows
+                pass_number_rows[rank, position] = (
+                    KINDS.index(kind) * self.stages + stage
+                ) * self._microbatches + microbatch
+        return pass_number_rows
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:
         """Return float[batch]: seconds of each schedule, infinite if an action waits forever.
@@ -92,8 +96,8 @@ class BatchClock:
         # the tick of each event of each schedule; the events of a schedule start at its entry of `first_events`
         event_ticks = np.full(batch_size * event_count, np.iinfo(np.int64).max)
         event_ticks[first_events[:, 0]] = -1
-        left, right = np.roll(np.arange(self._ranks), 1), np.roll(np.arange(self._ranks), -1)
-        left_link_seconds = self._link_seconds[left]
+        left_ranks, right_ranks = np.roll(np.arange(self._ranks), 1), np.roll(np.arange(self._ranks), -1)
+        left_link_seconds = self._link_seconds[left_ranks]
         times, tick = np.zeros((batch_size, self._ranks)), 0
         while True:
             pass_numbers = flat_orders[positions]
@@ -104,7 +108,9 @@ class BatchClock:
             event_ticks[events] = tick
             event_ticks[first_events[:, 0] + self._unread_event] = tick
             times += np.where(is_ready, self._pass_seconds[pass_numbers], 0.0)
-            neighbour_times = np.maximum(times[:, left] + left_link_seconds, times[:, right] + self._link_seconds)
+            neighbour_times = np.maximum(
+                times[:, left_ranks] + left_link_seconds, times[:, right_ranks] + self._link_seconds
+            )
             arrivals = np.maximum(times, neighbour_times)
             has_message = np.any(is_ready & self._has_message[pass_numbers], axis=1)
             times = np.where(has_message[:, None], arrivals, times)

@@ -78,17 +78,20 @@ class Simulation:
             return None
         group_size, update_count = versions.group, self.schedule.microbatches // versions.group
         # start of the first stage's forward of each microbatch
-        starts = {
+        start_of_microbatch = {
             action.microbatch: start
             for order, spans in zip(self.schedule.orders, self.spans, strict=True)
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        late_count = update_count // 2  # number of updates over which the mean is taken
-        if not late_count:
+        measured_update_count = update_count // 2  # number of updates over which the mean is taken
+        if not measured_update_count:
             return self.seconds / update_count
-        last_group_start = (update_count - 1) * group_size  # the first microbatch of the last update
-        period = (starts[last_group_start] - starts[last_group_start - late_count * group_size]) / late_count
+        last_group_microbatch = (update_count - 1) * group_size  # the first microbatch of the last update
+        period = (
+            start_of_microbatch[last_group_microbatch]
+            - start_of_microbatch[last_group_microbatch - measured_update_count * group_size]
+        ) / measured_update_count
         # a period shorter than a rank's busy time per update: too few updates to reach the steady state
         return period if period * update_count >= max(self.busy) * (1 - 1e-9) else self.seconds / update_count
 
@@ -105,11 +108,11 @@ class Simulation:
 
         For an asynchronous schedule, the bubble is the idle share in the steady state.
         """
-        ranks, busy_seconds = self.schedule.ranks, sum(self.busy)
+        rank_count, busy_seconds = self.schedule.ranks, sum(self.busy)
         if self.period is not None and self.schedule.versions is not None:
             update_count = self.schedule.microbatches // self.schedule.versions.group
-            return 1 - busy_seconds / update_count / (ranks * self.period)
-        return 1 - busy_seconds / (ranks * self.seconds)
+            return 1 - busy_seconds / update_count / (rank_count * self.period)
+        return 1 - busy_seconds / (rank_count * self.seconds)
 
     @property
     def bubble_own_span(self) -> float:
@@ -124,7 +127,9 @@ class Simulation:
     @property
     def idle(self) -> tuple[float, ...]:
         """For each rank, the idle seconds between its first start and its last end."""
-        return tuple(spans[-1][1] - spans[0][0] - busy for spans, busy in zip(self.spans, self.busy, strict=True))
+        return tuple(
+            spans[-1][1] - spans[0][0] - busy_seconds for spans, busy_seconds in zip(self.spans, self.busy, strict=True)
+        )
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -134,21 +139,21 @@ class Simulation:
     @property
     def live_shares(self) -> tuple[float, ...]:
         """For each rank, `live` in units of a rank's share of the model, to compare interleaved schedules."""
-        share = self.schedule.ranks / self.schedule.stages
-        return tuple(count * share for count in self.live)
+        stage_share = self.schedule.ranks / self.schedule.stages
+        return tuple(count * stage_share for count in self.live)
 
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
         """For each rank, the most bytes that it holds for its backwards, including the bytes kept from I to W."""
         stash_bytes = self.costs.stash or (0,) * self.schedule.stages
         pending_bytes = self.costs.pending or (0,) * self.schedule.stages
-        peaks = []
+        peak_bytes = []
         for rank in range(self.schedule.ranks):
             stages = self.schedule.stages_of(rank)
-            activation_bytes = [stash_bytes[stage] for stage in stages] + [pending_bytes[stage] for stage in stages]
+            bytes_per_activation = [stash_bytes[stage] for stage in stages] + [pending_bytes[stage] for stage in stages]
             all_counts = self.schedule.activation_counts(rank)
-            peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in all_counts))
-        return tuple(peaks)
+            peak_bytes.append(max(sum(map(operator.mul, counts, bytes_per_activation), 0.0) for counts in all_counts))
+        return tuple(peak_bytes)
 
     def __str__(self) -> str:
         return f"{self.schedule.name}: {self.seconds:.6g}, bubble {self.bubble:.1%} ({self.machine})"
@@ -170,10 +175,13 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
             rank that is not a neighbor.
     """
     costs.check(schedule)
-    starts = {"dataflow": _dataflow_starts, "neighbour": _neighbour_starts}[machine](schedule, costs)
+    start_of_action = {"dataflow": _dataflow_starts, "neighbour": _neighbour_starts}[machine](schedule, costs)
     spans_by_rank = []
     for order in schedule.orders:
-        spans = ((starts[action], starts[action] + costs.seconds(action.kind, action.stage)) for action in order)
+        spans = (
+            (start_of_action[action], start_of_action[action] + costs.seconds(action.kind, action.stage))
+            for action in order
+        )
         spans_by_rank.append(tuple(spans))
     return Simulation(schedule, costs, machine, tuple(spans_by_rank))
 
@@ -181,21 +189,21 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
 def _dataflow_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     """Return the second at which each action starts if a rank waits only for the inputs of its actions."""
     free_seconds = [0.0] * schedule.ranks  # the second from which each rank is free
-    starts, ends = {}, {}
+    start_of_action, end_of_action = {}, {}
     for action in ticks(schedule):  # in the order of ticks, inputs come first
         rank = schedule.rank(action)
         start = free_seconds[rank]
-        for source in schedule.inputs(action):
-            links = links_between(schedule.rank(source), rank, schedule.ranks)
-            start = max(start, ends[source] + sum(costs.links[link] for link in links if costs.links))
-        starts[action] = start
-        free_seconds[rank] = ends[action] = start + costs.seconds(action.kind, action.stage)
-    return starts
+        for input_action in schedule.inputs(action):
+            links = links_between(schedule.rank(input_action), rank, schedule.ranks)
+            start = max(start, end_of_action[input_action] + sum(costs.links[link] for link in links if costs.links))
+        start_of_action[action] = start
+        free_seconds[rank] = end_of_action[action] = start + costs.seconds(action.kind, action.stage)
+    return start_of_action
 
 
 def _neighbour_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     """Return the second at which each action starts if ranks exchange messages with both neighbors."""
     table = TickTable(schedule)
-    pass_seconds = [costs.seconds(*key) for key in table.passes]
-    starts = table.starts(pass_seconds, costs.links or (0.0,) * schedule.ranks)
-    return {action: starts[row][schedule.rank(action)] for action, row in table.row_of.items()}
+    pass_seconds = [costs.seconds(*kind_and_stage) for kind_and_stage in table.passes]
+    starts_of_rows = table.starts(pass_seconds, costs.links or (0.0,) * schedule.ranks)
+    return {action: starts_of_rows[row][schedule.rank(action)] for action, row in table.row_of.items()}

@@ -52,26 +52,27 @@ class TickTable:
         row_of_moment = {moment: row for row, moment in enumerate(sorted(set(moment_of.values())))}
         last_row_of_tick = {tick: row for (tick, _), row in row_of_moment.items()}
         self.row_of = {action: row_of_moment[moment] for action, moment in moment_of.items()}
-        index_of_pass = {key: index for index, key in enumerate(self.passes)}
+        index_of_pass = {kind_and_stage: index for index, kind_and_stage in enumerate(self.passes)}
         self.rows = [[len(self.passes)] * schedule.ranks for _ in row_of_moment]
         self.has_message = [False] * len(row_of_moment)
         crossings = set()
         for rank, order in enumerate(schedule.orders):
             for action in order:
                 self.rows[self.row_of[action]][rank] = index_of_pass[action.kind, action.stage]
-                for source in schedule.inputs(action):
-                    links = links_between(schedule.rank(source), rank, schedule.ranks)
+                for input_action in schedule.inputs(action):
+                    links = links_between(schedule.rank(input_action), rank, schedule.ranks)
                     if len(links) > 1:
                         raise UserError(
-                            f"schedule {schedule.name}: {action} on rank {rank} needs {source} from rank "
-                            f"{schedule.rank(source)}, which is no neighbor on the ring of {schedule.ranks} ranks. "
+                            f"schedule {schedule.name}: {action} on rank {rank} needs {input_action} from rank "
+                            f"{schedule.rank(input_action)}, which is not a neighbor on the ring of {schedule.ranks} "
+                            "ranks. "
                             "The executor sends to neighbors only: place successive stages on neighboring ranks. "
                             "The simulator's dataflow machine can send to any rank"
                         )
                     if links:
-                        self.has_message[last_row_of_tick[tick_of[source]]] = True
+                        self.has_message[last_row_of_tick[tick_of[input_action]]] = True
                         if action.kind is Kind.F:
-                            crossings.add((source.stage, *links))
+                            crossings.add((input_action.stage, *links))
         self.crossings = tuple(sorted(crossings))
 
     def starts(self, pass_seconds: Sequence[float], link_seconds: Sequence[float]) -> list[list[float]]:
@@ -81,20 +82,22 @@ class TickTable:
             pass_seconds: seconds of each of `self.passes`.
             link_seconds: seconds of a message between ranks r and r + 1, for each r.
         """
-        padded_seconds, ranks = [*pass_seconds, 0.0], self.schedule.ranks  # an idle rank takes 0 seconds
-        times, starts = [0.0] * ranks, []
-        for row, has_message in zip(self.rows, self.has_message, strict=True):
+        padded_pass_seconds, rank_count = [*pass_seconds, 0.0], self.schedule.ranks  # an idle rank takes 0 seconds
+        times, starts = [0.0] * rank_count, []
+        for pass_indices, has_message in zip(self.rows, self.has_message, strict=True):
             starts.append(times)
-            times = [time + padded_seconds[index] for time, index in zip(times, row, strict=True)]
+            times = [
+                time + padded_pass_seconds[pass_index] for time, pass_index in zip(times, pass_indices, strict=True)
+            ]
             if has_message:
-                left_arrivals = [times[rank - 1] + link_seconds[rank - 1] for rank in range(ranks)]
-                right_arrivals = [times[(rank + 1) % ranks] + link_seconds[rank] for rank in range(ranks)]
+                left_arrivals = [times[rank - 1] + link_seconds[rank - 1] for rank in range(rank_count)]
+                right_arrivals = [times[(rank + 1) % rank_count] + link_seconds[rank] for rank in range(rank_count)]
                 times = list(map(max, times, left_arrivals, right_arrivals))
         return starts
 
 
 @functools.cache
-def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
+def links_between(source_rank: int, target_rank: int, rank_count: int) -> tuple[int, ...]:
     """Return the links that a message crosses in the shorter direction around the ring.
 
     If both directions are equally long, the message avoids the link between the last rank and rank 0.
@@ -103,7 +106,7 @@ def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
         >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)
         ((0, 1), (5, 4), ())
     """
-    right_steps, left_steps = (target - source) % ranks, (source - target) % ranks
-    if right_steps < left_steps or (right_steps == left_steps and source < target):
-        return tuple((source + step) % ranks for step in range(right_steps))
-    return tuple((source - 1 - step) % ranks for step in range(left_steps))
+    right_steps, left_steps = (target_rank - source_rank) % rank_count, (source_rank - target_rank) % rank_count
+    if right_steps < left_steps or (right_steps == left_steps and source_rank < target_rank):
+        return tuple((source_rank + step) % rank_count for step in range(right_steps))
+    return tuple((source_rank - 1 - step) % rank_count for step in range(left_steps))

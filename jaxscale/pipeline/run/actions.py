@@ -71,9 +71,9 @@ class Actions:
         self._is_reader = [self.readers is None or stage in self.readers for stage in stages]
         sample_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
         context, x = self._vary((self._context(sample_row), zeros(self.message_shapes)))
-        stage_shapes = jax.eval_shape(lambda: self.stage(context[0], context[1], x, *context[2:]))
-        output_shapes, objective_shape, self._sum_shapes = stage_shapes
-        _check_stage(output_shapes, objective_shape, self.message_shapes)
+        abstract_results = jax.eval_shape(lambda: self.stage(context[0], context[1], x, *context[2:]))
+        abstract_output, abstract_objective, self._abstract_sums = abstract_results
+        _check_stage(abstract_output, abstract_objective, self.message_shapes)
         if self.tables.stash == "residuals" and self.tables.has_backward:
             self._passes: Any = FromResiduals(
                 self.stage,
@@ -88,7 +88,7 @@ class Actions:
 
     def initial_state(self) -> CarriedState:
         """Return the state before the first tick, with empty pools and zero sums."""
-        state: CarriedState = {"sums": zeros(self._sum_shapes, jnp.float32)}
+        state: CarriedState = {"sums": zeros(self._abstract_sums, jnp.float32)}
         if self.tables.has_backward:
             state["weights"] = zeros(self.weights, jnp.float32)
             state["shared"] = zeros(self.shared, jnp.float32)
@@ -144,43 +144,48 @@ class Actions:
         if code == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
         kind, last_stage = KINDS[code - 1], self.tables.schedule.stages - 1
-        run_action = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._i_half, Kind.W: self._w_half}[kind]
+        run_action = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_half,
+            Kind.W: self._weight_half,
+        }[kind]
         with jax.named_scope(f"pipeline_{kind.value}"):
             x, g = tree_or_zeros(row["stage"] > 0, x), tree_or_zeros(row["stage"] < last_stage, g)
             return run_action(state, row, x, g, is_live)
 
     def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """F: return the state after the stash and the sums were added, and the output, which is the message to send."""
+        """F: return the state with the stash and the sums added, and the output, which is the message to send."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
-        new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(is_live, sums))}
+        new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _zeros_if_idle(is_live, sums))}
         if "kept" in state:
             new_state["kept"] = self._write(state["kept"], row["residual"], stash, is_live)
         return new_state, y
 
     def _backward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """B: return the state after the gradients of all weights were added, and the message: the input's gradient."""
+        """B: return the state with the gradients of all weights added, and the message: the gradient of the input."""
         stash = read(state["kept"], row["residual"])
 
         def run_backward(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
             """Run the backward of a stage that reads `shared` or not; return the new sums and the input's gradient."""
             weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
-            new_sums = self._add_weights(sums, row, weight_gradients, is_live)
-            return (self._add_shared(new_sums, shared_gradients, is_live) if is_reader else new_sums), dx
+            new_sums = self._add_weight_gradients(sums, row, weight_gradients, is_live)
+            return (self._add_shared_gradients(new_sums, shared_gradients, is_live) if is_reader else new_sums), dx
 
         sums, dx = self._run_by_reader(
             run_backward, {name: state[name] for name in ("weights", "shared")}, row, is_live
         )
         return {**state, **sums}, dx
 
-    def _i_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """I: return the state after values for W and gradients of `shared` were added, and the input's gradient."""
+    def _input_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
+        """I: return the state with values for W and gradients of `shared` added, and the message: gradient of the input."""
         stash = read(state["kept"], row["residual"])
 
         def run_half(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
             """Run I of a stage that reads `shared` or not; return new sums, and (input's gradient, values for W)."""
             shared_gradients, dx, cut = self._passes.input_half(self._context(row), x, stash, g)
-            return (self._add_shared(sums, shared_gradients, is_live) if is_reader else sums), (dx, cut)
+            return (self._add_shared_gradients(sums, shared_gradients, is_live) if is_reader else sums), (dx, cut)
 
         sums, (dx, cut) = self._run_by_reader(run_half, {"shared": state["shared"]}, row, is_live)
         return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, is_live)}, dx
@@ -200,14 +205,16 @@ class Actions:
         ]
         return lax.cond(jnp.asarray(self._is_reader)[row["stage"]], *branches, sums)
 
-    def _w_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """W: return the state after the weight gradients were added, and zeros, a message that no device reads."""
+    def _weight_half(
+        self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
+    ) -> tuple[CarriedState, Any]:
+        """W: return the state with the weight gradients added, and zeros as the message, which no device reads."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
         weight_gradients = self._passes.weight_half(self._context(row), x, stash, g, cut)
-        return self._add_weights(state, row, weight_gradients, is_live), jax.tree.map(jnp.zeros_like, x)
+        return self._add_weight_gradients(state, row, weight_gradients, is_live), jax.tree.map(jnp.zeros_like, x)
 
-    def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, is_live: Any) -> CarriedState:
-        """Return the state after the gradients of a chunk's weights were added to their sums."""
+    def _add_weight_gradients(self, state: CarriedState, row: TableRow, gradients: Any, is_live: Any) -> CarriedState:
+        """Return the state with the gradients of a chunk's weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             """Add a gradient to its chunk of `total`, a leaf of the sums, if the weight `primal` is differentiable."""
@@ -217,19 +224,22 @@ class Actions:
                 return _add(total, gradient[None])
             return write(total, row["chunk"], _add(read(total, row["chunk"]), gradient))
 
-        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(is_live, gradients), self.weights)}
+        return {
+            **state,
+            "weights": jax.tree.map(add, state["weights"], _zeros_if_idle(is_live, gradients), self.weights),
+        }
 
-    def _add_shared(self, state: CarriedState, gradients: Any, is_live: Any) -> CarriedState:
-        """Return the state after the gradients of the shared weights were added to their sums."""
+    def _add_shared_gradients(self, state: CarriedState, gradients: Any, is_live: Any) -> CarriedState:
+        """Return the state with the gradients of the shared weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             """Add a gradient to `total`, a leaf of the sums, if the weight `primal` is differentiable."""
             return _add(total, gradient) if is_differentiable(primal) else total
 
-        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(is_live, gradients), self.shared)}
+        return {**state, "shared": jax.tree.map(add, state["shared"], _zeros_if_idle(is_live, gradients), self.shared)}
 
     def _write(self, pool: Any, slot: Any, value: Any, is_live: Any) -> Any:
-        """Return the pool after a value was written to a slot; an idle device writes back the old value."""
+        """Return the pool with a value written to a slot; an idle device writes back the old value."""
         if is_live is None:
             return write(pool, slot, value)
         return write(pool, slot, jax.tree.map(lambda new, old: jnp.where(is_live, new, old), value, read(pool, slot)))
@@ -246,23 +256,23 @@ class Actions:
 
 
 def _add(total: Any, value: Any) -> Any:
-    """Return a total plus a value, in the dtype of the total."""
+    """Return the sum of `total` and `value`, in the dtype of `total`."""
     return total + value.astype(total.dtype)
 
 
-def _masked(is_live: Any, tree: Any) -> Any:
+def _zeros_if_idle(is_live: Any, tree: Any) -> Any:
     """Return the tree, or zeros if the device is idle; `is_live` is as in `Actions`."""
     if is_live is None:
         return tree
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(is_live, leaf, 0), tree)
 
 
-def _check_stage(output_shapes: Any, objective_shape: Any, message_shapes: Any) -> None:
+def _check_stage(abstract_output: Any, abstract_objective: Any, message_shapes: Any) -> None:
     """Raise an error if the shapes or types of a stage's message or objective are not the expected ones.
 
     Args:
-        output_shapes: shapes and types of the stage's output.
-        objective_shape: shape and type of the stage's objective.
+        abstract_output: shapes and types of the stage's output.
+        abstract_objective: shape and type of the stage's objective.
         message_shapes: shapes and types of the messages between stages.
     """
 
@@ -270,13 +280,13 @@ def _check_stage(output_shapes: Any, objective_shape: Any, message_shapes: Any) 
         """Return the tree with a text in place of each leaf, for example float32[2, 8]."""
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 
-    if describe(output_shapes) != describe(message_shapes):
+    if describe(abstract_output) != describe(message_shapes):
         raise UserError(
-            f"the stage sends {describe(output_shapes)}, but messages between stages are {describe(message_shapes)}: "
+            f"the stage sends {describe(abstract_output)}, but messages between stages are {describe(message_shapes)}: "
             "the output of a stage must have the shapes and types of its input; cast inside the stage"
         )
-    if objective_shape.shape or objective_shape.dtype != jnp.float32:
+    if abstract_objective.shape or abstract_objective.dtype != jnp.float32:
         raise UserError(
-            f"the stage's objective is {describe(objective_shape)}, expected a float32 scalar, to be summed over "
+            f"the stage's objective is {describe(abstract_objective)}, expected a float32 scalar, to be summed over "
             "microbatches"
         )

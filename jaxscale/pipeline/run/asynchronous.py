@@ -178,9 +178,11 @@ class Asynchronous:
         batch, key = self._vary((batch, key))
         microbatch_indices = state["tick"] // self.stream.pace + jnp.arange(entry_count)
         batch_slots = microbatch_indices % (self.stream.carried_count + entry_count)
-        for name, arrivals in (("batch", batch), ("key", key)):
-            state[name] = jax.tree.map(lambda pool, values: pool.at[batch_slots].set(values), state[name], arrivals)
-        return self._run(
+        for name, entering_values in (("batch", batch), ("key", key)):
+            state[name] = jax.tree.map(
+                lambda pool, values: pool.at[batch_slots].set(values), state[name], entering_values
+            )
+        return self._run_ticks(
             parameters, optimizer, state, tick_count=self.stream.pace * entry_count, entry_count=entry_count
         )
 
@@ -194,9 +196,9 @@ class Asynchronous:
         """
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         tick_count = self.stream.tail_ticks - self.stream.pace
-        return self._run(parameters, optimizer, state, tick_count=tick_count, entry_count=0)
+        return self._run_ticks(parameters, optimizer, state, tick_count=tick_count, entry_count=0)
 
-    def _run(
+    def _run_ticks(
         self, parameters: Any, optimizer: Any, state: InFlightArrays, *, tick_count: int, entry_count: int
     ) -> AdvanceResult:
         """Run `tick_count` ticks, in which `entry_count` microbatches enter that are already in the state's pools."""
@@ -242,7 +244,7 @@ class Asynchronous:
         return AdvanceResult(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], last_state), sums)
 
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-        """F: return the state after the stash and the sums were added, and the output, which is the message to send."""
+        """F: return the state with the stash and the sums added, and the output, which is the message to send."""
         del g
         with jax.named_scope("pipeline_F"):
             y, sums, stash = passes.forward(self._row_context(state, row, self._weight_pair(state, row)), x)
@@ -250,7 +252,7 @@ class Asynchronous:
         return {**state, "sums": total_sums, "kept": write(state["kept"], row["stash"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-        """B: return the state after the gradients were added or applied, and the input's gradient as the message."""
+        """B: return the state with the gradients added or applied, and the message: the gradient of the input."""
         stage = lax.axis_index(self.axis)
         weight_pair = self._weight_pair(state, row)
         if self.remedies.correction is not None:
@@ -261,17 +263,17 @@ class Asynchronous:
             context = self._row_context(state, row, weight_pair)
             weight_gradients, shared_gradients, dx = passes.backward(context, x, read(state["kept"], row["stash"]), g)
         gradient_pair = gradient_arrays((weight_gradients, shared_gradients), weight_pair)
-        increments = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], gradient_pair)
+        gradient_increments = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], gradient_pair)
         if self.stream.group_size == 1:
-            return self._updated_state(state, row, increments), dx
-        summed_state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], increments)}
+            return self._updated_state(state, row, gradient_increments), dx
+        summed_state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], gradient_increments)}
 
-        def update(state: dict[str, Any]) -> dict[str, Any]:
+        def apply_update(state: dict[str, Any]) -> dict[str, Any]:
             """Apply the update, and return the new state, with zero gradients."""
             new_state = self._updated_state(state, row, state["gradients"])
             return self._vary({**new_state, "gradients": jax.tree.map(jnp.zeros_like, new_state["gradients"])})
 
-        return lax.cond(row["has_update"] == 1, update, lambda state: self._vary(state), summed_state), dx
+        return lax.cond(row["has_update"] == 1, apply_update, lambda state: self._vary(state), summed_state), dx
 
     def _updated_state(self, state: dict[str, Any], row: dict[str, Any], gradient_sums: Any) -> dict[str, Any]:
         """Update this stage with its gradients, summed over the group, and return the new state."""

@@ -34,7 +34,7 @@ __all__ = ["At", "DeviceSums", "Lowering", "StageFunction", "execute"]
 
 Lowering = Literal["switch", "phased"]
 """How a table becomes a program: with a branch in each tick, or, for lock-step tables, written out without branches."""
-_Tick: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
+_TickFunction: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
 """`run_tick(state, row, travel_flags, codes) -> state`, as `_tick_function` returns it."""
 
 
@@ -122,7 +122,7 @@ def execute(
     return DeviceSums(sums["sums"], sums.get("weights"), sums.get("shared"))
 
 
-def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Sequence[str]) -> _Tick:
+def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Sequence[str]) -> _TickFunction:
     """Return the function that runs one tick, `run_tick(state, row, travel_flags, codes) -> state`.
 
     `row` is a device's row of the table, int32 (columns,). `travel_flags` has, for each origin of messages from other
@@ -142,17 +142,17 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Seq
     def run_tick(state: Any, row: Any, travel_flags: Mapping[str, Any], codes: Sequence[int]) -> Any:
         """Run one tick: store the messages that arrived, run the action, and send its message."""
         messages = state["messages"]
-        cells = {name: row[column] for column, name in enumerate(tables.columns)}
+        named_row = {name: row[column] for column, name in enumerate(tables.columns)}
         for origin, box in state["boxes"].items():
-            messages = write(messages, cells[origin], box)
+            messages = write(messages, named_row[origin], box)
         if len(codes) == 1:
             # operands are read before the pool is written again, or XLA copies the pool in every tick
             x, g, messages = lax.optimization_barrier(
-                (read(messages, cells["x"]), read(messages, cells["g"]), messages)
+                (read(messages, named_row["x"]), read(messages, named_row["g"]), messages)
             )
-            sums, message = actions.run_kind(codes[0], state["sums"], cells, x, g)
+            sums, message = actions.run_kind(codes[0], state["sums"], named_row, x, g)
         else:
-            sums, message = actions.run_switch(codes, state["sums"], cells, messages)
+            sums, message = actions.run_switch(codes, state["sums"], named_row, messages)
         boxes = {
             origin: send(message, origin, travel_flags[origin]) if origin in travel_flags else message
             for origin in state["boxes"]
@@ -162,7 +162,7 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Seq
     return run_tick
 
 
-def _run_one_loop(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
+def _run_one_loop(tables: Tables, run_tick: _TickFunction, rows: Any, state: Any) -> Any:
     """Run all ticks in one loop, with a branch for each kind, and return the last state."""
     # flags of the origins from which messages arrive in some ticks only; from other origins they arrive in every tick
     varying_flags = {o: jnp.asarray(flags) for o, flags in tables.travel_flags.items() if not flags.all()}
@@ -176,14 +176,14 @@ def _run_one_loop(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any
     return lax.scan(run_iteration, state, (rows, varying_flags))[0]
 
 
-def _run_phases(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
+def _run_phases(tables: Tables, run_tick: _TickFunction, rows: Any, state: Any) -> Any:
     """Run a loop for each phase of a lock-step table, with its motif's ticks unrolled, and return the last state."""
-    start = 0
-    for motif, repeats in phases(tables):
-        span = slice(start, start + repeats * len(motif))
+    start_tick = 0
+    for motif, repeat_count in phases(tables):
+        tick_span = slice(start_tick, start_tick + repeat_count * len(motif))
         # for each tick of the motif, by origin, whether a message travels at its end in any repetition
         motif_flags = [
-            {origin: bool(flags[span][turn :: len(motif)].any()) for origin, flags in tables.travel_flags.items()}
+            {origin: bool(flags[tick_span][turn :: len(motif)].any()) for origin, flags in tables.travel_flags.items()}
             for turn in range(len(motif))
         ]
 
@@ -193,8 +193,8 @@ def _run_phases(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
                 state = run_tick(state, motif_rows[turn], motif_flags[turn], (code,))
             return state, None
 
-        state, _ = lax.scan(run_motif, state, rows[span].reshape(repeats, len(motif), -1))
-        start = span.stop
+        state, _ = lax.scan(run_motif, state, rows[tick_span].reshape(repeat_count, len(motif), -1))
+        start_tick = tick_span.stop
     return state
 
 

@@ -70,10 +70,10 @@ def value_and_grad(
     if stash not in get_args(Stash):
         raise unknown("stash", stash, get_args(Stash))
     if mesh.shape.get(axis) != parsed_schedule.ranks:
-        axes = ", ".join(f"{name}:{size}" for name, size in mesh.shape.items())
+        axes_text = ", ".join(f"{name}:{device_count}" for name, device_count in mesh.shape.items())
         raise UserError(
             f"schedule {parsed_schedule.name} has {parsed_schedule.ranks} ranks: expected a mesh axis "
-            f"{axis}:{parsed_schedule.ranks}, got {axes}"
+            f"{axis}:{parsed_schedule.ranks}, got {axes_text}"
         )
     auto_mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     tables = tabulate(parsed_schedule, stash)
@@ -83,15 +83,17 @@ def value_and_grad(
         [[*stages, *stages[:1] * (parsed_schedule.chunks - len(stages))] for stages in stages_by_rank]
     )
     # the rank, chunk and stage of every chunk that is not such a repetition
-    index_triples = [
-        (rank, chunk, index) for rank, stages in enumerate(stages_by_rank) for chunk, index in enumerate(stages)
+    rank_chunk_stage_triples = [
+        (rank, chunk, stage_index)
+        for rank, stages in enumerate(stages_by_rank)
+        for chunk, stage_index in enumerate(stages)
     ]
-    rank_indices, chunk_indices, stage_indices = map(np.array, zip(*index_triples, strict=True))
+    rank_indices, chunk_indices, stage_indices = map(np.array, zip(*rank_chunk_stage_triples, strict=True))
 
-    def sum_by_stage(gradient: Array) -> Array:
+    def sum_by_stage(chunk_gradients: Array) -> Array:
         """Return the gradients of all stages (stages, ...), from the gradients of chunks (ranks, chunks, ...)."""
-        zeros = jnp.zeros((parsed_schedule.stages, *gradient.shape[2:]), gradient.dtype)
-        return zeros.at[stage_indices].add(gradient[rank_indices, chunk_indices])
+        zero_gradients = jnp.zeros((parsed_schedule.stages, *chunk_gradients.shape[2:]), chunk_gradients.dtype)
+        return zero_gradients.at[stage_indices].add(chunk_gradients[rank_indices, chunk_indices])
 
     def loss_and_gradients(weights: PyTree, shared: PyTree, x: PyTree, batch: PyTree) -> tuple[Any, tuple[Any, Any]]:
         """Return the loss, and the gradients of `weights` and of `shared`."""
@@ -104,32 +106,36 @@ def value_and_grad(
         message_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
 
         def run_stage(
-            weights: Any, shared: Any, message: Any, microbatch: Any, at: At, key: Any
+            stage_weights: Any, shared_weights: Any, message: Any, microbatch: Any, at: At, key: Any
         ) -> tuple[Any, Any, Any]:
             """Return (output, objective, sums) of a stage for the executor, with its loss as objective and as sums.
 
             The input of the first stage is part of the microbatch; the input of other stages is the message.
             """
             first_input, stage_batch = microbatch
-            x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, message)
-            stage_results = stage(weights, shared, x, stage_batch, at.stage)
+            stage_input = jax.tree.map(
+                lambda first, other: jnp.where(at.stage == 0, first, other), first_input, message
+            )
+            stage_results = stage(stage_weights, shared_weights, stage_input, stage_batch, at.stage)
             if not isinstance(stage_results, tuple) or len(stage_results) != 2:
-                raise UserError("the stage returns no pair: expected (y, loss), with y as the next x and a scalar loss")
+                raise UserError(
+                    "the stage does not return a pair: expected (y, loss), where y is the next x and loss a scalar"
+                )
             y, raw_loss = stage_results
             loss = jnp.asarray(raw_loss, jnp.float32)
             return y, loss, loss
 
-        def run_on_rank(weights: Any, shared: Any, microbatches: Any) -> tuple[Any, Any, Any]:
-            """Run the actions of one rank; return the loss, and the gradients of its weights and of `shared`.
+        def run_on_rank(rank_weights: Any, shared_weights: Any, microbatches: Any) -> tuple[Any, Any, Any]:
+            """Run the actions of one rank; return the loss, and the gradients of its weights and of `shared_weights`.
 
             The weights and their gradients have a leading dim of 1 for the rank.
             """
-            chunk_weights = jax.tree.map(lambda leaf: leaf[0], weights)
+            chunk_weights = jax.tree.map(lambda leaf: leaf[0], rank_weights)
             device_sums = execute(
                 tables,
                 run_stage,
                 chunk_weights,
-                shared,
+                shared_weights,
                 microbatches,
                 None,
                 message_shapes,
@@ -140,12 +146,12 @@ def value_and_grad(
             shared_gradients = jax.tree.map(lambda leaf: lax.psum(leaf, axis), device_sums.shared_gradients)
             return loss, jax.tree.map(lambda leaf: leaf[None], device_sums.weight_gradients), shared_gradients
 
-        by_rank, whole = PartitionSpec(axis), PartitionSpec()
+        rank_spec, whole_spec = PartitionSpec(axis), PartitionSpec()
         run_on_all_ranks = jax.shard_map(
             run_on_rank,
             mesh=auto_mesh,
-            in_specs=(by_rank, whole, whole),
-            out_specs=(whole, by_rank, whole),
+            in_specs=(rank_spec, whole_spec, whole_spec),
+            out_specs=(whole_spec, rank_spec, whole_spec),
             axis_names={axis},
         )
         chunk_weights = jax.tree.map(lambda leaf: leaf[stage_of_chunk], weights)

@@ -102,15 +102,15 @@ def program_halves(
     program = inline(jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ()))
     consts = list(getattr(jaxpr, "consts", ()))
     inputs = program.inputs[len(consts) :]
-    hidden_inputs = _selected(inputs, hidden_flags or [False] * len(inputs))
-    unready_inputs = _selected(inputs, unready_flags or [False] * len(inputs))
-    first_outputs, second_outputs = (_selected(program.outputs, flags) for flags in (first_flags, second_flags))
+    hidden_inputs = _numbers(inputs, hidden_flags or [False] * len(inputs))
+    unready_inputs = _numbers(inputs, unready_flags or [False] * len(inputs))
+    first_outputs, second_outputs = (_numbers(program.outputs, flags) for flags in (first_flags, second_flags))
     # values that the second half can make from its inputs by cheap steps, and the inputs that it reads for each
     inputs_of_cheap = {number: {number} for number in set(program.inputs) - hidden_inputs}
     for step in program.steps:
-        if step.primitive in CHEAP and _inputs(step) <= inputs_of_cheap.keys():
-            read_inputs = set().union(*(inputs_of_cheap[number] for number in _inputs(step)))
-            inputs_of_cheap |= dict.fromkeys(_outputs(step), read_inputs)
+        if step.primitive in CHEAP and _input_numbers(step) <= inputs_of_cheap.keys():
+            read_inputs = set().union(*(inputs_of_cheap[number] for number in _input_numbers(step)))
+            inputs_of_cheap |= dict.fromkeys(_output_numbers(step), read_inputs)
     first_values = _closure(program, first_outputs)
     if first_values:
         early_sums = _early_sums(program, first_values, second_outputs, set(inputs_of_cheap), unready_inputs)
@@ -123,7 +123,7 @@ def program_halves(
     # from the last step; an output is early if the first half computes it, late if the second half needs it
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
-        only_late_flags = [is_late and not early for is_late, early in zip(late_flags, early_flags, strict=True)]
+        only_late_flags = [is_late and not is_early for is_late, is_early in zip(late_flags, early_flags, strict=True)]
         if not any(early_flags) and not any(only_late_flags):
             continue
         halves, crossing_numbers = None, ()
@@ -133,23 +133,23 @@ def program_halves(
         if halves is not None:
             crossing_numbers = tuple(next(fresh_numbers) for _ in halves.crossings)
             crossing_of |= zip(crossing_numbers, halves.crossings, strict=True)
-            second_values |= _selected(step.inputs, halves.is_read_by_second)
+            second_values |= _numbers(step.inputs, halves.is_read_by_second)
             is_in_second = any(only_late_flags)
         elif any(only_late_flags) and any(early_flags):
             is_in_second = False
             early_flags = [number is not None for number in step.outputs]
         elif any(only_late_flags):
             is_in_second = True
-            second_values |= _inputs(step)
+            second_values |= _input_numbers(step)
         else:
-            needed_outputs = [number for number in _outputs(step) if number in second_values]
+            needed_outputs = [number for number in _output_numbers(step) if number in second_values]
             # what would cross or stay in memory if the second half computes them
-            new_operands = _inputs(step) - second_values
+            new_operands = _input_numbers(step) - second_values
             new_inputs = set().union(*(inputs_of_cheap.get(number, ()) for number in new_operands)) - second_values
-            held_bytes = _bytes(program, (new_operands - inputs_of_cheap.keys()) | new_inputs)
-            is_cheap = step.primitive in CHEAP and held_bytes <= _bytes(program, needed_outputs)
+            held_bytes = _byte_count(program, (new_operands - inputs_of_cheap.keys()) | new_inputs)
+            is_cheap = step.primitive in CHEAP and held_bytes <= _byte_count(program, needed_outputs)
             if is_in_second := bool(needed_outputs) and is_cheap:
-                second_values |= _inputs(step)
+                second_values |= _input_numbers(step)
         if halves is not None or not is_in_second:
             for number, is_early in zip(step.outputs, early_flags, strict=True):
                 if is_early and number is not None and number in second_values:
@@ -189,12 +189,12 @@ def program_halves(
         """Run the second half, and return its outputs."""
         return run_half(1, arguments, crossing_values)[0]
 
-    values_read_by_first = set(crossing_of) | first_outputs
+    first_operands = set(crossing_of) | first_outputs
     for placement in placements:
         if placement.is_in_first:
             step, halves = placement.step, placement.halves
-            values_read_by_first |= _inputs(step) if halves is None else _selected(step.inputs, halves.is_read_by_first)
-    is_read_by_first = tuple(_membership(inputs, values_read_by_first))
+            first_operands |= _input_numbers(step) if halves is None else _numbers(step.inputs, halves.is_read_by_first)
+    is_read_by_first = tuple(_membership(inputs, first_operands))
     is_read_by_second = tuple(_membership(inputs, second_values - hidden_inputs))
     return Halves(tuple(crossing_of.values()), is_read_by_first, is_read_by_second, run_first, run_second)
 
@@ -218,26 +218,26 @@ def _early_sums(
     needed_values = _closure(program, second_outputs) - first_values
     # for each value that the first half can compute, the values that cross if cheap steps of the second compute it
     available_values = first_values | (set(program.inputs) - unready_inputs)
-    base_of = {number: set() if number in cheap_values else {number} for number in available_values}
-    base_of_sum: dict[int, set[int]] = {}
+    sources_of = {number: set() if number in cheap_values else {number} for number in available_values}
+    sources_of_sum: dict[int, set[int]] = {}
     other_crossing_values: set[int] = set()  # values that cross for other steps
     for step in program.steps:
         if not any(_membership(step.outputs, needed_values)) or any(_membership(step.outputs, first_values)):
             continue
-        is_available = all(atom in base_of for atom in _inputs(step))
-        base: set[int] = set().union(*(base_of.get(atom, ()) for atom in _inputs(step)))
+        is_available = all(atom in sources_of for atom in _input_numbers(step))
+        source_values: set[int] = set().union(*(sources_of.get(atom, ()) for atom in _input_numbers(step)))
         if is_available and step.primitive == SUM:
-            base_of[_outputs(step)[0]] = set()
-            base_of_sum[_outputs(step)[0]] = base
+            sources_of[_output_numbers(step)[0]] = set()
+            sources_of_sum[_output_numbers(step)[0]] = source_values
         elif is_available and step.primitive in CHEAP:
-            base_of |= dict.fromkeys(_outputs(step), base)
+            sources_of |= dict.fromkeys(_output_numbers(step), source_values)
         else:
-            other_crossing_values |= base
-    other_crossing_values.update(*(base_of.get(number, ()) for number in second_outputs))
+            other_crossing_values |= source_values
+    other_crossing_values.update(*(sources_of.get(number, ()) for number in second_outputs))
     return {
         number
-        for number, base in base_of_sum.items()
-        if _bytes(program, base - other_crossing_values) > _bytes(program, {number})
+        for number, source_values in sources_of_sum.items()
+        if _byte_count(program, source_values - other_crossing_values) > _byte_count(program, {number})
     }
 
 
@@ -251,7 +251,7 @@ def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
         halves = None
         if step.primitive in RULES and not all(output_flags):
             halves = RULES[step.primitive](step, output_flags, [False] * len(output_flags), [False] * len(step.inputs))
-        needed_values |= _inputs(step) if halves is None else _selected(step.inputs, halves.is_read_by_first)
+        needed_values |= _input_numbers(step) if halves is None else _numbers(step.inputs, halves.is_read_by_first)
     return needed_values
 
 
@@ -262,18 +262,18 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
     body = params["jaxpr"]
     carry_end = const_count + carry_count  # the carries are the inputs const_count to carry_end - 1
     carry_span = slice(const_count, carry_end)
-    no_outputs = [False] * len(first_flags)
+    no_output_flags = [False] * len(first_flags)
     # for each carry, whether the first half (early) or the second half (late) has it
     early_carries, late_carries = list(first_flags[:carry_count]), list(second_flags[:carry_count])
     # the first half also has the carries that it reads for its carries so far, until there are no more of them
     while True:
         body_first_flags = [*early_carries, *first_flags[carry_count:]]
-        read_flags = program_halves(body, body_first_flags, no_outputs).is_read_by_first[carry_span]
+        read_flags = program_halves(body, body_first_flags, no_output_flags).is_read_by_first[carry_span]
         if early_carries == (early_carries := [a or b for a, b in zip(early_carries, read_flags, strict=True)]):
             break
     # the carries of the second half follow in the same way from the remaining carries
     while True:
-        late_carries = [late and not early for late, early in zip(late_carries, early_carries, strict=True)]
+        late_carries = [is_late and not is_early for is_late, is_early in zip(late_carries, early_carries, strict=True)]
         halves = program_halves(
             body,
             [*early_carries, *first_flags[carry_count:]],
@@ -288,7 +288,7 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
 
     def run_scan(
         run_half: Callable[[list[Any], Any], tuple[list[Any], list[Any]]],
-        read_flags: Flags,
+        operand_flags: Flags,
         carry_flags: Flags,
         operands: Sequence[Any],
         stacked_inputs: Sequence[Any],
@@ -298,12 +298,12 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
         Args:
             run_half: function from (inputs of the body, values that cross to this half) to (outputs of the body, values
                 that cross from this half).
-            read_flags: for each operand, whether the half reads it.
+            operand_flags: for each operand, whether the half reads it.
             carry_flags: for each carry, whether the half has it.
             operands: inputs of the scan.
             stacked_inputs: values that cross to this half, stacked over the iterations.
         """
-        readable_operands = _masked(operands, read_flags)
+        readable_operands = _masked(operands, operand_flags)
 
         def run_body(carry: list[Any], xs: Any) -> Any:
             """Run one iteration of a half of the body; `xs` is a pair (slices of operands, values crossing to it)."""
@@ -397,8 +397,8 @@ def _divide_cond(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
         return jax.lax.switch(operands[0], branches, _masked(operands[1:], is_read_by_second), list(slot_arrays))
 
     # the first operand is the index of the branch
-    read_flags = (any(first_flags), *is_read_by_first), (any(second_flags), *is_read_by_second)
-    return Halves(tuple(crossings), *read_flags, run_first, run_second)
+    read_flags_by_half = (any(first_flags), *is_read_by_first), (any(second_flags), *is_read_by_second)
+    return Halves(tuple(crossings), *read_flags_by_half, run_first, run_second)
 
 
 def _divide_checkpoint(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
@@ -470,12 +470,12 @@ def _masked(values: Sequence[Any], flags: Flags) -> list[Any]:
     return [value if flag else None for value, flag in zip(values, flags, strict=True)]
 
 
-def _inputs(step: Step) -> set[int]:
+def _input_numbers(step: Step) -> set[int]:
     """Return the numbers of the values that a step reads."""
     return {atom for atom in step.inputs if isinstance(atom, int)}
 
 
-def _outputs(step: Step) -> list[int]:
+def _output_numbers(step: Step) -> list[int]:
     """Return the numbers of those results of a step that later steps read."""
     return [number for number in step.outputs if number is not None]
 
@@ -485,12 +485,12 @@ def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
     return [number in members for number in numbers]
 
 
-def _selected(atoms: Sequence[int | Constant], flags: Flags) -> set[int]:
+def _numbers(atoms: Sequence[int | Constant], flags: Flags) -> set[int]:
     """Return the numbers of those flagged atoms that are not constants."""
     return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
 
 
-def _bytes(program: InlinedProgram, numbers: Iterable[int]) -> int:
+def _byte_count(program: InlinedProgram, numbers: Iterable[int]) -> int:
     """Return the bytes of the values with these numbers."""
     return sum(leaf_bytes(program.avals[number]) for number in numbers)
 

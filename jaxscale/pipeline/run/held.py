@@ -67,11 +67,11 @@ def held_shapes(
         """Return the state before the first tick: empty slots, and zeros for the sums of the gradients."""
         return Actions(tables, stage, weights, shared, batch, key, message_shapes, ()).initial_state()
 
-    state = jax.eval_shape(initial_state, weights, shared, batch, key)
+    abstract_state = jax.eval_shape(initial_state, weights, shared, batch, key)
     return HeldShapes(
         messages=jax.eval_shape(lambda: empty_pool(message_shapes, tables.message_slot_count + 1)),
         boxes=[message_shapes for origin in ORIGINS if tables.has_messages(origin)],
-        stashes=state.get("kept", ()),
-        cuts=state.get("cut", ()),
-        gradients=(state.get("weights", ()), state.get("shared", ())),
+        stashes=abstract_state.get("kept", ()),
+        cuts=abstract_state.get("cut", ()),
+        gradients=(abstract_state.get("weights", ()), abstract_state.get("shared", ())),
     )

@@ -64,8 +64,8 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
         kind, stage, microbatch = action
         if kind not in (Kind.F, *GRADIENT):
             continue
-        backwards = schedule.gradient(stage, microbatch), Action(Kind.W, stage, microbatch)
-        last_tick = max(tick_of.get(backward, tick) for backward in backwards)
+        backward_actions = schedule.gradient(stage, microbatch), Action(Kind.W, stage, microbatch)
+        last_tick = max(tick_of.get(backward, tick) for backward in backward_actions)
         if kind is Kind.F:
             lives.append(Life("residual", stage, microbatch, tick, last_tick))
         elif kind is Kind.I:
@@ -95,15 +95,18 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
         >>> allocate([(0, 3, "a"), (1, 4, "b"), (3, 5, "c")])
         ({'a': 0, 'b': 1, 'c': 0}, 2)
     """
-    slot_ends: list[int] = []
+    slot_end_ticks: list[int] = []
     slot_of: dict[Hashable, int] = {}
-    for first, end, name in sorted(intervals, key=lambda interval: interval[:2]):
-        free_slot = next((slot for slot, slot_end in enumerate(slot_ends) if slot_end <= first), len(slot_ends))
-        if free_slot == len(slot_ends):
-            slot_ends.append(end)
-        slot_ends[free_slot] = end
+    for first_tick, end_tick, name in sorted(intervals, key=lambda interval: interval[:2]):
+        free_slot = next(
+            (slot for slot, slot_end_tick in enumerate(slot_end_ticks) if slot_end_tick <= first_tick),
+            len(slot_end_ticks),
+        )
+        if free_slot == len(slot_end_ticks):
+            slot_end_ticks.append(end_tick)
+        slot_end_ticks[free_slot] = end_tick
         slot_of[name] = free_slot
-    return slot_of, len(slot_ends)
+    return slot_of, len(slot_end_ticks)
 
 
 def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:

@@ -63,7 +63,7 @@ Vary: TypeAlias = Callable[[Any], Any]
 
 
 class FromInput:
-    """A stage with a backward that computes the stage again, from its input.
+    """A stage whose backward computes the stage again from its input.
 
     Args:
         stage: the stage function.
@@ -88,39 +88,41 @@ class FromInput:
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """Return the gradients (of weights, of shared weights, of the input), from the gradient of the output."""
         del stash
-        weight_gradients, shared_gradients, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
+        weight_gradients, shared_gradients, dx = self._selected_gradients(lambda w, s, x: (w, s, x), context, x, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return (gradients of shared weights, gradient of the input, empty cut)."""
         del stash
-        shared_gradients, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
+        shared_gradients, dx = self._selected_gradients(lambda w, s, x: (s, x), context, x, g)
         return shared_gradients, gradient_arrays(dx, x), ()
 
     def weight_half(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """Return the gradients of the weights."""
         del stash, cut
-        (weight_gradients,) = self._pull(lambda w, s, x: (w,), context, x, g)
+        (weight_gradients,) = self._selected_gradients(lambda w, s, x: (w,), context, x, g)
         return weight_gradients
 
-    def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
+    def _selected_gradients(
+        self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any
+    ) -> tuple[Any, ...]:
         """Return the gradients of those arguments alone that `select(weights, shared, x)` returns."""
         arguments = (context.weights, context.shared, x)
         selected_indices = select(0, 1, 2)
 
-        def run(*primals: Any) -> tuple[Any, Any]:
+        def run_stage(*primals: Any) -> tuple[Any, Any]:
             """Run the stage on the selected arguments `primals`, and return its output and objective."""
             primal_of_index = dict(zip(selected_indices, primals, strict=True))
-            weights, shared, x = (primal_of_index.get(index, value) for index, value in enumerate(arguments))
+            weights, shared, x = (primal_of_index.get(index, argument) for index, argument in enumerate(arguments))
             y, objective, _ = self._stage(weights, shared, x, *context[2:])
             return y, objective
 
-        (y, objective), vjp_function = jax.vjp(run, *select(*arguments))
+        (y, objective), vjp_function = jax.vjp(run_stage, *select(*arguments))
         return vjp_function((cotangents(g, y), self._vary(jnp.ones_like(objective))))
 
 
 class FromResiduals:
-    """A stage with a forward that stashes the residuals for the backward.
+    """A stage whose forward stashes the residuals for the backward.
 
     Args:
         stage: the stage function.
@@ -149,26 +151,26 @@ class FromResiduals:
         def forward(context: StageContext, x: Any) -> Any:
             """Run the stage, and return ((y, objective), its vjp function, sums)."""
 
-            def run(weights: Any, shared: Any, x: Any) -> Any:
+            def run_stage(weights: Any, shared: Any, x: Any) -> Any:
                 """Run the stage, and return the differentiated results (y, objective), and the sums."""
                 y, objective, sums = stage(weights, shared, x, *context[2:])
                 return (y, objective), sums
 
             # a vjp function is a tree whose leaves are its residuals
-            return jax.vjp(run, context.weights, context.shared, x, has_aux=True)
+            return jax.vjp(run_stage, context.weights, context.shared, x, has_aux=True)
 
         self._vary, self._key = vary, context.key
-        self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
-        ((self._y, self._objective), vjp_function, _) = shapes
-        self._results_tree = jax.tree.structure(shapes)
-        residual_shapes, self._vjp_tree = jax.tree.flatten(vjp_function)
-        output_count = jax.tree.structure(shapes[0]).num_leaves
+        self._program, abstract_results = jax.make_jaxpr(forward, return_shape=True)(context, x)
+        ((self._abstract_y, self._abstract_objective), vjp_function, _) = abstract_results
+        self._results_structure = jax.tree.structure(abstract_results)
+        abstract_residuals, self._vjp_structure = jax.tree.flatten(vjp_function)
+        output_count = jax.tree.structure(abstract_results[0]).num_leaves
         # the residuals among the outputs of the program
-        self._residual_span = slice(output_count, output_count + len(residual_shapes))
+        self._residual_span = slice(output_count, output_count + len(abstract_residuals))
         self._classify(context)
         self.stash_shapes: tuple[Any, ...] = tuple(
-            jax.eval_shape(_key_data, shape) if _is_key(shape) else shape
-            for shape in (residual_shapes[index] for index in self._stash_indices)
+            jax.eval_shape(_key_data, abstract_array) if _is_key(abstract_array) else abstract_array
+            for abstract_array in (abstract_residuals[index] for index in self._stash_indices)
         )
         self.is_hosted: tuple[bool, ...] = tuple(
             bool(hosted_names)
@@ -177,7 +179,7 @@ class FromResiduals:
         )
         self._division = None
         if is_split:
-            stash = [vary(zeros(shape)) for shape in self.stash_shapes]
+            stash = [vary(zeros(abstract_array)) for abstract_array in self.stash_shapes]
             self._division = divide(self._gradients_by_half, context, stash, x, is_kept=(True, True, False))
         self.cut_shapes: tuple[Any, ...] = self._division.crossing_shapes if self._division else ()
 
@@ -188,27 +190,30 @@ class FromResiduals:
         """
         jaxpr = self._program.jaxpr
         index_of_input = {var: index for index, var in enumerate(jaxpr.invars)}
-        leaf_count = len(jax.tree.leaves(context))  # these inputs come first: the leaves of the context
+        context_leaf_count = len(jax.tree.leaves(context))  # these inputs come first: the leaves of the context
         # is_free: for each input, whether the backward may read it again, so that residuals of free inputs alone are
         # recomputed; without "at", the head of the last stage, in a `cond` on the stage index, would be in every slot
         free_fields = ("weights", "shared", "at")
-        fields = zip(StageContext._fields, context, strict=True)
-        is_free = [name in free_fields for name, tree in fields for _ in jax.tree.leaves(tree)]
-        is_free += [False] * (len(jaxpr.invars) - leaf_count)
-        self._input_of_residual: dict[int, int] = {}  # index of the input by index of the residual
+        names_and_trees = zip(StageContext._fields, context, strict=True)
+        is_free = [name in free_fields for name, tree in names_and_trees for _ in jax.tree.leaves(tree)]
+        is_free += [False] * (len(jaxpr.invars) - context_leaf_count)
+        self._input_index_of: dict[int, int] = {}  # index of the input by index of the residual
         self._stash_indices: list[int] = []  # indices of the residuals that are stashed
         self._recomputed_indices: list[int] = []  # indices of the residuals that are recomputed
         for index, var in enumerate(jaxpr.outvars[self._residual_span]):
-            if not isinstance(var, jex.Literal) and index_of_input.get(var, leaf_count) < leaf_count:
-                self._input_of_residual[index] = index_of_input[var]
-            elif any(is_read and not free for is_read, free in zip(self._pruned(index)[1], is_free, strict=True)):
+            if not isinstance(var, jex.Literal) and index_of_input.get(var, context_leaf_count) < context_leaf_count:
+                self._input_index_of[index] = index_of_input[var]
+            elif any(
+                is_read and not is_input_free
+                for is_read, is_input_free in zip(self._pruned_program(index)[1], is_free, strict=True)
+            ):
                 self._stash_indices.append(index)
             else:
                 self._recomputed_indices.append(index)
         # for each input, whether the program of recomputed residuals reads it
-        self._recompute_program, self._recompute_read_flags = self._pruned(*self._recomputed_indices)
+        self._recompute_program, self._recompute_read_flags = self._pruned_program(*self._recomputed_indices)
 
-    def _pruned(self, *residual_indices: int) -> tuple[Any, list[bool]]:
+    def _pruned_program(self, *residual_indices: int) -> tuple[Any, list[bool]]:
         """Return the program of these residuals alone, and for each input whether the program reads it."""
         output_indices = {self._residual_span.start + index for index in residual_indices}
         return prune(self._program, [index in output_indices for index in range(len(self._program.jaxpr.outvars))])
@@ -216,7 +221,7 @@ class FromResiduals:
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """Return (message to the next stage, sums, stash)."""
         flat_results = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
-        (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat_results)
+        (y, _), _, sums = jax.tree.unflatten(self._results_structure, flat_results)
         residuals = flat_results[self._residual_span]
         return y, sums, tuple(_key_data(residuals[index]) for index in self._stash_indices)
 
@@ -246,9 +251,11 @@ class FromResiduals:
 
     def _gradients(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
         """Return the gradients ((of weights, of shared weights), of the input), from all residuals."""
-        inputs = jax.tree.leaves(context)
-        residuals: dict[int, Any] = {index: inputs[source] for index, source in self._input_of_residual.items()}
-        operands = [leaf for leaf, is_read in zip(inputs, self._recompute_read_flags, strict=False) if is_read]
+        context_leaves = jax.tree.leaves(context)
+        residuals: dict[int, Any] = {
+            index: context_leaves[input_index] for index, input_index in self._input_index_of.items()
+        }
+        operands = [leaf for leaf, is_read in zip(context_leaves, self._recompute_read_flags, strict=False) if is_read]
         recomputed_residuals = jex.jaxpr_as_fun(self._recompute_program)(*operands)
         residuals |= dict(zip(self._recomputed_indices, recomputed_residuals, strict=True))
         for index, stashed_array in zip(self._stash_indices, stash, strict=True):
@@ -257,9 +264,9 @@ class FromResiduals:
                 residuals[index] = jax.random.wrap_key_data(stashed_array, impl=jax.random.key_impl(self._key))
             else:
                 residuals[index] = stashed_array
-        vjp_function = jax.tree.unflatten(self._vjp_tree, [residuals[index] for index in range(len(residuals))])
-        objective_cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
-        weight_gradients, shared_gradients, dx = vjp_function((cotangents(g, self._y), objective_cotangent))
+        vjp_function = jax.tree.unflatten(self._vjp_structure, [residuals[index] for index in range(len(residuals))])
+        objective_cotangent = self._vary(jnp.ones(self._abstract_objective.shape, self._abstract_objective.dtype))
+        weight_gradients, shared_gradients, dx = vjp_function((cotangents(g, self._abstract_y), objective_cotangent))
         return (weight_gradients, shared_gradients), dx
 
 

@@ -27,21 +27,21 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
     phase_list, start = [], 0
     while start < len(codes):
         # the motif that covers the most ticks by repetition; if no motif repeats, a single code
-        candidates = (
+        candidate_phases = (
             (codes[start : start + length], _repeat_count(codes, start, length))
             for length in range(1, _MAX_MOTIF_TICKS + 1)
         )
-        motif, repeats = max(
-            candidates, key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1
+        motif, repeat_count = max(
+            candidate_phases, key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1
         )
-        phase_list.append((motif, repeats))
-        start += len(motif) * repeats
+        phase_list.append((motif, repeat_count))
+        start += len(motif) * repeat_count
     return tuple(phase_list)
 
 
 def _repeat_count(codes: tuple[int, ...], start: int, length: int) -> int:
     """Return how many times in succession the motif of `length` codes at index `start` occurs, at least 1."""
-    motif, repeats = codes[start : start + length], 1
-    while codes[start + repeats * length : start + (repeats + 1) * length] == motif:
-        repeats += 1
-    return repeats
+    motif, repeat_count = codes[start : start + length], 1
+    while codes[start + repeat_count * length : start + (repeat_count + 1) * length] == motif:
+        repeat_count += 1
+    return repeat_count

@@ -72,8 +72,8 @@ def read(pool: Any, slot: Any) -> Any:
 
     def take(leaf: Any) -> Any:
         """Return the slot of one leaf of the pool."""
-        value = leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
-        return _row_major(to_device(value)) if on_host(leaf) else value
+        slot_array = leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
+        return _row_major(to_device(slot_array)) if on_host(leaf) else slot_array
 
     return jax.tree.map(take, pool)
 
@@ -91,10 +91,10 @@ def read_in_place(pool: Any, slot: Any) -> Any:
 
 
 def write(pool: Any, slot: Any, value: Any) -> Any:
-    """Return the pool after a value was written to a slot."""
+    """Return the pool with a value written to a slot."""
 
     def put(leaf: Any, array: Any) -> Any:
-        """Return a leaf of the pool after an array, which is a leaf of the value, was written to the slot."""
+        """Return a leaf of the pool with an array, the corresponding leaf of the value, written to the slot."""
         cast_array = array.astype(leaf.dtype)
         placed_array = to_host(_row_major(cast_array)) if on_host(leaf) else cast_array
         return lax.dynamic_update_index_in_dim(leaf, placed_array, slot, 0)
@@ -102,9 +102,9 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
     return jax.tree.map(put, pool, value)
 
 
-def _row_major(value: Any) -> Any:
+def _row_major(array: Any) -> Any:
     """Return a value in row-major layout, as in host memory: a TPU's compiler fails if the layouts differ."""
-    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def tree_or_zeros(condition: Any, tree: Any) -> Any:
@@ -113,7 +113,7 @@ def tree_or_zeros(condition: Any, tree: Any) -> Any:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Return whether a leaf has a gradient; whole numbers and booleans have none."""
+    """Return whether a leaf has a gradient; integers and booleans have none."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -127,8 +127,8 @@ def cotangents(gradient_message: Any, primals: Any) -> Any:
     return jax.tree.map(cotangent, gradient_message, primals)
 
 
-def gradient_arrays(cotangents: Any, primals: Any) -> Any:
+def gradient_arrays(cotangent_tree: Any, primals: Any) -> Any:
     """Return the cotangents of `primals` as arrays, which can be sent: zeros for leaves that have no gradient."""
     return jax.tree.map(
-        lambda g, primal: g if is_differentiable(primal) else jnp.zeros_like(primal), cotangents, primals
+        lambda g, primal: g if is_differentiable(primal) else jnp.zeros_like(primal), cotangent_tree, primals
     )

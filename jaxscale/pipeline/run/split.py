@@ -37,18 +37,18 @@ class Division:
         is_read_by_first: for each leaf of the arguments, whether the first half reads it.
         is_read_by_second: for each leaf of the arguments, whether the second half reads it.
         halves: the programs of the halves.
-        arguments_tree: tree structure of the arguments.
-        first_tree: tree structure of the results of the first half.
-        second_tree: tree structure of the results of the second half.
+        arguments_structure: tree structure of the arguments.
+        first_structure: tree structure of the results of the first half.
+        second_structure: tree structure of the results of the second half.
     """
 
     crossing_shapes: tuple[jax.ShapeDtypeStruct, ...]
     is_read_by_first: tuple[bool, ...]
     is_read_by_second: tuple[bool, ...]
     halves: Halves = dataclasses.field(repr=False)
-    arguments_tree: Any = dataclasses.field(repr=False)
-    first_tree: Any = dataclasses.field(repr=False)
-    second_tree: Any = dataclasses.field(repr=False)
+    arguments_structure: Any = dataclasses.field(repr=False)
+    first_structure: Any = dataclasses.field(repr=False)
+    second_structure: Any = dataclasses.field(repr=False)
 
     @property
     def crossing_bytes(self) -> int:
@@ -61,17 +61,19 @@ class Division:
         Leaves that the half does not read may be anything.
         """
         outputs, crossing_values = self.halves.run_first(self._leaves(args))
-        return jax.tree.unflatten(self.first_tree, outputs[: self.first_tree.num_leaves]), tuple(crossing_values)
+        return jax.tree.unflatten(self.first_structure, outputs[: self.first_structure.num_leaves]), tuple(
+            crossing_values
+        )
 
     def run_second(self, crossing_values: Sequence[Any], *args: Any) -> Any:
         """Run the second half on the crossing values and the function's arguments, and return its results."""
         outputs = self.halves.run_second(self._leaves(args), crossing_values)
-        return jax.tree.unflatten(self.second_tree, outputs[self.first_tree.num_leaves :])
+        return jax.tree.unflatten(self.second_structure, outputs[self.first_structure.num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         """Return the leaves of the arguments, which must have the tree structure that the function was divided for."""
-        leaves, tree = jax.tree.flatten(args)
-        assert tree == self.arguments_tree, "the arguments are not those that the function was divided for"
+        leaves, structure = jax.tree.flatten(args)
+        assert structure == self.arguments_structure, "the arguments are not those that the function was divided for"
         return leaves
 
 
@@ -96,18 +98,18 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, is_kept: Any = 
         >>> division.is_read_by_first, division.is_read_by_second
         ((True, False, True), (False, True, False))
     """
-    arguments_tree = jax.tree.structure(args)
-    closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    first_tree, second_tree = (jax.tree.structure(result_shapes) for result_shapes in shapes)
-    is_first = [True] * first_tree.num_leaves + [False] * second_tree.num_leaves
-    is_hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(is_kept, args))]
-    halves = program_halves(closed_jaxpr, is_first, [not flag for flag in is_first], is_hidden)
+    arguments_structure = jax.tree.structure(args)
+    closed_jaxpr, abstract_results = jax.make_jaxpr(function, return_shape=True)(*args)
+    first_structure, second_structure = (jax.tree.structure(half_results) for half_results in abstract_results)
+    first_flags = [True] * first_structure.num_leaves + [False] * second_structure.num_leaves
+    hidden_flags = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(is_kept, args))]
+    halves = program_halves(closed_jaxpr, first_flags, [not flag for flag in first_flags], hidden_flags)
     return Division(
         crossing_shapes=tuple(jax.ShapeDtypeStruct(crossing.shape, crossing.dtype) for crossing in halves.crossings),
         is_read_by_first=halves.is_read_by_first,
         is_read_by_second=halves.is_read_by_second,
         halves=halves,
-        arguments_tree=arguments_tree,
-        first_tree=first_tree,
-        second_tree=second_tree,
+        arguments_structure=arguments_structure,
+        first_structure=first_structure,
+        second_structure=second_structure,
     )

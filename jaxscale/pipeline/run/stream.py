@@ -6,7 +6,7 @@ follow the rules of `tables.py`. They also have columns for versions of weights:
 forward computes or at which a backward linearizes, and the slot to which an update writes. An update belongs to the
 tick of the backward before it.
 
-Values take the slots in turn (`versions.ring_slots`), so that the slots in the rows repeat too.
+Values take the slots in turn (`versions.ring_slot_count`), so that the slots in the rows repeat too.
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Interval, Stash, lifetimes
 from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives as version_lives
-from jaxscale.pipeline.versions import ring_slots, uses
+from jaxscale.pipeline.versions import ring_slot_count, uses, version_lifetimes
 
 COLUMNS = ("kind", "microbatch", "has_update", "x", "g", "stash", "from_left", "from_right", "read_slot", "write_slot")
 """Columns of a row: the action's kind and microbatch, whether an update follows the action, and slots.
@@ -162,15 +161,15 @@ class _TimedRun:
         self.pace = pass_count // schedule.microbatches
         self._tick_by_action = ticks(schedule, pace=self.pace)
         # by (column, stage): the intervals of its values, and the number of slots for them
-        intervals: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
+        intervals_by_key: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
         self._value_lives = lifetimes(schedule, self._tick_by_action, stash)
         for life in self._value_lives:
-            intervals[life.column, life.stage].append(life.interval)
-        slot_count_by_key = {key: ring_slots(key_intervals) for key, key_intervals in intervals.items()}
+            intervals_by_key[life.column, life.stage].append(life.interval)
+        slot_count_by_key = {key: ring_slot_count(key_intervals) for key, key_intervals in intervals_by_key.items()}
         self.slot_counts = {
             "x": max(count for (column, _), count in slot_count_by_key.items() if column in ("x", "residual")),
             "g": max((count for (column, _), count in slot_count_by_key.items() if column == "g"), default=1),
-            "versions": max(map(ring_slots, version_lives(schedule, self._tick_by_action).values())),
+            "versions": max(map(ring_slot_count, version_lifetimes(schedule, self._tick_by_action).values())),
         }
 
     def rows(self) -> np.ndarray:
@@ -181,7 +180,7 @@ class _TimedRun:
         columns["from_left"][:] = columns["from_right"][:] = no_slot
         for action, use in self._use_by_action.items():
             stage, microbatch = action.stage, action.microbatch
-            cell: dict[str, int] = {
+            entry_by_column: dict[str, int] = {
                 "kind": CODES[action.kind],
                 "microbatch": microbatch,
                 "x": microbatch % self.slot_counts["x"],
@@ -191,7 +190,7 @@ class _TimedRun:
                 "has_update": use.makes is not None,
                 "write_slot": (use.makes or 0) % self.slot_counts["versions"],
             }
-            for name, entry in cell.items():
+            for name, entry in entry_by_column.items():
                 columns[name][self._tick_by_action[action], stage] = entry
         for life in self._value_lives:
             if life.column == "x":
@@ -206,15 +205,17 @@ class _TimedRun:
 
         The number is counted at the last update of the stage, when the pipeline is in its steady state.
         """
-        delays = dict.fromkeys(range(self._schedule.stages), 0)
+        delay_of_stage = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._use_by_action.items():
             if use.makes is not None:
                 forward = Action(Kind.F, action.stage, action.microbatch)
-                delays[action.stage] = use.makes - 1 - self._use_by_action[forward].reads
-        return tuple(delays.values())
+                delay_of_stage[action.stage] = use.makes - 1 - self._use_by_action[forward].reads
+        return tuple(delay_of_stage.values())
 
     def tail_ticks(self) -> int:
         """Return the number of ticks from the entry of a microbatch to its last backward, both included."""
         # for each backward, the difference of its tick and the tick in which its microbatch enters
-        differences = (tick - self.pace * a.microbatch for a, tick in self._tick_by_action.items() if a.kind is Kind.B)
-        return 1 + max(differences)
+        tick_differences = (
+            tick - self.pace * a.microbatch for a, tick in self._tick_by_action.items() if a.kind is Kind.B
+        )
+        return 1 + max(tick_differences)

@@ -100,54 +100,57 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     lives = lifetimes(schedule, tick_of, stash)
     message_lives = [life for life in lives if life.column in ("x", "g")]
     # slot of each value by its name, and number of slots
-    message_slots, message_slot_count = allocate_by_rank(schedule, message_lives)
+    message_slot_of, message_slot_count = allocate_by_rank(schedule, message_lives)
     stash_lives = [life for life in lives if life.column == "residual"]
-    stash_slots, stash_slot_count = allocate_by_rank(schedule, stash_lives)
-    cut_slots, cut_slot_count = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
-    row_count, ranks = 1 + max(tick_of.values()), schedule.ranks
+    stash_slot_of, stash_slot_count = allocate_by_rank(schedule, stash_lives)
+    cut_slot_of, cut_slot_count = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
+    tick_count, rank_count = 1 + max(tick_of.values()), schedule.ranks
     column_names = ("kind", "stage", "chunk", "microbatch", "x", "g", "residual", "cut")
-    columns = {name: np.zeros((row_count, ranks), np.int32) for name in column_names}
-    columns |= {origin: np.full((row_count, ranks), message_slot_count, np.int32) for origin in ORIGINS}
+    columns = {name: np.zeros((tick_count, rank_count), np.int32) for name in column_names}
+    columns |= {origin: np.full((tick_count, rank_count), message_slot_count, np.int32) for origin in ORIGINS}
     for action, tick in tick_of.items():
         stage, microbatch = action.stage, action.microbatch
         rank, chunk = schedule.place(schedule.route[microbatch], stage)
-        cell = {
+        entry_by_column = {
             "kind": CODES[action.kind],
             "stage": stage,
             "chunk": chunk,
             "microbatch": microbatch,
-            "x": message_slots.get(("x", stage, microbatch), 0),
-            "g": 0 if action.kind is Kind.F else message_slots.get(("g", stage, microbatch), 0),
-            "residual": stash_slots["residual", stage, microbatch],
-            "cut": cut_slots.get(("cut", stage, microbatch), 0),
+            "x": message_slot_of.get(("x", stage, microbatch), 0),
+            "g": 0 if action.kind is Kind.F else message_slot_of.get(("g", stage, microbatch), 0),
+            "residual": stash_slot_of["residual", stage, microbatch],
+            "cut": cut_slot_of.get(("cut", stage, microbatch), 0),
         }
-        for name, entry in cell.items():
+        for name, entry in entry_by_column.items():
             columns[name][tick, rank] = entry
-    all_travel_flags = {origin: np.zeros(row_count, bool) for origin in ORIGINS}
+    all_travel_flags = {origin: np.zeros(tick_count, bool) for origin in ORIGINS}
     for life in message_lives:
         route = schedule.routes[schedule.route[life.microbatch]]
-        rank, sender = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
-        origin = _message_origin(schedule, sender, rank, is_activation=life.column == "x")
+        rank, sender_rank = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
+        origin = _message_origin(schedule, sender_rank, rank, is_activation=life.column == "x")
         assert columns[origin][life.first_tick, rank] == message_slot_count, (schedule.name, origin, life, rank)
-        columns[origin][life.first_tick, rank] = message_slots[life.name]
+        columns[origin][life.first_tick, rank] = message_slot_of[life.name]
         all_travel_flags[origin][life.first_tick - 1] = origin != "to_self"
     travel_flags = {origin: flags for origin, flags in all_travel_flags.items() if flags.any()}
     return Tables(schedule, stash, columns, travel_flags, message_slot_count, stash_slot_count, cut_slot_count)
 
 
-def _message_origin(schedule: Schedule, sender: int, rank: int, *, is_activation: bool) -> str:
-    """Return the origin of a message from the rank `sender`, seen from the rank that receives it.
+def _message_origin(schedule: Schedule, sender_rank: int, receiver_rank: int, *, is_activation: bool) -> str:
+    """Return the origin of a message from the rank `sender_rank`, seen from the rank that receives it.
 
     On a ring of two ranks, each rank is both the left and the right neighbor of the other rank. On such a ring,
     activations, which go to the next stage, come from the left, and gradients come from the right.
     """
-    if sender == rank:
+    if sender_rank == receiver_rank:
         return "to_self"
-    is_after, is_before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank
+    is_after, is_before = (
+        (sender_rank + 1) % schedule.ranks == receiver_rank,
+        (sender_rank - 1) % schedule.ranks == receiver_rank,
+    )
     if not (is_after or is_before):
         raise UserError(
-            f"schedule {schedule.name} sends from rank {sender} to rank {rank}: expected neighbors on a ring of "
-            f"{schedule.ranks}. Place successive stages on neighboring ranks"
+            f"schedule {schedule.name} sends from rank {sender_rank} to rank {receiver_rank}: expected neighbors on a "
+            f"ring of {schedule.ranks}. Place successive stages on neighboring ranks"
         )
     if is_after and is_before:
         return "from_left" if is_activation else "from_right"

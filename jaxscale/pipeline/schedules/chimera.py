@@ -16,7 +16,7 @@ from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 
 
-def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
+def _timetable(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action."""
     for microbatch in range(microbatches):
         # a unit is p microbatches; the first half of them (half 0) goes down the ranks, the second (half 1) up
@@ -52,7 +52,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     down_route = tuple(range(ranks))
     return Schedule(
         name="chimera",
-        orders=orders_by_slot(ranks, _cells(ranks, microbatches)),
+        orders=orders_by_slot(ranks, _timetable(ranks, microbatches)),
         stages=ranks,
         microbatches=microbatches,
         routes=(down_route, down_route[::-1]),

@@ -24,8 +24,8 @@ def groups(ranks: int, microbatches: int) -> list[range]:
     """
     group_count = max(1, microbatches // ranks)
     base_size, larger_count = divmod(microbatches, group_count)  # this many groups are larger by one
-    starts = [base_size * i + min(i, larger_count) for i in range(group_count + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
+    group_boundaries = [base_size * i + min(i, larger_count) for i in range(group_count + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(group_boundaries)]
 
 
 def _refuse(ranks: int, microbatches: int, chunks: int) -> None:
@@ -52,10 +52,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         stages = range(rank, chunks * ranks, ranks)
         forwards = [(stage, i) for group in microbatch_groups for stage in stages for i in group]
         backwards = [(stage, i) for group in microbatch_groups for stage in reversed(stages) for i in group]
-        warmup = min((chunks - 1) * len(microbatch_groups[0]) + 2 * (ranks - 1 - rank), pass_count)
-        phases = ("F", warmup), ("F B", pass_count - warmup), ("B", warmup)
+        warmup_count = min((chunks - 1) * len(microbatch_groups[0]) + 2 * (ranks - 1 - rank), pass_count)
+        phases = ("F", warmup_count), ("F B", pass_count - warmup_count), ("B", warmup_count)
         orders.append(weave(Lane(tuple(forwards), tuple(backwards)), *phases))
-        max_activations.append(min(warmup + 1, pass_count))
+        max_activations.append(min(warmup_count + 1, pass_count))
     return single_route("interleaved", orders, microbatches, max_activations, route=(*range(ranks),) * chunks)
 
 

@@ -15,7 +15,7 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
 
 
-def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
+def _timetable(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
     microbatch_groups = groups(ranks, microbatches)
     # number of turns until the last stage gets its first microbatch
@@ -44,7 +44,7 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
     waiting_activations = (chunks - 1) * group_turns
     return single_route(
         "lockstep",
-        orders_by_slot(ranks, _cells(ranks, microbatches, chunks)),
+        orders_by_slot(ranks, _timetable(ranks, microbatches, chunks)),
         microbatches,
         bound=(min(waiting_activations + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
         route=(*range(ranks),) * chunks,

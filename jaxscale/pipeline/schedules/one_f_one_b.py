@@ -15,8 +15,8 @@ def alternating_orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...
     """Return the orders of 1F1B: p-1-s forwards on stage s, then a forward and a backward in turn, then backwards."""
     orders = []
     for stage in range(ranks):
-        warmup = min(ranks - 1 - stage, microbatches)
-        phases = ("F", warmup), ("F B", microbatches - warmup), ("B", warmup)
+        warmup_count = min(ranks - 1 - stage, microbatches)
+        phases = ("F", warmup_count), ("F B", microbatches - warmup_count), ("B", warmup_count)
         orders.append(weave(Lane.of_stage(stage, microbatches), *phases))
     return tuple(orders)
 

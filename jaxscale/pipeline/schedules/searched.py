@@ -24,8 +24,10 @@ def searched(ranks: int, microbatches: int) -> Schedule:
     """
     from jaxscale.pipeline.choose.search import search
 
-    ones = (1.0,) * ranks
-    return dataclasses.replace(search(Costs(ones, ones, ones), ranks, microbatches, copies=1).schedule, name=NAME)
+    unit_seconds = (1.0,) * ranks
+    return dataclasses.replace(
+        search(Costs(unit_seconds, unit_seconds, unit_seconds), ranks, microbatches, copies=1).schedule, name=NAME
+    )
 
 
 METHOD = Method(NAME, "searched for equal costs", searched)

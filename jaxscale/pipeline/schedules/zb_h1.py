@@ -21,15 +21,15 @@ def delayed_orders(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Act
     """
     orders = []
     for stage in range(ranks):
-        warmup, delay = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
-        pair_count = microbatches - warmup  # number of turns with a forward and an input gradient
+        warmup_count, delay = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
+        pair_count = microbatches - warmup_count  # number of turns with a forward and an input gradient
         lone_count = max(0, delay - pair_count)  # number of input gradients between them and the first weight gradient
         phases = (
-            ("F", warmup),
+            ("F", warmup_count),
             ("F I", min(delay, pair_count)),
             ("F I W", max(0, pair_count - delay)),
             ("I", lone_count),
-            ("I W", warmup - lone_count),
+            ("I W", warmup_count - lone_count),
             ("W", delay),
         )
         orders.append(weave(Lane.of_stage(stage, microbatches), *phases))

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from jaxscale.pipeline.charts.draw import drawable
+from jaxscale.pipeline.charts.draw import schedule_to_draw
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
@@ -185,7 +185,7 @@ def bubble_of(pipeline: PipelinePlan) -> float:
 @functools.lru_cache(maxsize=4096)
 def _bubble(pipeline: PipelinePlan) -> float:
     """Return the idle share of the ranks of a pipeline with equal stages; a backward pass takes two forward passes."""
-    schedule = drawable(pipeline)
+    schedule = schedule_to_draw(pipeline)
     count = schedule.stages
     is_rerun = float(pipeline.stash == "input")
     stage_costs = Costs((1.0,) * count, (1.0 + is_rerun,) * count, (1.0,) * count)
