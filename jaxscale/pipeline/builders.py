@@ -55,9 +55,8 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
     lanes_by_name = {"": lanes} if isinstance(lanes, Lane) else lanes
     forward_iterators = {name: iter(lane.forwards) for name, lane in lanes_by_name.items()}
     backward_iterators = {name: iter(lane.backwards) for name, lane in lanes_by_name.items()}
-    pending_names_and_passes: list[
-        tuple[str, Pass]
-    ] = []  # (name of the lane, pass) of input gradients without their weight gradient
+    # (name of the lane, pass) of each input gradient that has no weight gradient yet, the oldest first
+    pending_names_and_passes: list[tuple[str, Pass]] = []
     order = []
     for motif, repeat_count in phases:
         kinds_and_names = [(Kind(word[0]), word[1:]) for word in motif.split()]

@@ -39,7 +39,7 @@ class Fault(UserError):
         self.schedule, self.reason, self.rank, self.cell, self.mentions = schedule, reason, rank, cell, tuple(mentions)
 
     def renumbered(self, new_indices: Sequence[Sequence[int]]) -> "Fault":
-        """Return the same fault with other indices of cells: cell c of rank r becomes `cells[r][c]`."""
+        """Return the same fault with other indices of cells: cell c of rank r becomes `new_indices[r][c]`."""
         new_cell = None if self.rank is None or self.cell is None else new_indices[self.rank][self.cell]
         new_mentions = [(rank, new_indices[rank][cell]) for rank, cell in self.mentions]
         return Fault(self.schedule, self.reason, self.rank, new_cell, new_mentions)
@@ -196,7 +196,9 @@ def check_progress(schedule: "Schedule") -> None:
         order = orders[rank]
         while next_cells[rank] < len(order):
             action = order[next_cells[rank]]
-            missing_input = next((source for source in schedule.inputs(action) if source not in done_actions), None)
+            missing_input = next(
+                (input_action for input_action in schedule.inputs(action) if input_action not in done_actions), None
+            )
             if missing_input is not None:
                 waiting_ranks.setdefault(missing_input, []).append(rank)
                 break

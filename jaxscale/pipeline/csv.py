@@ -115,7 +115,7 @@ def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedul
     """Return the schedule as a lock-step schedule if its columns can be ticks; otherwise return it unchanged."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
-        is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
+        is_misplaced = any(column_of[input_action] >= column for input_action in schedule.inputs(action))
         if is_misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
             return schedule
     cycle = tuple(dict.fromkeys(kind_of_column[column] for column in sorted(kind_of_column)))

@@ -42,16 +42,17 @@ def _message_ends(schedule: Schedule, action: Action) -> list[tuple[int, Message
     """
     kind, stage, microbatch = action
     if kind is Kind.F and stage + 1 < schedule.stages:
-        letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
+        kind_letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
     elif kind in GRADIENT and stage > 0:
-        letter, reader = "B", schedule.gradient(stage - 1, microbatch)
+        kind_letter, reader = "B", schedule.gradient(stage - 1, microbatch)
     else:
         return []
     source_rank, target_rank = schedule.rank(action), schedule.rank(reader)
     if source_rank == target_rank:
         return []
     send, receive = (
-        Message(verb, letter, end_action.stage, microbatch) for verb, end_action in (("SEND", action), ("RECV", reader))
+        Message(verb, kind_letter, end_action.stage, microbatch)
+        for verb, end_action in (("SEND", action), ("RECV", reader))
     )
     return [(source_rank, send, action), (target_rank, receive, reader)]
 

@@ -39,7 +39,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
     def can_start(action: Action) -> bool:
         """Return whether the microbatch of an action has entered and the action's inputs have arrived."""
         has_entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
-        return has_entered and all(source in tick_of for source in schedule.inputs(action))
+        return has_entered and all(input_action in tick_of for input_action in schedule.inputs(action))
 
     while any(queues):
         kind = cycle[turn % len(cycle)]

@@ -109,7 +109,7 @@ def ring_slot_count(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
         lifetimes: (first tick, tick after the last, name) of each value, in the order in which values take slots.
 
     Example:
-        >>> ring_slots([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
+        >>> ring_slot_count([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
         2
     """
     slot_count = 1

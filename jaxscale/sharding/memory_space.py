@@ -65,7 +65,7 @@ def check_host_memory(devices: Iterable[Any], option: str) -> None:
     Raises:
         UserError: a device has no memory of the kind `pinned_host`, or JAX cannot list its memories.
     """
-    # a described device lists no memories; TPUs and GPUs have host memory
+    # an `AbstractDevice` lists no memories; the TPUs and GPUs that it describes have host memory
     attached_devices = [device for device in devices if not isinstance(device, AbstractDevice)]
     memory_kinds_by_device = [[memory.kind for memory in device.addressable_memories()] for device in attached_devices]
     if attached_devices and not any(memory_kinds_by_device):

@@ -78,17 +78,17 @@ class MeshSpec:
         if not text.strip():
             raise UserError("mesh: got an empty text, expected AXIS:DEVICES such as data:2,fsdp:4, or 1 for one device")
         device_counts: dict[str, int] = {}
-        for entry in filter(None, (part.strip() for part in text.split(","))):
+        for entry in filter(None, (entry_text.strip() for entry_text in text.split(","))):
             if entry == "1":
                 continue
             axis, colon, count_text = entry.partition(":")
             count = whole_number(count_text)
             if axis not in AXES and not colon:
-                count_word, axis_word = "".join(filter(str.isdecimal, entry)), entry.strip("0123456789=-x ")
-                example = f"{axis_word if axis_word in AXES else 'data'}:{count_word}" if count_word else "data:2"
+                digits, axis_text = "".join(filter(str.isdecimal, entry)), entry.strip("0123456789=-x ")
+                example = f"{axis_text if axis_text in AXES else 'data'}:{digits}" if digits else "data:2"
                 raise UserError(
                     f"mesh {text!r}: unknown mesh axis {entry!r}: expected AXIS:DEVICES, such as {example}, with "
-                    f"one of {', '.join(sorted(AXES))}{'' if count_word else near_miss(axis, AXES)}"
+                    f"one of {', '.join(sorted(AXES))}{'' if digits else near_miss(axis, AXES)}"
                 )
             if axis not in AXES:
                 raise unknown("mesh axis", axis, AXES)

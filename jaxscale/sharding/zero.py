@@ -128,8 +128,8 @@ def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], 
     """
     spec_by_field = {field: getattr(coarse_placement, field) for field in ("master", "state", "gradient")}
     state_spec = split_spec(shape, None, coarse_placement.state, mesh, axis)
-    axes_before, axes_after = dim_axes(coarse_placement.state, len(shape)), dim_axes(state_spec, len(shape))
-    dim = next((dim for dim in range(len(shape)) if axes_before[dim] != axes_after[dim]), None)
+    old_axes_of_dims, new_axes_of_dims = dim_axes(coarse_placement.state, len(shape)), dim_axes(state_spec, len(shape))
+    dim = next((dim for dim in range(len(shape)) if old_axes_of_dims[dim] != new_axes_of_dims[dim]), None)
     if dim is None:  # another tensor, which is split less finely, may have a dim that can be split evenly
         split_spec_by_field = {
             field: split_spec(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()
@@ -145,12 +145,12 @@ def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
     return spec_of([*axes_of_dims[:dim], (axis, *axes_of_dims[dim]), *axes_of_dims[dim + 1 :]])
 
 
-def stacked_over(tensor_placement: Placement, axis: str) -> Placement:
+def stack_placement(tensor_placement: Placement, axis: str) -> Placement:
     """Return the placement of a stack of tensors, each placed by `tensor_placement`, with the stack split over `axis`.
 
     Example:
         >>> spec = PartitionSpec("tensor")
-        >>> list(stacked_over(Placement(spec, spec, spec, spec), "pipe").master)
+        >>> list(stack_placement(Placement(spec, spec, spec, spec), "pipe").master)
         ['pipe', 'tensor']
     """
     field_names = (field.name for field in dataclasses.fields(Placement))

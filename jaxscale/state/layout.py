@@ -23,7 +23,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, placement, split_further, stacked_over
+from jaxscale.sharding.zero import Placement, placement, split_further, stack_placement
 from jaxscale.state.few_bit_loading import encoded_arrays
 from jaxscale.state.pure_model import LazyArray, PureModel, in_groups
 from jaxscale.state.train_state import TrainState, Watch
@@ -137,7 +137,7 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
         shape = abstract_param.shape[1:] if name in pure_model.copies else abstract_param.shape
         param_placement = placement(shape, pure_model.axis_names.get(name), plan.zero, has_copy, mesh, rules)
         if name in pure_model.copies:  # each stage's copy of a shared parameter stays on its device
-            param_placement = stacked_over(param_placement, PIPE_AXIS)
+            param_placement = stack_placement(param_placement, PIPE_AXIS)
         elif plan.pipeline is not None and not pure_model.is_stacked(name):
             # a parameter that stages share is gathered when it is read, and split over the stages between steps
             param_placement = split_further(param_placement, PIPE_AXIS, shape, mesh)

@@ -60,7 +60,8 @@ class Clock:
         tick_table = TickTable(schedule)
         self.passes, self.crossings = tick_table.passes, tick_table.crossings
         self._pass_index_rows, self._has_message = np.array(tick_table.rows), tick_table.has_message
-        rank_indices = np.arange(schedule.ranks)  # the left and the right neighbor of each rank follow
+        rank_indices = np.arange(schedule.ranks)
+        # (left neighbor of each rank, right neighbor of each rank)
         self._neighbours = np.roll(rank_indices, 1), np.roll(rank_indices, -1)
 
     def seconds(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> np.ndarray:
@@ -70,7 +71,7 @@ class Clock:
             pass_seconds: float[batch, passes], seconds of each of `self.passes`.
             link_seconds: float[batch, ranks], seconds of a message between ranks r and r + 1.
         """
-        # the deque keeps only the last times that `_run` yields
+        # the deque keeps only the last times that `_rank_times` yields
         return collections.deque(self._rank_times(pass_seconds, link_seconds), maxlen=1)[0].max(0)
 
     def path(self, pass_seconds: np.ndarray, link_seconds: np.ndarray, blur: float = 0.0) -> LongestPath:

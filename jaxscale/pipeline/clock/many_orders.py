@@ -108,10 +108,10 @@ class BatchClock:
             event_ticks[events] = tick
             event_ticks[first_events[:, 0] + self._unread_event] = tick
             times += np.where(is_ready, self._pass_seconds[pass_numbers], 0.0)
-            neighbour_times = np.maximum(
+            neighbour_arrivals = np.maximum(
                 times[:, left_ranks] + left_link_seconds, times[:, right_ranks] + self._link_seconds
             )
-            arrivals = np.maximum(times, neighbour_times)
+            arrivals = np.maximum(times, neighbour_arrivals)
             has_message = np.any(is_ready & self._has_message[pass_numbers], axis=1)
             times = np.where(has_message[:, None], arrivals, times)
             positions += is_ready

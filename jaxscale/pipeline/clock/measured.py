@@ -95,8 +95,8 @@ def _action_spans(
                 (min(start for start, _ in operation_spans), max(end for _, end in operation_spans))
             )
     # iterators over the spans of each kind in all steps, which the steps consume one after the other
-    remaining_spans = {kind: iter(kind_spans) for kind, kind_spans in spans_by_kind.items()}
-    return [[next(remaining_spans[action.kind]) for action in order] for _ in range(steps)]
+    span_iterators = {kind: iter(kind_spans) for kind, kind_spans in spans_by_kind.items()}
+    return [[next(span_iterators[action.kind]) for action in order] for _ in range(steps)]
 
 
 def _mean_costs(schedule: Schedule, spans_by_rank: Sequence[Sequence[Span]]) -> Costs:

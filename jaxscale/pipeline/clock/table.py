@@ -65,9 +65,8 @@ class TickTable:
                         raise UserError(
                             f"schedule {schedule.name}: {action} on rank {rank} needs {input_action} from rank "
                             f"{schedule.rank(input_action)}, which is not a neighbor on the ring of {schedule.ranks} "
-                            "ranks. "
-                            "The executor sends to neighbors only: place successive stages on neighboring ranks. "
-                            "The simulator's dataflow machine can send to any rank"
+                            "ranks. The executor sends to neighbors only: place successive stages on neighboring "
+                            "ranks. The simulator's dataflow machine can send to any rank"
                         )
                     if links:
                         self.has_message[last_row_of_tick[tick_of[input_action]]] = True

@@ -179,7 +179,7 @@ class Actions:
         return {**state, **sums}, dx
 
     def _input_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """I: return the state with values for W and gradients of `shared` added, and the message: gradient of the input."""
+        """I: return the state with values for W and gradients of `shared` added, and the input's gradient to send."""
         stash = read(state["kept"], row["residual"])
 
         def run_half(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
