@@ -16,7 +16,7 @@ from jaxscale.values.drawn import drawn
 from jaxscale.values.limits import MAX_AXIS_DEVICES, MAX_LAYERS, check_at_most
 
 
-def _form(method: Method) -> str:
+def _form_template(method: Method) -> str:
     """Return the template of the text form of a method, such as `1f1b:PxM`."""
     size_template = "P" if method.streams else "PxM"
     return f"{method.name}:{size_template}" + ("[,v=V]" if method.interleaves else "")
@@ -24,7 +24,7 @@ def _form(method: Method) -> str:
 
 def forms() -> dict[str, str]:
     """Return the template of the text form, by the name of the schedule."""
-    return {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
+    return {**{name: _form_template(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
 
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"([0-9]{1,18})(?:x([0-9]{1,18}))?")
 
 
 @functools.lru_cache(maxsize=128)
-def _schedule(method: Method, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
+def _cached_schedule(method: Method, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
     """Return the schedule of a method, from a cache."""
     return method.schedule(ranks, microbatches, chunks, updates)
 
@@ -223,7 +223,7 @@ class PipelinePlan:
         else:
             assert self.ranks is not None
             microbatches = 1 if self.microbatches is None else self.microbatches
-            schedule = _schedule(METHODS[self.name], self.ranks, microbatches, self.chunks, updates)
+            schedule = _cached_schedule(METHODS[self.name], self.ranks, microbatches, self.chunks, updates)
         if ranks not in (None, schedule.ranks):
             raise UserError(
                 f"pipeline {self} is a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}. "

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.choose.exhaustive import fastest, orders
+from jaxscale.pipeline.choose.exhaustive import all_orders, fastest_orders
 from jaxscale.pipeline.choose.search import lower_bound, search
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
@@ -25,14 +25,14 @@ def some_costs(rng: random.Random, stages: int, spread: float = 0.2) -> Costs:
 def test_two_ranks_three_microbatches_as_fast_as_any_order(seed: int, most: int) -> None:
     costs = some_costs(random.Random(seed), 2, 0.5)
     found = search(costs, 2, 3, most, copies=1)
-    best, _ = fastest(costs, 3, most)
+    best, _ = fastest_orders(costs, 3, most)
     assert found.seconds == pytest.approx(best, rel=1e-9)
     assert found.bound <= best * (1 + 1e-9)
 
 
 def test_there_are_as_many_orders_as_there_should_be() -> None:
     # with all backwards in two and no limit, the tableaux of 3 rows and m columns
-    split = [word for word in orders(0, 3, 3) if not any(action.kind is Kind.B for action in word)]
+    split = [word for word in all_orders(0, 3, 3) if not any(action.kind is Kind.B for action in word)]
     assert len(split) == 42
 
 

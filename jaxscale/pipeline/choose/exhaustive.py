@@ -1,8 +1,8 @@
 """The fastest schedule of a small pipeline, found by a trial of every order: the reference for `search.py`.
 
 All microbatches take equally long. So the passes of each kind can be in the order of microbatches in a fastest order,
-and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand orders
-of three microbatches, and a million orders of four microbatches.
+and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand orders of three
+microbatches, and a million orders of four microbatches.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from jaxscale.pipeline.orders import Action, Kind
 _BATCH_SIZE = 20_000  # number of schedules that are timed at once
 _FEW_SCHEDULES = 30_000  # number of schedules that are timed in a tenth of a second
 _FEW_FORWARDS = 6
-"""The most forwards of all stages together for which `are_few` counts the orders."""
+"""The most forwards of all stages together for which `has_few_schedules` counts the orders."""
 
 
-def orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tuple[Action, ...]]:
+def all_orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tuple[Action, ...]]:
     """Yield every order of one stage's passes.
 
     Args:
@@ -29,7 +29,7 @@ def orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tupl
         max_activations: the most activations that may wait for a backward (or W) at once.
 
     Example:
-        >>> [" ".join(map(str, order)) for order in orders(0, 1, 1)]
+        >>> [" ".join(map(str, order)) for order in all_orders(0, 1, 1)]
         ['0F0 0B0', '0F0 0I0 0W0']
     """
 
@@ -58,7 +58,9 @@ def orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tupl
     return completions((), 0, 0, ())
 
 
-def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[float, tuple[tuple[Action, ...], ...]]:
+def fastest_orders(
+    costs: Costs, microbatches: int, max_activations: int
+) -> tuple[float, tuple[tuple[Action, ...], ...]]:
     """Return (seconds, orders) of the fastest schedule with one stage per rank, on the `neighbour` machine.
 
     Args:
@@ -67,11 +69,11 @@ def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[floa
         max_activations: the most activations that a rank may hold.
 
     Example:
-        >>> fastest(Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), 2, 2)[0]
+        >>> fastest_orders(Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), 2, 2)[0]
         7.0
     """
     clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
-    stage_orders = [list(orders(stage, microbatches, max_activations)) for stage in range(costs.stages)]
+    stage_orders = [list(all_orders(stage, microbatches, max_activations)) for stage in range(costs.stages)]
     # for each stage, int[order, max_passes + 1], the pass numbers of its orders
     stage_rows = [
         np.stack([clock.pass_numbers([order])[0] for order in orders_of_stage]) for orders_of_stage in stage_orders
@@ -91,14 +93,14 @@ def fastest(costs: Costs, microbatches: int, max_activations: int) -> tuple[floa
     )
 
 
-def are_few(stages: int, microbatches: int, max_activations: int) -> bool:
+def has_few_schedules(stage_count: int, microbatch_count: int, max_activations: int) -> bool:
     """Return whether there are so few schedules with one stage per rank that a tenth of a second suffices to time all.
 
     Example:
-        >>> are_few(2, 3, 3), are_few(2, 4, 4), are_few(8, 32, 8)
+        >>> has_few_schedules(2, 3, 3), has_few_schedules(2, 4, 4), has_few_schedules(8, 32, 8)
         (True, False, False)
     """
-    if stages * microbatches > _FEW_FORWARDS:
+    if stage_count * microbatch_count > _FEW_FORWARDS:
         return False
-    order_count = sum(1 for _ in itertools.islice(orders(0, microbatches, max_activations), _FEW_SCHEDULES + 1))
-    return order_count**stages <= _FEW_SCHEDULES
+    order_count = sum(1 for _ in itertools.islice(all_orders(0, microbatch_count, max_activations), _FEW_SCHEDULES + 1))
+    return order_count**stage_count <= _FEW_SCHEDULES

@@ -5,7 +5,7 @@ ready pass of highest priority in a random list. All are timed on the `neighbour
 orders at random, in batches: it moves a pass, splits a backward, or joins the halves of a backward. It accepts the best
 order of a batch if this order is faster or, with a probability that falls over time, if it is a little slower
 (simulated annealing). The search is seeded, so equal arguments give equal results. The result is never slower than the
-best named schedule. For very small pipelines (`exhaustive.are_few`) all orders are timed.
+best named schedule. For very small pipelines (`exhaustive.has_few_schedules`) all orders are timed.
 
 All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
 other order is faster. A lower bound on the seconds follows from three facts. A rank cannot start before its first input
@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Action, Kind
-from jaxscale.pipeline.choose.exhaustive import are_few, fastest
+from jaxscale.pipeline.choose.exhaustive import fastest_orders, has_few_schedules
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
@@ -256,8 +256,8 @@ class _RouteSearch:
             bound_seconds: a lower bound on the seconds, at which the search stops.
         """
         has_one_stage_each = self._route == tuple(range(self._ranks))
-        if has_one_stage_each and are_few(self._ranks, self._microbatches, self._max_stage_activations):
-            return fastest(self._costs, self._microbatches, self._max_stage_activations)
+        if has_one_stage_each and has_few_schedules(self._ranks, self._microbatches, self._max_stage_activations):
+            return fastest_orders(self._costs, self._microbatches, self._max_stage_activations)
         # for each start, the word of each rank
         start_words = [[self._word(order) for order in orders] for orders in start_orders]
         listed_words = (self._list_schedule_words() for _ in range(_LIST_SCHEDULES))

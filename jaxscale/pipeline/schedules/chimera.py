@@ -16,17 +16,17 @@ from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 
 
-def _timetable(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
+def _timetable(rank_count: int, microbatch_count: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action."""
-    for microbatch in range(microbatches):
+    for microbatch in range(microbatch_count):
         # a unit is p microbatches; the first half of them (half 0) goes down the ranks, the second (half 1) up
-        unit, index_in_unit = divmod(microbatch, ranks)
-        half, index_in_half = divmod(index_in_unit, ranks // 2)
-        first_slot = 2 * ranks * unit + 2 * index_in_half
-        for stage in range(ranks):
-            rank = ranks - 1 - stage if half else stage
+        unit, index_in_unit = divmod(microbatch, rank_count)
+        half, index_in_half = divmod(index_in_unit, rank_count // 2)
+        first_slot = 2 * rank_count * unit + 2 * index_in_half
+        for stage in range(rank_count):
+            rank = rank_count - 1 - stage if half else stage
             yield rank, first_slot + stage, Action(Kind.F, stage, microbatch)
-            yield rank, first_slot + 2 * ranks - 1 - stage, Action(Kind.B, stage, microbatch)
+            yield rank, first_slot + 2 * rank_count - 1 - stage, Action(Kind.B, stage, microbatch)
 
 
 def _refuse(ranks: int, microbatches: int, chunks: int) -> None:

@@ -15,15 +15,15 @@ from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 
 
-def groups(ranks: int, microbatches: int) -> list[range]:
+def groups(rank_count: int, microbatch_count: int) -> list[range]:
     """Return the groups of microbatches: as many groups of p or more as possible, the larger groups first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)
         ([range(0, 5), range(5, 10)], [range(0, 3)])
     """
-    group_count = max(1, microbatches // ranks)
-    base_size, larger_count = divmod(microbatches, group_count)  # this many groups are larger by one
+    group_count = max(1, microbatch_count // rank_count)
+    base_size, larger_count = divmod(microbatch_count, group_count)  # this many groups are larger by one
     group_boundaries = [base_size * i + min(i, larger_count) for i in range(group_count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(group_boundaries)]
 

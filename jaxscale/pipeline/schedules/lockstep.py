@@ -15,19 +15,19 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
 
 
-def _timetable(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
+def _timetable(rank_count: int, microbatch_count: int, chunk_count: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
-    microbatch_groups = groups(ranks, microbatches)
+    microbatch_groups = groups(rank_count, microbatch_count)
     # number of turns until the last stage gets its first microbatch
-    ramp_turns = (chunks - 1) * max(ranks, len(microbatch_groups[0])) + ranks - 1
+    ramp_turns = (chunk_count - 1) * max(rank_count, len(microbatch_groups[0])) + rank_count - 1
     for group in microbatch_groups:
-        chunk_turns = max(ranks, len(group))  # number of turns for one chunk, a trip of the group around the ranks
+        chunk_turns = max(rank_count, len(group))  # number of turns for one chunk, a trip of the group around the ranks
         for index_in_group, microbatch in enumerate(group):
-            for stage in range(chunks * ranks):
-                chunk, rank = divmod(stage, ranks)
-                turn = chunks * group.start + index_in_group
+            for stage in range(chunk_count * rank_count):
+                chunk, rank = divmod(stage, rank_count)
+                turn = chunk_count * group.start + index_in_group
                 forward_turn = turn + chunk * chunk_turns + rank
-                backward_turn = turn + (chunks - 1 - chunk) * chunk_turns + ranks - 1 - rank + ramp_turns
+                backward_turn = turn + (chunk_count - 1 - chunk) * chunk_turns + rank_count - 1 - rank + ramp_turns
                 yield rank, 2 * forward_turn, Action(Kind.F, stage, microbatch)
                 yield rank, 2 * backward_turn + 1, Action(Kind.B, stage, microbatch)
 

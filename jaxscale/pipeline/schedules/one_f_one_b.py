@@ -11,13 +11,13 @@ from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 
 
-def alternating_orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def alternating_orders(rank_count: int, microbatch_count: int) -> tuple[tuple[Action, ...], ...]:
     """Return the orders of 1F1B: p-1-s forwards on stage s, then a forward and a backward in turn, then backwards."""
     orders = []
-    for stage in range(ranks):
-        warmup_count = min(ranks - 1 - stage, microbatches)
-        phases = ("F", warmup_count), ("F B", microbatches - warmup_count), ("B", warmup_count)
-        orders.append(weave(Lane.of_stage(stage, microbatches), *phases))
+    for stage in range(rank_count):
+        warmup_count = min(rank_count - 1 - stage, microbatch_count)
+        phases = ("F", warmup_count), ("F B", microbatch_count - warmup_count), ("B", warmup_count)
+        orders.append(weave(Lane.of_stage(stage, microbatch_count), *phases))
     return tuple(orders)
 
 
