@@ -55,7 +55,7 @@ class CompiledProgram:
             raise Unreadable(repr(error)) from error
 
     @functools.cached_property
-    def slices(self) -> int:
+    def slice_count(self) -> int:
         """Number of TPU slices between which the program sends; 1 if the program runs on a single slice."""
         return slices_of(self._text)
 

@@ -322,13 +322,13 @@ class Layout:
                 f"zero {zero_stage}: no parameter has a dim that can be split evenly over fsdp:{fsdp_size}, so nothing "
                 "would be split; take fewer devices along fsdp, or zero 0"
             )
-        if zero_stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
+        if zero_stage == 1 and self.plan.precision == "float32" and not any(self.owner_names(optimizer)):
             raise UserError(
                 "zero 1 splits the optimizer's state, and this optimizer keeps no state in the shapes of the "
                 "parameters; take zero 2 or 3, or zero 0"
             )
 
-    def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
+    def owner_names(self, optimizer: optax.GradientTransformation) -> list[str]:
         """Return, for each leaf of the optimizer's state, the name of the parameter whose shape the leaf has, or "".
 
         The codes and the scales of a quantized array are two leaves, which get the same name.

@@ -72,17 +72,17 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     keep_freed_memory()
     experiment.optimizer.try_own(experiment.steps)
     device_list = list(jax.devices() if devices is None else devices)
-    resolved = resolve(experiment, plan, device_list, thread_note)
-    assert resolved.plan.mesh is not None
-    assembly = Assembly.of(resolved, resolved.plan.mesh.build(device_list))
+    resolved_plan = resolve(experiment, plan, device_list, thread_note)
+    assert resolved_plan.plan.mesh is not None
+    assembly = Assembly.of(resolved_plan, resolved_plan.plan.mesh.build(device_list))
     assembly.check_combination()
     decision = None
-    if needs_decision(resolved.plan.memory):
+    if needs_decision(resolved_plan.plan.memory):
         decision = decide_memory(assembly.objective(), device_list)
         group_depths = depths_of_groups(decision)
         # the step of a pipeline divides the few layers of a stage into groups by itself
-        if group_depths and resolved.stages is None:
-            assembly = Assembly.of(resolved, assembly.layout.mesh, group_depths)
+        if group_depths and resolved_plan.stages is None:
+            assembly = Assembly.of(resolved_plan, assembly.layout.mesh, group_depths)
     assembly.check(device_list, 0 if decision is None else decision.host_bytes)
     return TrainStep(assembly.parts(decision, device_list))
 
@@ -92,27 +92,29 @@ class Assembly:
     """A resolved plan, with the model and the optimizer from which a train step is composed.
 
     Args:
-        resolved: the experiment, and the plan with its mesh and stages settled.
+        resolved_plan: the experiment, and the plan with its mesh and stages settled.
         pure_model: the model as pure functions.
         update: the optimizer under the plan; `Update` describes its parts.
         layout: the mesh, and the placement of every leaf of a train state without extras.
     """
 
-    resolved: ResolvedPlan
+    resolved_plan: ResolvedPlan
     pure_model: PureModel
     update: Update
     layout: Layout
 
     @classmethod
-    def of(cls, resolved: ResolvedPlan, mesh: Mesh | AbstractMesh, group_depths: tuple[int, ...] = ()) -> "Assembly":
+    def of(
+        cls, resolved_plan: ResolvedPlan, mesh: Mesh | AbstractMesh, group_depths: tuple[int, ...] = ()
+    ) -> "Assembly":
         """Return a resolved plan with its model, its optimizer and their layout.
 
         Args:
-            resolved: the experiment, and the plan with its mesh and stages settled.
+            resolved_plan: the experiment, and the plan with its mesh and stages settled.
             mesh: the mesh of the devices.
             group_depths: number of layers in each group of layers that the memory rule treats alike; () for one group.
         """
-        experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
+        experiment, plan, stages = resolved_plan.experiment, resolved_plan.plan, resolved_plan.stages
         layer_of_row = () if stages is None else stages.layer_of_row
         pure_model = PureModel.of(
             experiment.model,
@@ -128,7 +130,7 @@ class Assembly:
             layout = Layout.of(pure_model, update.clipped_rule, plan, mesh)
         except NothingQuantized as error:
             raise UserError(_few_bits_text(plan, pure_model, error)) from None
-        return cls(resolved, pure_model, update, layout)
+        return cls(resolved_plan, pure_model, update, layout)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -138,19 +140,21 @@ class Assembly:
         Raises:
             Incompatible: requests of the plan do not work together; the error gives the reason and an alternative.
         """
-        plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
-        is_sliced = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
-        mixing_operation = first_mixing(update.float32_rule, self.pure_model.abstract_params) if is_sliced else None
-        state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
-        owners = self.layout.owners(update.clipped_rule)
-        has_reshaped_state = mixing_operation is not None and any(
-            leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
+        plan, stages, update = self.resolved_plan.plan, self.resolved_plan.stages, self.update
+        has_partial_updates = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
+        mixing_operation = (
+            first_mixing(update.float32_rule, self.pure_model.abstract_params) if has_partial_updates else None
         )
-        is_foreign = ModelTraits.of(self.resolved.experiment.model).foreign
-        is_mixed_within_layers = update.is_by_layer is not None and not has_reshaped_state
+        state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
+        owner_names = self.layout.owner_names(update.clipped_rule)
+        has_reshaped_state = mixing_operation is not None and any(
+            leaf.ndim and not owner_name for leaf, owner_name in zip(state_leaves, owner_names, strict=True)
+        )
+        is_foreign = ModelTraits.of(self.resolved_plan.experiment.model).foreign
+        is_mixed_within_layers = update.by_layer_flags is not None and not has_reshaped_state
         facts = Facts(
             plan,
-            self.resolved.experiment,
+            self.resolved_plan.experiment,
             state=tuple(
                 name
                 for name in named_leaves(self.pure_model.abstract_model_state)
@@ -175,7 +179,7 @@ class Assembly:
         Raises:
             UserError: a request is refused; the error gives the reason, and what to do instead.
         """
-        experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
+        experiment, plan, layout = self.resolved_plan.experiment, self.resolved_plan.plan, self.layout
         layout.check_axes_used(experiment.model)
         layout.check_blocks_split(self.pure_model)
         layout.check_zero_used(self.update.clipped_rule)
@@ -194,7 +198,7 @@ class Assembly:
         Args:
             treatment: how the blocks of the model run; `None` before the memory rule has made its decision.
         """
-        plan, experiment, stages = self.resolved.plan, self.resolved.experiment, self.resolved.stages
+        plan, experiment, stages = self.resolved_plan.plan, self.resolved_plan.experiment, self.resolved_plan.stages
         planned = PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
         return Whole(planned) if stages is None else Pipelined(planned, stages)
 
@@ -205,8 +209,13 @@ class Assembly:
             decision: the values that the blocks keep; `None` if the memory rule does not depend on the blocks.
             devices: the devices to run on.
         """
-        plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
-        lines = [self.resolved.line, *describe_frozen(self.pure_model), *describe_ignored_axes(self.pure_model)]
+        plan, update, experiment, layout = (
+            self.resolved_plan.plan,
+            self.update,
+            self.resolved_plan.experiment,
+            self.layout,
+        )
+        lines = [self.resolved_plan.line, *describe_frozen(self.pure_model), *describe_ignored_axes(self.pure_model)]
         lines += describe_groups(experiment.optimizer, update.param_infos)
         lines += describe_warmup(experiment.optimizer, experiment.steps)
         if decision is not None:
@@ -270,21 +279,24 @@ class Assembly:
             async_pipeline=async_pipeline,
             replicas=replicas,
             gradient_exchange=gradient_exchange,
-            stages=self.resolved.stages,
+            stages=self.resolved_plan.stages,
             decision=decision,
             lines=tuple(lines),
         )
 
 
 def _few_bits_text(plan: Plan, pure_model: PureModel, error: NothingQuantized) -> str:
-    """Return the message for a plan whose moments in few bits would be those of no parameter."""
-    shapes = {
+    """Return the error message for a plan with moments in few bits under which no moment would be quantized."""
+    shape_by_name = {
         name: leaf.shape for name, leaf in named_leaves(pure_model.abstract_params).items() if len(leaf.shape) > 1
     }
-    largest = max(shapes, key=lambda name: math.prod(shapes[name]), default=None)
+    largest_name = max(shape_by_name, key=lambda name: math.prod(shape_by_name[name]), default=None)
     largest_text = ""
-    if largest is not None and not error.reason:
-        largest_text = f" The largest matrix of this model is {largest}, of {math.prod(shapes[largest]):,} numbers."
+    if largest_name is not None and not error.reason:
+        largest_text = (
+            f" The largest matrix of this model is {largest_name}, of "
+            f"{math.prod(shape_by_name[largest_name]):,} numbers."
+        )
     return (
         f"plan.state.moments {plan.state.moments} would quantize no leaf of the optimizer's state.{error.reason} In "
         f"few bits are the moments of matrices of {error.least:,} numbers or more outside embeddings, head and norms."
@@ -293,32 +305,32 @@ def _few_bits_text(plan: Plan, pure_model: PureModel, error: NothingQuantized) -
 
 
 def describe_ignored_axes(pure_model: PureModel) -> list[str]:
-    """Return a line on the axis names of the module that are no logical axes; none if all are."""
+    """Return a line on the axis names of the module that are not logical axes; [] if all are."""
     ignored_axes = pure_model.ignored_axes
     if not ignored_axes:
         return []
     return [
-        f"axes {', '.join(ignored_axes)}: these names of the model are no logical axes, so their dims are kept "
+        f"axes {', '.join(ignored_axes)}: these names of the model are not logical axes, so their dims are kept "
         f"whole; ForeignModel(axes={{{ignored_axes[0]!r}: 'mlp'}}, ...) would give one a logical axis"
     ]
 
 
 def describe_frozen(pure_model: PureModel) -> list[str]:
-    """Return a line on which parameters are trained; none if all are."""
+    """Return lines on which parameters are trained and which are in few bits; [] if all are trained."""
     if not pure_model.frozen:
         return []
-    names = list(named_leaves(pure_model.abstract_params))
+    trained_names = list(named_leaves(pure_model.abstract_params))
     parameter_count = pure_model.parameters + pure_model.frozen_parameters
-    more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    more_text = f" and {len(trained_names) - 4} more" if len(trained_names) > 4 else ""
     lines = [
         f"train {pure_model.train}: {pure_model.parameters:,} of {parameter_count:,} parameters, "
-        f"in {', '.join(names[:4])}{more_text}; the others are kept as they are, in {pure_model.frozen_dtype}"
+        f"in {', '.join(trained_names[:4])}{more_text}; the others are kept unchanged, in {pure_model.frozen_dtype}"
     ]
-    weights = pure_model.few_bit_weights.values()
-    if weights:
-        number_count = sum(math.prod(weight.shape) for weight in weights)
-        byte_count = sum(leaf_bytes(array) for weight in weights for array in (weight.codes, weight.scale))
-        formats_text = " and ".join(sorted({weight.format for weight in weights}))
+    few_bit_weights = pure_model.few_bit_weights.values()
+    if few_bit_weights:
+        number_count = sum(math.prod(weight.shape) for weight in few_bit_weights)
+        byte_count = sum(leaf_bytes(array) for weight in few_bit_weights for array in (weight.codes, weight.scale))
+        formats_text = " and ".join(sorted({weight.format for weight in few_bit_weights}))
         lines.append(
             f"base {formats_text}: {number_count:,} parameters that are not trained are in few bits, at "
             f"{byte_count / number_count:.2f} bytes each with their scales"
@@ -329,14 +341,14 @@ def describe_frozen(pure_model: PureModel) -> list[str]:
 def _update_shared_weights(
     advance: GuardedAdvance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
 ) -> tuple[TrainState, Bool[Array, ""]]:
-    """Update weights that all replicas share, if the step is good; return the new state, and whether it is."""
+    """Update weights that all replicas share, if the step is good; return the new state and the final `is_good`."""
     gradients, clip_norm = exchange_result.gradients, exchange_result.clip_norms
     params, optimizer_state, is_good = advance(gradients, state.optimizer, state.params, clip_norm, is_good)
     return dataclasses.replace(state, params=params, optimizer=optimizer_state), is_good
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:
-    """Refuse requests of the plan that shapes alone show to have no effect; `traced_checks.py` refuses other requests.
+    """Refuse requests of the plan that have no effect, as far as shapes show it; `traced_checks.py` checks the others.
 
     Args:
         experiment: the experiment, whose data may specify the shapes of a batch.
@@ -346,7 +358,7 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
         UserError: a request would have no effect; the error gives the reason, and what to do instead.
     """
     plan, state_leaves = layout.plan, jax.tree.leaves(layout.abstract.optimizer)
-    row_length = _target_positions(experiment)
+    row_length = _target_position_count(experiment)
     if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and row_length is not None:
         shard_count = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
         local_length = row_length // shard_count if row_length % shard_count == 0 else row_length
@@ -358,7 +370,8 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
             )
     if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in state_leaves):
         rule_names = [
-            "the custom rule" if m.custom is not None else m.name for m in experiment.optimizer.members().values()
+            "the custom rule" if member.custom is not None else member.name
+            for member in experiment.optimizer.members().values()
         ]
         rule_name = " and ".join(dict.fromkeys(rule_names))
         raise UserError(
@@ -373,8 +386,8 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
         )
 
 
-def _target_positions(experiment: Experiment) -> int | None:
-    """Return the number of target positions in a row; `None` if the data specifies no targets of shape (rows, n)."""
+def _target_position_count(experiment: Experiment) -> int | None:
+    """Return the number n of target positions in a row; `None` if the data specifies no targets of shape (rows, n)."""
     shapes_of = getattr(experiment.data, "shapes", None)
     target_shape: Sequence[int] = () if shapes_of is None else shapes_of(experiment.batch).get("targets", ((), ""))[0]
     return target_shape[1] if len(target_shape) == 2 else None

@@ -32,7 +32,7 @@ from jaxscale.typing import PyTree
 SCALAR_BYTES = 256
 """Upper bound on the bytes of a step's single numbers: loss sums, weights, norms, and whether the step is good."""
 PADDED_SCALAR_BYTES = 4096
-"""Upper bound on the bytes of a step's single numbers on a TPU, which sends each number in at least 512 bytes."""
+"""Upper bound on the bytes of a step's single numbers on a TPU, which sends at least 512 bytes for each number."""
 
 LEAST_KEPT_ON_HOST = 0.5
 """Least share of the planned bytes that a compiled step keeps on the host. It is below 1 because the compiler keeps a
@@ -71,14 +71,14 @@ class Compiled:
             executable: the compiled program.
             seconds: seconds that its compilation took.
         """
-        memory, costs = executable.memory_analysis(), executable.cost_analysis() or {}
-        assert memory is not None, "compilers for CPU, GPU and TPU all report memory"
+        memory_stats, costs = executable.memory_analysis(), executable.cost_analysis() or {}
+        assert memory_stats is not None, "compilers for CPU, GPU and TPU all report memory"
         return cls(
             seconds=seconds,
-            argument_bytes=memory.argument_size_in_bytes,
-            output_bytes=memory.output_size_in_bytes,
-            alias_bytes=memory.alias_size_in_bytes,
-            temp_bytes=memory.temp_size_in_bytes,
+            argument_bytes=memory_stats.argument_size_in_bytes,
+            output_bytes=memory_stats.output_size_in_bytes,
+            alias_bytes=memory_stats.alias_size_in_bytes,
+            temp_bytes=memory_stats.temp_size_in_bytes,
             flop=float(costs.get("flops", 0.0)),
         )
 
@@ -104,12 +104,12 @@ def check_compiled(
     plan, mesh = layout.plan, layout.mesh
     check_state(layout, optimizer, executable.output_shardings[0])
     check_state_bits(plan, executable.out_info[0].optimizer)
-    is_scattered = plan.zero > 1 and mesh.shape["fsdp"] > 1
-    is_narrow = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
+    are_gradients_scattered = plan.zero > 1 and mesh.shape["fsdp"] > 1
+    has_bfloat16_reduction = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
     program = CompiledProgram(mesh, executable.as_text)
     try:
-        if is_scattered or is_narrow:
-            check_wires(plan, layout.platform, program.collectives, is_scattered)
+        if are_gradients_scattered or has_bfloat16_reduction:
+            check_wires(plan, layout.platform, program.collectives, are_gradients_scattered)
         for extra in extras:
             extra.check(program)
     except Unreadable as error:  # an unknown notation in the program's text must not stop a run
@@ -162,7 +162,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
         )
     if layout.plan.offload.weights == "device" and layout.plan.offload.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
-    text = as_text() or ""
+    program_text = as_text() or ""
     # weights outside of blocks are copied to the device for the step
     copied_shapes = {
         leaf.sharding.shard_shape(leaf.shape)
@@ -174,57 +174,59 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
         if leaf.sharding.memory_kind != HOST_KIND or local_shape in copied_shapes:
             continue
         slice_count = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
-        if slice_count > 1 and copies_to_device(text, local_shape):
+        if slice_count > 1 and copies_to_device(program_text, local_shape):
             raise NoEffect(
                 f"{layout.plan.offload}: the compiled step brings a whole array of shape {local_shape} to the device "
                 f"at once, which saves no memory; expected {slice_count} slices, one by one"
             )
 
 
-def copies_to_device(text: str, shape: Sequence[int]) -> bool:
-    """Return whether a compiled program copies an array of this shape from host memory to the device.
+def copies_to_device(program_text: str, shape: Sequence[int]) -> bool:
+    """Return whether a compiled program copies an array of shape `shape` from host memory to the device.
 
     Args:
-        text: text of the program.
-        shape: shape of the array on one device.
+        program_text: text of the program.
+        shape: shape of the array's shard on one device.
 
     Example:
         >>> text = "%c = (f32[4,8]{1,0:T(8,128)}, f32[4,8]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
         >>> copies_to_device(text, (4, 8)), copies_to_device(text, (4, 4))
         (True, False)
     """
-    dims = re.escape(f"[{','.join(map(str, shape))}]")
-    on_device = rf"\w+{dims}\{{(?![^}}]*S\(5\))[^}}]*\}}"
-    on_host = rf"\w+{dims}\{{[^}}]*S\(5\)[^}}]*\}}"
-    return re.search(rf"= \({on_device}, {on_host}, [^=]*\) copy-start\(", text) is not None
+    shape_pattern = re.escape(f"[{','.join(map(str, shape))}]")
+    device_pattern = rf"\w+{shape_pattern}\{{(?![^}}]*S\(5\))[^}}]*\}}"
+    host_pattern = rf"\w+{shape_pattern}\{{[^}}]*S\(5\)[^}}]*\}}"
+    return re.search(rf"= \({device_pattern}, {host_pattern}, [^=]*\) copy-start\(", program_text) is not None
 
 
-def check_state(layout: Layout, optimizer: GradientTransformation, shardings: TrainState) -> None:
+def check_state(layout: Layout, optimizer: GradientTransformation, output_shardings: TrainState) -> None:
     """Compare the shardings of the state that a compiled step returns with the placements of the layout.
 
     Args:
         layout: layout of the train state.
         optimizer: the whole optimizer, clipping included.
-        shardings: shardings of the state that the compiled step returns.
+        output_shardings: shardings of the state that the compiled step returns.
 
     Raises:
         NoEffect: the shards of a tensor have a shape other than the one that the plan's ZeRO stage requires.
     """
     if not layout.plan.zero or layout.mesh.shape["fsdp"] == 1:
         return
-    owners, state_leaves = layout.owners(optimizer), jax.tree.leaves(layout.abstract.optimizer)
+    owner_names, state_leaves = layout.owner_names(optimizer), jax.tree.leaves(layout.abstract.optimizer)
     # (description, shape, expected placement, actual sharding) of each tensor
-    tensors = [
-        (f"optimizer state of {owner}", leaf.shape, layout.placements[owner].state, sharding)
-        for owner, leaf, sharding in zip(owners, state_leaves, jax.tree.leaves(shardings.optimizer), strict=True)
-        if owner
+    tensor_rows = [
+        (f"optimizer state of {owner_name}", leaf.shape, layout.placements[owner_name].state, sharding)
+        for owner_name, leaf, sharding in zip(
+            owner_names, state_leaves, jax.tree.leaves(output_shardings.optimizer), strict=True
+        )
+        if owner_name
     ]
     abstract_params = named_leaves(layout.abstract.params)
-    tensors += [
+    tensor_rows += [
         (f"parameter {name}", abstract_params[name].shape, layout.placements[name].master, sharding)
-        for name, sharding in named_leaves(shardings.params).items()
+        for name, sharding in named_leaves(output_shardings.params).items()
     ]
-    for description, shape, spec, sharding in tensors:
+    for description, shape, spec, sharding in tensor_rows:
         expected_shape = NamedSharding(layout.mesh, spec).shard_shape(shape)
         shard_shape = sharding.shard_shape(shape)
         if shard_shape != expected_shape:
@@ -234,12 +236,12 @@ def check_state(layout: Layout, optimizer: GradientTransformation, shardings: Tr
             )
 
 
-def check_state_bits(plan: Plan, state: PyTree) -> None:
+def check_state_bits(plan: Plan, abstract_state: PyTree) -> None:
     """Compare the size of the optimizer's moments in a compiled step with its plan.
 
     Args:
         plan: the plan, which specifies the bits of a moment.
-        state: shapes and dtypes of the optimizer's state that the compiled step returns.
+        abstract_state: shapes and dtypes of the optimizer's state that the compiled step returns.
 
     Raises:
         NoEffect: no array is quantized, or a quantized array takes more bytes than its codes and the scale of each
@@ -247,13 +249,13 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
     """
     if plan.state.moments == "float32":
         return
-    bits = 4 if plan.state.moments == "int4" else 8
-    moments = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
+    bit_count = 4 if plan.state.moments == "int4" else 8
+    moments = [leaf for leaf in jax.tree.leaves(abstract_state, is_leaf=is_quantized) if is_quantized(leaf)]
     if not moments:
-        raise NoEffect(f"state {plan.state.moments}: the compiled step keeps no moment in {bits} bits")
+        raise NoEffect(f"state {plan.state.moments}: the compiled step keeps no moment in {bit_count} bits")
     for moment in moments:
         moment_bytes = leaf_bytes(moment.codes) + leaf_bytes(moment.scale)
-        bytes_per_number = bits / 8 + 4 / moment.block
+        bytes_per_number = bit_count / 8 + 4 / moment.block
         if moment_bytes > 1.01 * bytes_per_number * moment.size:
             raise NoEffect(
                 f"state {plan.state.moments}: the compiled step keeps a moment of shape {moment.shape} in "
@@ -261,29 +263,29 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
             )
 
 
-def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], is_scattered: bool) -> None:
+def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], are_gradients_scattered: bool) -> None:
     """Compare the collectives of a compiled step with its plan.
 
     Args:
         plan: the plan of the step.
         platform: kind of the devices: "cpu", "gpu" or "tpu".
         collectives: the collectives of the compiled step.
-        is_scattered: whether the plan requires scattered gradients: ZeRO 2 or 3 over more than one device.
+        are_gradients_scattered: whether the plan requires scattered gradients: ZeRO 2 or 3 over more than one device.
 
     Raises:
         NoEffect: no gradient is scattered over fsdp, or gradients are reduced in a type other than the plan's.
     """
-    if is_scattered:
-        kinds = {"reduce-scatter"}
+    if are_gradients_scattered:
+        scatter_kinds = {"reduce-scatter"}
         # a TPU computes the product of a sharded weight around a ring
-        kinds |= {"collective-permute", "all-to-all"} if platform == "tpu" and plan.zero == 3 else set()
+        scatter_kinds |= {"collective-permute", "all-to-all"} if platform == "tpu" and plan.zero == 3 else set()
         if not any(
-            collective.kind in kinds and (collective.axes is None or "fsdp" in collective.axes)
+            collective.kind in scatter_kinds and (collective.axes is None or "fsdp" in collective.axes)
             for collective in collectives
         ):
             raise NoEffect(f"zero {plan.zero}: the compiled step scatters no gradient over fsdp")
-    if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
-        reduced_bytes = {"bf16": 0, "f32": 0}  # by dtype
+    if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces in float32 or wider
+        reduced_bytes_by_dtype = {"bf16": 0, "f32": 0}
         # `check_codec` checks what a codec sends over the replicas
         data_axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
         for collective in collectives:
@@ -292,11 +294,11 @@ def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], is
                 and collective.axes is not None
                 and set(collective.axes) & data_axes
             ):
-                reduced_bytes[collective.dtype] = (
-                    reduced_bytes.get(collective.dtype, 0) + collective.bytes * collective.count
+                reduced_bytes_by_dtype[collective.dtype] = (
+                    reduced_bytes_by_dtype.get(collective.dtype, 0) + collective.bytes * collective.count
                 )
         planned_dtype, other_dtype = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
-        planned_bytes, other_bytes = reduced_bytes[planned_dtype], reduced_bytes[other_dtype]
+        planned_bytes, other_bytes = reduced_bytes_by_dtype[planned_dtype], reduced_bytes_by_dtype[other_dtype]
         if other_bytes > planned_bytes:
             raise NoEffect(
                 f"reduce {plan.reduce or plan.precision}: over the data axes, the compiled step reduces "
@@ -304,14 +306,14 @@ def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], is
             )
 
 
-def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
+def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slice_count: int = 1) -> int:
     """Return the bytes that one device sends over an axis of n devices, by the formulas of `replicas/wire.py`.
 
     Args:
         collectives: collectives of a compiled program.
         axis: name of the mesh axis.
         n: number of devices along the axis.
-        slices: number of TPU slices between which the program sends; 1 for a single slice. The program lists an
+        slice_count: number of TPU slices between which the program sends; 1 for a single slice. The program lists an
             all-gather between slices with the bytes of a device's input, and any other all-gather with the bytes of a
             device's output.
     """
@@ -320,7 +322,7 @@ def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slices: 
         if collective.axes is None or axis not in collective.axes:
             continue
         if collective.kind == "all-gather":
-            sent_bytes = wire.all_gather(collective.bytes if slices > 1 else collective.bytes // n, n)
+            sent_bytes = wire.all_gather(collective.bytes if slice_count > 1 else collective.bytes // n, n)
         elif collective.kind == "all-reduce":
             sent_bytes = wire.all_reduce(collective.bytes, n)
         else:
@@ -331,20 +333,21 @@ def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slices: 
     return total_bytes
 
 
-def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
+def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slice_count: int = 1) -> None:
     """Compare the bytes that a compiled step sends over the axis of a codec with the bytes that the codec should send.
 
     Args:
         gradient_exchange: the exchange of gradients by the codec.
         sent_bytes: bytes that one device of the compiled step sends over the axis.
-        slices: number of TPU slices between which the program sends; between slices, single numbers take more bytes.
+        slice_count: number of TPU slices between which the program sends. Between slices, single numbers take more
+            bytes.
 
     Raises:
         NoEffect: the step sends fewer bytes than the codec should send, or more, such as gradients in full precision.
     """
     codec_bytes, float32_bytes = gradient_exchange.program_bytes, gradient_exchange.exact_bytes
     # single numbers are sent in addition; between slices, one of them may fill a tile of 4096 bytes after the codes
-    scalar_bytes = SCALAR_BYTES if slices == 1 else 2 * PADDED_SCALAR_BYTES
+    scalar_bytes = SCALAR_BYTES if slice_count == 1 else 2 * PADDED_SCALAR_BYTES
     if not 0.98 * codec_bytes - scalar_bytes <= sent_bytes <= 1.02 * codec_bytes + scalar_bytes:
         raise NoEffect(
             f"reduce {gradient_exchange.codec}: a device of the compiled step sends {sent_bytes} bytes over "
@@ -353,7 +356,7 @@ def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slices:
 
 
 def check_alone(diloco: Diloco, sent_bytes: int) -> None:
-    """Check that a compiled inner step of DiLoCo sends nothing but single numbers over the replica axis.
+    """Check that a compiled inner step of DiLoCo sends only single numbers over the replica axis.
 
     Args:
         diloco: settings of DiLoCo, for the message.
@@ -385,13 +388,13 @@ def check_meeting(
     """
     axis = REPLICA_AXIS
     try:
-        sent_bytes = bytes_over(program.collectives, axis, program.mesh.shape[axis], slices=program.slices)
+        sent_bytes = bytes_over(program.collectives, axis, program.mesh.shape[axis], slice_count=program.slice_count)
     except Unreadable as error:
         message = f"the bytes that a meeting sends are not checked, because its program's text is unreadable: {error}"
         warnings.warn(message, stacklevel=2)
         return
     if exchange is not None:
-        check_codec(exchange, sent_bytes, slices=program.slices)
+        check_codec(exchange, sent_bytes, slice_count=program.slice_count)
         return
     least_bytes = 0.98 * float32_bytes - PADDED_SCALAR_BYTES
     most_bytes = 1.02 * float32_bytes + PADDED_SCALAR_BYTES

@@ -5,10 +5,10 @@ the batch in which I is replaced by J, and J by I,
 
     L(J, I) - L(J, J) - L(I, I) + L(I, J) = 0.
 
-A contrastive loss, a ranking or inputs that are standardized over the batch do not have this property. Such a loss is
-another one in microbatches, in replicas that compute gradients of their own rows, and in a batch that is filled up with
+A contrastive loss, a ranking or inputs that are standardized over the batch do not have this property. Such a loss
+changes in microbatches, in replicas that compute gradients of their own rows, and in a batch that is filled up with
 rows of weight 0. A coupling that the batch does not excite, such as a capacity of experts that is not reached, is not
-found. Batch statistics in training, which are documented, are not looked at: the model is evaluated.
+detected. Batch statistics in training are not measured, because the model runs as in evaluation.
 """
 
 import functools
@@ -40,8 +40,8 @@ def second_difference(loss_of_rows: Callable[[np.ndarray], Loss], row_count: int
         row_count: number B of rows of the batch.
 
     Returns:
-        The largest difference, of total and weight, over the two halves, the even and odd rows, and the first two
-        quarters; 0 if the batch has one row, or if a loss is not finite.
+        The largest difference of the total or the weight over three pairs of sets: the two halves, the even and the
+        odd rows, and the first two quarters. It is 0 if the batch has one row, or if a loss is not finite.
 
     Example:
         >>> values = np.array([1.0, 2.0, 4.0, 7.0])
@@ -50,32 +50,40 @@ def second_difference(loss_of_rows: Callable[[np.ndarray], Loss], row_count: int
         >>> round(second_difference(lambda rows: Loss(values[rows].sum() ** 2, 4.0), 4), 2)
         0.26
     """
-    rows = np.arange(row_count, dtype=np.int32)
-    half, quarter = row_count // 2, row_count // 4
-    set_pairs = (rows[:half], rows[half : 2 * half]), (rows[0 : 2 * half : 2], rows[1 : 2 * half : 2])
-    set_pairs = (*set_pairs, (rows[:quarter], rows[quarter : 2 * quarter]))
-    return max(_second_difference(loss_of_rows, rows, *pair) for pair in set_pairs)
+    row_indices = np.arange(row_count, dtype=np.int32)
+    half_count, quarter_count = row_count // 2, row_count // 4
+    set_pairs = (
+        (row_indices[:half_count], row_indices[half_count : 2 * half_count]),
+        (row_indices[0 : 2 * half_count : 2], row_indices[1 : 2 * half_count : 2]),
+    )
+    set_pairs = (*set_pairs, (row_indices[:quarter_count], row_indices[quarter_count : 2 * quarter_count]))
+    return max(_second_difference(loss_of_rows, row_indices, *pair) for pair in set_pairs)
 
 
 def _second_difference(
-    loss_of_rows: Callable[[np.ndarray], Loss], rows: np.ndarray, first: np.ndarray, second: np.ndarray
+    loss_of_rows: Callable[[np.ndarray], Loss], row_indices: np.ndarray, first_set: np.ndarray, second_set: np.ndarray
 ) -> float:
-    """Return the relative second difference over two sets of rows, which have equally many indices."""
-    sums = []
-    for first_source, second_source in ((second, first), (second, second), (first, first), (first, second)):
-        chosen_rows = rows.copy()
-        chosen_rows[first], chosen_rows[second] = first_source, second_source
-        loss = loss_of_rows(chosen_rows)
-        sums.append((float(loss.total), float(loss.weight)))
-    corners = np.array(sums)
-    if not np.isfinite(corners).all():
+    """Return the relative second difference over two sets of rows, given by equally many indices."""
+    totals_and_weights = []
+    for first_source, second_source in (
+        (second_set, first_set),
+        (second_set, second_set),
+        (first_set, first_set),
+        (first_set, second_set),
+    ):
+        chosen_indices = row_indices.copy()
+        chosen_indices[first_set], chosen_indices[second_set] = first_source, second_source
+        loss = loss_of_rows(chosen_indices)
+        totals_and_weights.append((float(loss.total), float(loss.weight)))
+    terms = np.array(totals_and_weights)
+    if not np.isfinite(terms).all():
         return 0.0
-    differences = np.abs(np.array([1, -1, -1, 1]) @ corners)
-    return float((differences / np.maximum(np.abs(corners).max(0), 1e-30)).max())
+    differences = np.abs(np.array([1, -1, -1, 1]) @ terms)
+    return float((differences / np.maximum(np.abs(terms).max(0), 1e-30)).max())
 
 
 class Coupling:
-    """Whether the loss of a model couples the rows of a batch: declared, or measured once if it is not declared.
+    """Whether the loss of a model couples the rows of a batch, as the model declares, or else as measured once.
 
     Args:
         planned: the model under its plan.
@@ -84,9 +92,9 @@ class Coupling:
     def __init__(self, planned: PlannedModel) -> None:
         self._planned = planned
         model, traits = planned.experiment.model, ModelTraits.of(planned.experiment.model)
-        is_ours = type(model).__module__.startswith("jaxscale.") and not traits.foreign
-        self._over = "rows" if is_ours else traits.over
-        self._difference: float | None = None
+        is_jaxscale_model = type(model).__module__.startswith("jaxscale.") and not traits.foreign
+        self._declared_over = "rows" if is_jaxscale_model else traits.over
+        self._measured_difference: float | None = None
 
     def check(self, make_module: Callable[[], nnx.Module], batch: Batch) -> None:
         """Refuse a plan that computes the loss of parts of a batch if the loss couples rows.
@@ -96,23 +104,23 @@ class Coupling:
             batch: device arrays of the first batch.
         """
         cut_text = cut_of_batch(Facts(self._planned.plan, self._planned.experiment))
-        if cut_text is None or self._over == "rows":
+        if cut_text is None or self._declared_over == "rows":
             return
-        if self._over == "batch":
+        if self._declared_over == "batch":
             self._check_parts(make_module(), batch, cut_text)
             return
-        if not self.is_found(make_module(), batch):
+        if not self.couples_rows(make_module(), batch):
             return
         raise UserError(
             f"{cut_text}: the loss of this model couples the rows of a batch (its second difference over sets of rows "
-            f"is {self._difference:.2g} of the loss), so parts of a batch have another loss than the whole; remove "
-            'this setting, or declare ForeignModel(over="rows") to accept that'
-            f"{self._gathering_text()}",
+            f"is {self._measured_difference:.2g} of the loss), so parts of a batch have another loss than the whole; "
+            'remove this setting, or declare ForeignModel(over="rows") to accept that'
+            f"{self._gathering_advice()}",
             page="start/own_model",
         )
 
-    def _gathering_text(self) -> str:
-        """Return the advice for a codec, whose replicas can gather what the module returns."""
+    def _gathering_advice(self) -> str:
+        """Return the advice to let replicas gather what the module returns; "" with microbatches or DiLoCo."""
         plan = self._planned.plan
         if plan.microbatches > 1 or plan.diloco is not None:
             return ""
@@ -127,7 +135,7 @@ class Coupling:
         Args:
             module: the module with its weights.
             batch: device arrays of the first batch.
-            cut_text: the text of the codec.
+            cut_text: the text of the plan's codec, for the error message.
         """
         graphdef, variables = nnx.split(module)
         planned, replica_count = self._planned, self._planned.layout.mesh.shape[REPLICA_AXIS]
@@ -137,35 +145,39 @@ class Coupling:
             with rows_in_parts(RowParts(None, count)):
                 return planned.loss(nnx.merge(graphdef, variables), batch, planned.context(None))
 
-        whole, parts = (float(loss_of_parts(variables, batch, count).total) for count in (1, replica_count))
-        difference = abs(parts - whole) / max(abs(whole), 1e-30)
-        if difference > TOLERANCE:
+        whole_loss, parts_loss = (float(loss_of_parts(variables, batch, count).total) for count in (1, replica_count))
+        relative_difference = abs(parts_loss - whole_loss) / max(abs(whole_loss), 1e-30)
+        if relative_difference > TOLERANCE:
             raise UserError(
                 f"{cut_text}: the module itself couples the rows of a batch (called with the rows of each replica, it "
-                f"gives a loss that differs by {difference:.2g}), so replicas cannot compute it on rows of their own; "
-                "let the module return numbers for each row, such as embeddings, and couple them in the score, or "
-                "remove this setting",
+                f"gives a loss that differs by {relative_difference:.2g}), so replicas cannot compute it on rows of "
+                "their own; let the module return numbers for each row, such as embeddings, and couple them in the "
+                "score, or remove this setting",
                 page="start/own_model",
             )
 
-    def is_found(self, module: nnx.Module, batch: Batch) -> bool:
-        """Return whether the loss couples rows; four to twelve forward passes of a batch measure it, the first time.
+    def couples_rows(self, module: nnx.Module, batch: Batch) -> bool:
+        """Return whether the loss couples rows. If the model does not declare it, the first call measures it.
+
+        The measurement takes four to twelve forward passes of a batch.
 
         Args:
             module: the module with its weights.
             batch: device arrays of a batch.
         """
-        if self._over is not None:
-            return self._over == "batch"
-        if self._difference is None:
+        if self._declared_over is not None:
+            return self._declared_over == "batch"
+        if self._measured_difference is None:
             graphdef, variables = nnx.split(module)
             planned = self._planned
 
             @jax.jit
-            def loss_of_rows(variables: Params, batch: Batch, rows: Array) -> Loss:
-                chosen_rows = {name: array[rows] for name, array in batch.items()}
-                return planned.loss(nnx.merge(graphdef, variables), chosen_rows, planned.context(None))
+            def loss_of_rows(variables: Params, batch: Batch, row_indices: Array) -> Loss:
+                chosen_batch = {name: array[row_indices] for name, array in batch.items()}
+                return planned.loss(nnx.merge(graphdef, variables), chosen_batch, planned.context(None))
 
             row_count = len(next(iter(batch.values())))
-            self._difference = second_difference(lambda rows: loss_of_rows(variables, batch, rows), row_count)
-        return self._difference > TOLERANCE
+            self._measured_difference = second_difference(
+                lambda row_indices: loss_of_rows(variables, batch, row_indices), row_count
+            )
+        return self._measured_difference > TOLERANCE

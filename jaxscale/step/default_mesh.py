@@ -1,4 +1,4 @@
-"""The mesh of a plan that names none: as many devices as the rows of the batch and the model allow, slices respected.
+"""Choose the mesh of a plan that has none: as many devices as the rows of the batch and the model allow.
 
 Rows are split first. On several TPU slices, a plan with a ZeRO stage shards within each slice, and replicates over the
 slices, so that only gradients cross the slow network between them. Where there are more devices than rows, tensor
@@ -14,7 +14,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import Device
 
 TENSOR_SIZES = (1, 2, 4, 8)
-"""Devices along the tensor axis of a default mesh; more would leave the fast links of a GPU host."""
+"""Numbers of devices along the tensor axis of a default mesh; more would leave the fast links of a GPU host."""
 
 
 def slice_count(devices: Sequence[Device]) -> int:
@@ -34,7 +34,7 @@ def default_mesh(
         check_plan: function that raises a `UserError` if the model does not allow a plan.
 
     Returns:
-        The mesh, and the reason why it does not use all devices or uses tensor parallelism; "" without either.
+        The mesh, and the reason why it uses tensor parallelism or leaves devices unused; "" if it does neither.
 
     Raises:
         UserError: the pipeline takes more devices than there are.
@@ -44,26 +44,26 @@ def default_mesh(
         raise UserError(
             f"pipeline {plan.pipeline} takes {pipe_size} devices, but there are {len(devices)}: take fewer stages"
         )
-    slices, shard_axis = slice_count(devices), "fsdp" if plan.zero else "data"
-    replica_count = slices if plan.zero and pipe_size % slices else 1
+    tpu_slice_count, shard_axis = slice_count(devices), "fsdp" if plan.zero else "data"
+    preferred_replica_count = tpu_slice_count if plan.zero and pipe_size % tpu_slice_count else 1
     meshes: list[MeshSpec] = []
     for tensor_size in TENSOR_SIZES if devices[0].platform != "cpu" else TENSOR_SIZES[:1]:
-        largest_count = len(devices) // (pipe_size * tensor_size)
-        shard_counts = [count for count in range(1, largest_count + 1) if row_count % count == 0]
-        even_counts = [count for count in shard_counts if count * pipe_size % slices == 0]
+        max_shard_count = len(devices) // (pipe_size * tensor_size)
+        shard_counts = [count for count in range(1, max_shard_count + 1) if row_count % count == 0]
+        even_shard_counts = [count for count in shard_counts if count * pipe_size % tpu_slice_count == 0]
         if not shard_counts:
             continue
-        # if no count is even over the slices, `MeshSpec.build` refuses the mesh, and names one that is
-        shard_count = max(even_counts or shard_counts)
-        replicas = replica_count if shard_count % replica_count == 0 else 1
-        mesh = MeshSpec(pipe=pipe_size, replica=replicas, tensor=tensor_size)
-        meshes.append(dataclasses.replace(mesh, **{shard_axis: shard_count // replicas}))
+        # if no count is even over the slices, `MeshSpec.build` refuses the mesh, and its error names one that is
+        shard_count = max(even_shard_counts or shard_counts)
+        replica_count = preferred_replica_count if shard_count % preferred_replica_count == 0 else 1
+        mesh = MeshSpec(pipe=pipe_size, replica=replica_count, tensor=tensor_size)
+        meshes.append(dataclasses.replace(mesh, **{shard_axis: shard_count // replica_count}))
     for mesh in sorted(meshes, key=lambda mesh: (-mesh.devices, mesh.tensor)):
         if mesh.tensor == 1:
             break
-        stage = plan.zero if mesh.fsdp > 1 else 0  # with one device along fsdp, nothing is sharded
+        zero_stage = plan.zero if mesh.fsdp > 1 else 0  # with one device along fsdp, nothing is sharded
         try:
-            check_plan(dataclasses.replace(plan, mesh=mesh, zero=stage))
+            check_plan(dataclasses.replace(plan, mesh=mesh, zero=zero_stage))
         except UserError:
             continue
         row_text = "1 row is" if row_count == 1 else f"{row_count} rows are"
@@ -71,7 +71,10 @@ def default_mesh(
     mesh = meshes[0]
     if mesh.devices == len(devices):
         return mesh, ""
-    full_count = len(devices) // pipe_size
-    advice = f"; a batch that is a multiple of {full_count * plan.microbatches} would use {full_count * pipe_size}"
+    full_shard_count = len(devices) // pipe_size
+    advice = (
+        f"; a batch that is a multiple of {full_shard_count * plan.microbatches} would use "
+        f"{full_shard_count * pipe_size}"
+    )
     row_text = "1 row" if row_count == 1 else f"{row_count} rows"
     return mesh, f"the most that divide {row_text}{advice}"

@@ -116,8 +116,8 @@ def exchange_by_compiler(layout: Layout) -> Exchange:
 def exchange_by_codec(gradient_exchange: GradientExchange, messages: Messages | None, layout: Layout) -> Exchange:
     """Return an `Exchange` that sends gradients by a codec and computes their mean.
 
-    Its `norm` is the global norm of the mean gradients. If replicas send momenta instead, `norm` is the root mean
-    square of the norms of the replicas' own gradients.
+    The `norm` of its result is the global norm of the mean gradients. If replicas send momenta instead, `norm` is the
+    root mean square of the norms of the replicas' own gradients.
 
     Args:
         gradient_exchange: the exchange of gradients by the codec.
@@ -127,10 +127,10 @@ def exchange_by_codec(gradient_exchange: GradientExchange, messages: Messages | 
     """
 
     def exchange(gradients: Params, state: TrainState) -> ExchangeResult:
-        sent, arrays_to_send, update_count = None, gradients, state.step
+        replica_messages, arrays_to_send, update_count = None, gradients, state.step
         if messages is not None:
-            sent = jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer)
-            arrays_to_send, update_count = sent.message, messages.count(state.optimizer)
+            replica_messages = jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer)
+            arrays_to_send, update_count = replica_messages.message, messages.count(state.optimizer)
         array_by_name = {}
         for name, array in named_leaves(arrays_to_send).items():
             spec = PartitionSpec(REPLICA_AXIS, *gradient_exchange.leaves[name].spec)
@@ -142,8 +142,10 @@ def exchange_by_codec(gradient_exchange: GradientExchange, messages: Messages | 
             layout.gradient_shardings,
         )
         norm = global_norm(means, layout.gradient_shardings)
-        if sent is not None:
-            norm = jnp.where(sent.is_momentum[0], jnp.sqrt(jnp.mean(jnp.square(sent.norm))), norm)
+        if replica_messages is not None:
+            norm = jnp.where(
+                replica_messages.is_momentum[0], jnp.sqrt(jnp.mean(jnp.square(replica_messages.norm))), norm
+            )
         wire_bytes = gradient_exchange.wire_bytes_at(update_count)
         metrics = {"residual_norm": reduction.residual_norm, "wire_bytes": wire_bytes}
         return ExchangeResult(means, norm, norm, metrics, {REDUCE: reduction.states})
@@ -167,21 +169,21 @@ def describe_codec(gradient_exchange: GradientExchange, optimizer: Optimizer) ->
     if last_phase_start:
         later_lines.append(f"reduce {codec}: more bytes are sent in each step before step {last_phase_start}")
     for member in optimizer.members().values():
-        name_and_decay = member.momentum_after()
-        if not (codec.late and codec.feedback and name_and_decay):
+        option_and_decay = member.momentum_after()
+        if not (codec.late and codec.feedback and option_and_decay):
             continue
-        name, decay = name_and_decay
+        option_name, decay = option_and_decay
         later_lines.append(
-            f"reduce {codec} with {member.name}, {name} {decay:g}: this momentum repeats gradients that arrive "
-            f"many steps late, which raises the loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec "
-            "dgc, which has SGD's momentum built in"
+            f"reduce {codec} with {member.name}, {option_name} {decay:g}: this momentum repeats gradients that arrive "
+            f"many steps late, which raises the loss (0.2 nats of 2.3 in 400 steps at 1 %); take {option_name} 0, or "
+            "codec dgc, which has SGD's momentum built in"
         )
     plain_count, leaf_count = len(gradient_exchange.plain_names), len(gradient_exchange.leaves)
     small_text = f"; {plain_count} of {leaf_count} gradients are small and sent as float32" if plain_count else ""
-    wire_bytes, ratio = gradient_exchange.wire_bytes, gradient_exchange.exact_bytes / gradient_exchange.wire_bytes
+    wire_bytes, bytes_ratio = gradient_exchange.wire_bytes, gradient_exchange.exact_bytes / gradient_exchange.wire_bytes
     return [
         f"reduce {codec}: {bytes_at_least(wire_bytes)} per device and step over {gradient_exchange.axis}, "
-        f"{ratio:.1f} times fewer than float32{small_text}",
+        f"{bytes_ratio:.1f} times fewer than float32{small_text}",
         *later_lines,
     ]
 
@@ -209,7 +211,7 @@ class CodecResiduals:
         return layout.with_extra(self.name, self.gradient_exchange.abstract_states())
 
     def init(self, state: TrainState) -> CodecStates:
-        """Return the codec's states before the first step."""
+        """Return the codec's initial states."""
         return self.gradient_exchange.init()
 
     def to_saved(self, state: TrainState) -> TrainState:
@@ -220,8 +222,8 @@ class CodecResiduals:
     def to_saved_abstract(self, abstract: TrainState) -> TrainState:
         """Return the shapes, dtypes and placements of the train state that `to_saved` returns."""
         abstract_states = self.gradient_exchange.abstract_states()
-        abstract_merged = self.gradient_exchange.abstract_states(is_merged=True)
-        return _with_extra(abstract, self.name, {ALL_REPLICAS: abstract_states, ONE_REPLICA: abstract_merged})
+        abstract_merged_states = self.gradient_exchange.abstract_states(is_merged=True)
+        return _with_extra(abstract, self.name, {ALL_REPLICAS: abstract_states, ONE_REPLICA: abstract_merged_states})
 
     def from_saved(self, state: TrainState) -> TrainState:
         """Return the train state of a step, from the one that a checkpoint holds.
@@ -229,18 +231,18 @@ class CodecResiduals:
         If the number of replicas has changed, each replica starts from the merged states. An array that the merged
         states lack starts from its initial value.
         """
-        saved_states, saved_merged = state.extra[self.name][ALL_REPLICAS], state.extra[self.name][ONE_REPLICA]
+        saved_states, saved_merged_states = state.extra[self.name][ALL_REPLICAS], state.extra[self.name][ONE_REPLICA]
         if not lacks(saved_states):
             return _with_extra(state, self.name, saved_states)
-        merged = {
-            name: {key: array for key, array in arrays.items() if array is not None}
-            for name, arrays in saved_merged.items()
+        merged_states = {
+            name: {key: array for key, array in array_by_key.items() if array is not None}
+            for name, array_by_key in saved_merged_states.items()
         }
         shardings = self.gradient_exchange.shardings()
-        spread_states = jax.jit(self.gradient_exchange.spread, out_shardings=shardings)(merged)
+        spread_states = jax.jit(self.gradient_exchange.spread, out_shardings=shardings)(merged_states)
         states = {
-            name: {key: spread_states[name][key] if array is None else array for key, array in arrays.items()}
-            for name, arrays in saved_states.items()
+            name: {key: spread_states[name][key] if array is None else array for key, array in array_by_key.items()}
+            for name, array_by_key in saved_states.items()
         }
         return _with_extra(state, self.name, states)
 
@@ -266,8 +268,8 @@ class CodecResiduals:
                 f"{field.name}={getattr(gradient_leaf, field.name)!r}" for field in dataclasses.fields(gradient_leaf)
             )
             # checkpoints contain a hash of this text, so it contains `Leaf`, although the class has another name now
-            mesh_sizes = tuple(gradient_exchange.mesh.shape.items())[1:]
-            hashed_text = f"({str(gradient_exchange.codec)!r}, Leaf({fields_text}), {mesh_sizes!r})"
+            axes_and_sizes = tuple(gradient_exchange.mesh.shape.items())[1:]
+            hashed_text = f"({str(gradient_exchange.codec)!r}, Leaf({fields_text}), {axes_and_sizes!r})"
             codec_text = f"{gradient_exchange.codec} {zlib.crc32(hashed_text.encode()):08x}"
             return part_of_whole(f"{self.name}/{replica_prefix}/{codec_text}/{key}/{name}", leaf)
 
@@ -280,17 +282,17 @@ class CodecResiduals:
             saved_names: names of the arrays in the checkpoint.
             step_names: names of the arrays that the step restores.
         """
-        step_words = [name.split("/") for name in step_names if name.startswith(f"{self.name}/")]
-        missing_words = [words for words in step_words if "/".join(words) not in saved_names]
-        if not any(words[1] != ONE_REPLICA for words in missing_words):
+        step_word_lists = [name.split("/") for name in step_names if name.startswith(f"{self.name}/")]
+        missing_word_lists = [words for words in step_word_lists if "/".join(words) not in saved_names]
+        if not any(words[1] != ONE_REPLICA for words in missing_word_lists):
             return ""
         codec_text = f"reduce {self.gradient_exchange.codec}"
-        lost_states = {words[2].split(" ")[0] for words in missing_words if words[1] == ONE_REPLICA} - {RESIDUAL}
-        if any(words[1:3] == [ONE_REPLICA, RESIDUAL] for words in missing_words):
+        lost_names = {words[2].split(" ")[0] for words in missing_word_lists if words[1] == ONE_REPLICA} - {RESIDUAL}
+        if any(words[1:3] == [ONE_REPLICA, RESIDUAL] for words in missing_word_lists):
             return f"; it has no state of {codec_text}, which starts from its initial value"
-        lacks_residuals = any(words[2] == RESIDUAL for words in missing_words)
+        lacks_residuals = any(words[2] == RESIDUAL for words in missing_word_lists)
         note = "; each replica starts from the mean of the saved residuals" * lacks_residuals
-        return note + f"; other state of {codec_text} starts from its initial value" * bool(lost_states)
+        return note + f"; other state of {codec_text} starts from its initial value" * bool(lost_names)
 
     def describe(self) -> list[str]:
         """Return lines for the user on a codec that runs in every step; `Replicas.describe` covers any other codec."""
@@ -300,10 +302,10 @@ class CodecResiduals:
         """Compare the bytes that the compiled step sends over the codec's axis with the expected bytes."""
         if self.is_used_in_every_step:
             axis, replica_count = self.gradient_exchange.axis, self.gradient_exchange.replicas
-            sent_bytes = bytes_over(program.collectives, axis, replica_count, slices=program.slices)
-            check_codec(self.gradient_exchange, sent_bytes, slices=program.slices)
+            sent_bytes = bytes_over(program.collectives, axis, replica_count, slice_count=program.slice_count)
+            check_codec(self.gradient_exchange, sent_bytes, slice_count=program.slice_count)
 
 
-def _with_extra(state: TrainState, name: str, value: PyTree) -> TrainState:
-    """Return a train state in which the extra of this name has another value."""
-    return dataclasses.replace(state, extra={**state.extra, name: value})
+def _with_extra(state: TrainState, name: str, extra_value: PyTree) -> TrainState:
+    """Return a train state in which the extra of this name has the value `extra_value`."""
+    return dataclasses.replace(state, extra={**state.extra, name: extra_value})

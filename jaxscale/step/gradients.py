@@ -22,7 +22,7 @@ from jaxscale.sharding.memory_space import to_device
 from jaxscale.state.batches import microbatches
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unchanged
+from jaxscale.step.planned_model import FromWeights, PlannedModel, leaves_as_params, positive_divisor
 from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 LossAndGradients = tuple[Loss, Params, Params]
@@ -68,7 +68,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Return the sum of a score over the microbatches, computed one by one, to take no more memory than training.
+        """Return the sum of a score over the microbatches, computed one by one to save memory as in training.
 
         Args:
             score: function from the module and a microbatch to a tree of sums.
@@ -77,7 +77,7 @@ class Objective(Protocol):
         """
         ...
 
-    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, row_indices: Array) -> Array:
         """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
 
         Args:
@@ -85,7 +85,7 @@ class Objective(Protocol):
             model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
-            examples: index in the global batch of every row of the microbatch.
+            row_indices: index in the global batch of every row of the microbatch.
         """
         ...
 
@@ -106,14 +106,18 @@ def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Arr
     planned = objective.planned
     count_correct = getattr(planned.experiment.model, "accuracy", None)
     assert count_correct is not None
-    return objective.sums(lambda module, rows: count_correct(module, rows, planned.context(None)), state, batch)
+    return objective.sums(
+        lambda module, microbatch: count_correct(module, microbatch, planned.context(None)), state, batch
+    )
 
 
 def metric(objective: Objective, function: Metric, state: TrainState, batch: Batch) -> tuple[Array, Array]:
     """Return the weighted sum of a metric over a batch, and the sum of the weights."""
     planned = objective.planned
     model, context = planned.experiment.model, planned.context(None)
-    return objective.sums(lambda module, rows: metric_sums(model, function, module, rows, context), state, batch)
+    return objective.sums(
+        lambda module, microbatch: metric_sums(model, function, module, microbatch, context), state, batch
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -133,9 +137,9 @@ class Whole:
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
         """Return the loss and the gradients of a global batch; the gradients are float32 means over its targets."""
         with self.planned.tracing():
-            weights, params_of = self.planned.differentiated(state.params)
-            key, examples = self.planned.key(state), self.planned.examples(batch)
-            return self._gradients(weights, params_of, state.rest, batch, key, examples)
+            weights, params_of = self.planned.differentiated_leaves(state.params)
+            key, row_indices = self.planned.key(state), self.planned.row_indices(batch)
+            return self._gradients(weights, params_of, state.rest, batch, key, row_indices)
 
     def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """Return the loss of a global batch, and each replica's own gradients along a first dim.
@@ -151,18 +155,18 @@ class Whole:
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
         def replica_gradients(
-            weight_arrays: PyTree, model_state: Params, batch: Batch, key: Key, examples: Array
+            weight_arrays: PyTree, model_state: Params, batch: Batch, key: Key, row_indices: Array
         ) -> LossAndGradients:
             """Return the loss of the global batch, and this replica's gradients with a first dim of 1.
 
             `weight_arrays` are (masters, copies) that all replicas share, or copies of this replica's own weights.
             """
             if weights is None:
-                leaves, params_of = planned.differentiated(*weight_arrays, is_manual=True)
+                leaves, params_of = planned.differentiated_leaves(*weight_arrays, is_manual=True)
             else:
-                leaves, params_of = jax.tree.map(lambda weight: weight[0], weight_arrays), unchanged
+                leaves, params_of = jax.tree.map(lambda weight: weight[0], weight_arrays), leaves_as_params
             local_loss, gradients, new_model_state = self._gradients(
-                leaves, params_of, model_state, batch, key, examples, replica_count
+                leaves, params_of, model_state, batch, key, row_indices, replica_count
             )
             loss = jax.tree.map(lambda local_sum: jax.lax.psum(local_sum, REPLICA_AXIS), local_loss)
             return loss, jax.tree.map(lambda g: g[None], gradients), new_model_state
@@ -175,8 +179,8 @@ class Whole:
                 weight_spec = replica_spec
             input_specs = (weight_spec, whole_spec, replica_spec, whole_spec, replica_spec)
             output_specs = (whole_spec, replica_spec, whole_spec)
-            return planned.mapped(replica_gradients, (REPLICA_AXIS,), input_specs, output_specs)(
-                weight_arrays, state.rest, dict(batch), planned.key(state), planned.examples(batch)
+            return planned.shard_map_of(replica_gradients, (REPLICA_AXIS,), input_specs, output_specs)(
+                weight_arrays, state.rest, dict(batch), planned.key(state), planned.row_indices(batch)
             )
 
     def _gradients(
@@ -186,7 +190,7 @@ class Whole:
         model_state: Params,
         batch: Batch,
         key: Key,
-        examples: Array,
+        row_indices: Array,
         replica_count: int = 1,
     ) -> LossAndGradients:
         """Return the loss and the gradients of a global batch, or of one replica's rows in a manual region.
@@ -197,7 +201,7 @@ class Whole:
             model_state: the model's other state.
             batch: rows of the global batch, or of the replica.
             key: key of the step.
-            examples: index in the global batch of every row of `batch`.
+            row_indices: index in the global batch of every row of `batch`.
             replica_count: number of replicas inside a region that is manual over replicas; 1 outside of such a region.
         """
         planned, is_manual = self.planned, replica_count > 1
@@ -206,18 +210,18 @@ class Whole:
             weights: Params, model_state: Params, batch: Batch, context: Context
         ) -> tuple[Array, tuple[Loss, Params]]:
             """Return the number to differentiate, and the auxiliary (sums of the loss, the model's other state)."""
-            return self._loss(params_of(weights), model_state, batch, context, replica_count)
+            return self._objective(params_of(weights), model_state, batch, context, replica_count)
 
-        value_and_gradients = jax.value_and_grad(objective, has_aux=True)
+        value_and_gradients_fn = jax.value_and_grad(objective, has_aux=True)
 
-        def microbatch_gradients(model_state: Params, batch: Batch, examples: Array) -> LossAndGradients:
+        def microbatch_gradients(model_state: Params, batch: Batch, row_indices: Array) -> LossAndGradients:
             """Return the loss and the gradients of one microbatch, and the model's other state after it."""
-            context = planned.context(key, examples)
-            (_, (loss, new_model_state)), gradients = value_and_gradients(weights, model_state, batch, context)
+            context = planned.context(key, row_indices)
+            (_, (loss, new_model_state)), gradients = value_and_gradients_fn(weights, model_state, batch, context)
             return loss, planned.place_gradients(gradients, is_manual=is_manual), new_model_state
 
         if planned.plan.microbatches == 1:
-            return microbatch_gradients(model_state, batch, examples)
+            return microbatch_gradients(model_state, batch, row_indices)
 
         def add_microbatch(carry: LossAndGradients, microbatch: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
             """Add a microbatch's loss and gradients to the sums over earlier microbatches: a body for `lax.scan`."""
@@ -225,18 +229,18 @@ class Whole:
             loss, gradients, new_model_state = microbatch_gradients(model_state, *microbatch)
             return (*jax.tree.map(jnp.add, (loss_sums, gradient_sums), (loss, gradients)), new_model_state), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.abstract_params)
-        zero_sums = (
+        zero_gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.abstract_params)
+        initial_carry = (
             Loss(jnp.zeros(()), jnp.zeros(())),
-            planned.place_gradients(zeros, is_manual=is_manual),
+            planned.place_gradients(zero_gradients, is_manual=is_manual),
             model_state,
         )
-        stacked_microbatches = microbatches((dict(batch), examples), count=planned.plan.microbatches)
-        (loss, gradient_sums, new_model_state), _ = jax.lax.scan(add_microbatch, zero_sums, stacked_microbatches)
-        scale = 1.0 / _divisor(loss.weight, replica_count)
-        return loss, jax.tree.map(lambda g: g * scale, gradient_sums), new_model_state
+        stacked_microbatches = microbatches((dict(batch), row_indices), count=planned.plan.microbatches)
+        (loss, gradient_sums, new_model_state), _ = jax.lax.scan(add_microbatch, initial_carry, stacked_microbatches)
+        gradient_scale = 1.0 / _divisor(loss.weight, replica_count)
+        return loss, jax.tree.map(lambda g: g * gradient_scale, gradient_sums), new_model_state
 
-    def _loss(
+    def _objective(
         self, params: Params, model_state: Params, batch: Batch, context: Context, replica_count: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
         """Return the objective of a microbatch: the mean loss if the microbatch is the whole batch, otherwise the sum.
@@ -257,7 +261,7 @@ class Whole:
             objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replica_count)
         return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.model_state_of(module))
 
-    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, row_indices: Array) -> Array:
         """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
 
         Under a codec or DiLoCo, where each replica has its own gradients, this is the objective of one replica's rows.
@@ -265,23 +269,23 @@ class Whole:
         planned = self.planned
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
-            return self._loss(copies, model_state, batch, planned.context(key, examples))[0]
+            return self._objective(copies, model_state, batch, planned.context(key, row_indices))[0]
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def replica_objective(copies: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        def replica_objective(copies: Params, model_state: Params, batch: Batch, key: Key, row_indices: Array) -> Array:
             replica_count = planned.layout.mesh.shape[REPLICA_AXIS]
-            return self._loss(copies, model_state, batch, planned.context(key, examples), replica_count)[0]
+            return self._objective(copies, model_state, batch, planned.context(key, row_indices), replica_count)[0]
 
         input_specs = (whole_spec, whole_spec, replica_spec, whole_spec, replica_spec)
-        return planned.mapped(replica_objective, (REPLICA_AXIS,), input_specs, whole_spec)(
-            copies, model_state, dict(batch), key, examples
+        return planned.shard_map_of(replica_objective, (REPLICA_AXIS,), input_specs, whole_spec)(
+            copies, model_state, dict(batch), key, row_indices
         )
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """Return the sum of a score over the microbatches, computed one by one."""
         planned = self.planned
         with planned.tracing(is_forward_only=True):
-            weights, params_of = planned.differentiated(state.params)
+            weights, params_of = planned.differentiated_leaves(state.params)
             params = params_of(weights)
 
             def score_microbatch(microbatch: Batch) -> Sums:
@@ -290,7 +294,9 @@ class Whole:
             if planned.plan.microbatches == 1:
                 return score_microbatch(batch)
             stacked_microbatches = microbatches(dict(batch), count=planned.plan.microbatches)
-            return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(score_microbatch, stacked_microbatches))
+            return jax.tree.map(
+                lambda stacked_sums: stacked_sums.sum(0), jax.lax.map(score_microbatch, stacked_microbatches)
+            )
 
 
 def _divisor(weight: Float[Array, ""], replica_count: int) -> Float[Array, ""]:
@@ -302,4 +308,8 @@ def _divisor(weight: Float[Array, ""], replica_count: int) -> Float[Array, ""]:
         weight: number of targets, or the sum of their weights; in a manual region, over one replica's targets alone.
         replica_count: number of replicas inside a region that is manual over replicas; 1 outside of such a region.
     """
-    return positive(weight) if replica_count == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replica_count
+    return (
+        positive_divisor(weight)
+        if replica_count == 1
+        else positive_divisor(jax.lax.psum(weight, REPLICA_AXIS)) / replica_count
+    )

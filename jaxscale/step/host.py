@@ -55,17 +55,17 @@ def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: in
     local_devices = jax.local_devices()
     device_count = sum(device in local_devices for device in layout.mesh.devices.flat)
     if bytes_per_device * device_count > host_bytes:
-        requests = [str(plan.offload)] * plan.offload.any + [f"memory {plan.memory}"] * (activation_bytes > 0)
+        request_texts = [str(plan.offload)] * plan.offload.any + [f"memory {plan.memory}"] * (activation_bytes > 0)
         copy_text = " (the state counts twice, with the copy of a checkpoint)" if plan.offload.any else ""
         raise UserError(
-            f"{', '.join(requests)}: each of {device_count} devices needs {bytes_text(bytes_per_device)} on the "
+            f"{', '.join(request_texts)}: each of {device_count} devices needs {bytes_text(bytes_per_device)} on the "
             f"host{copy_text}, {bytes_text(bytes_per_device * device_count)} in total, but the host has "
             f"{bytes_text(host_bytes)}; take more hosts, or keep more on the device"
         )
 
 
 def describe(layout: Layout) -> list[str]:
-    """Return lines for the user on a plan's offload, to print before the first step; none without offload."""
+    """Return lines for the user on a plan's offload, to print before the first step; [] without offload."""
     if not layout.plan.offload.any:
         return []
     lines = [
@@ -79,10 +79,10 @@ def describe(layout: Layout) -> list[str]:
 def is_judged_whole(plan: Plan, update: Update) -> bool:
     """Return whether updates are judged by their own size, before they are applied.
 
-    Otherwise the rule bounds them, or a fused kernel, slices or the host's CPU apply them, so that they are never whole
-    on the device.
+    Otherwise the rule bounds them, or they are never whole on the device, because a fused kernel, slices or the host's
+    CPU apply them.
     """
-    return not plan.offload.any and update.fused is None and not update.is_bounded
+    return not plan.offload.any and update.fused_advance is None and not update.is_bounded
 
 
 def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -> GuardedAdvance:
@@ -101,7 +101,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
     def advance_and_report(
         gradients: Params, state: optax.OptState, params: Params, norm: Array, is_good: Array
     ) -> tuple[Params, optax.OptState, Array]:
-        """Return the new parameters and state, and the verdict that was passed."""
+        """Return the new parameters and state, and `is_good` unchanged."""
         return *advance(gradients, state, params, norm, is_good), is_good
 
     return advance_and_report
@@ -118,34 +118,34 @@ def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateV
     if is_judged_whole(plan, update):
         return None
     optimizer, guard = experiment.optimizer, UpdateGuard(experiment.guard.update)
-    members = optimizer.members()
-    indices = jax.tree.map(lambda _: -1, update.param_infos)
+    member_by_index = optimizer.members()
+    index_tree = jax.tree.map(lambda _: -1, update.param_infos)
     if optimizer.groups:
-        indices = group_indices(list(optimizer.groups), update.param_infos)
+        index_tree = group_indices(list(optimizer.groups), update.param_infos)
     has_device_weights = plan.offload.weights == "device" and plan.offload.optimizer_state != "host"
 
     def verdict(state: TrainState, norm: Array) -> Array:
         """Return whether the update after `state.watch.good` updates may be applied."""
         clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
-        estimates = [
-            _rate_estimate(member, experiment.steps, state.watch.good, masked(state.params, indices, index))
-            for index, member in members.items()
+        rate_estimates = [
+            _rate_estimate(member, experiment.steps, state.watch.good, masked(state.params, index_tree, index))
+            for index, member in member_by_index.items()
         ]
-        return guard.allows_rates(estimates, clipped_norm, are_params_read=has_device_weights)
+        return guard.allows_rates(rate_estimates, clipped_norm, are_params_read=has_device_weights)
 
     return verdict
 
 
-def _rate_estimate(optimizer: Optimizer, steps: int, update: Array, params: Params) -> RateEstimate:
-    """Return what an estimate of the size of an update needs.
+def _rate_estimate(optimizer: Optimizer, step_count: int, update_count: Array, params: Params) -> RateEstimate:
+    """Return the `RateEstimate` of an optimizer's next update: its learning rate, unit and weight decay.
 
     Args:
-        optimizer: the optimizer of the parameters, without groups.
-        steps: number of steps of the run.
-        update: number of updates made.
+        optimizer: the optimizer of these parameters, which has no groups.
+        step_count: number of steps of the run.
+        update_count: number of updates made.
         params: the parameters that the optimizer updates.
     """
-    rate = jnp.asarray(optimizer.schedule_fn(steps)(update), jnp.float32)
+    rate = jnp.asarray(optimizer.schedule_fn(step_count)(update_count), jnp.float32)
     if optimizer.custom is not None:
         return RateEstimate(rate, None, params)
     return RateEstimate(rate, RULES[optimizer.name].update_unit, params, optimizer.options()["weight_decay"])
@@ -154,7 +154,7 @@ def _rate_estimate(optimizer: Optimizer, steps: int, update: Array, params: Para
 def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
     """Return the function that applies an update that is not judged by its own size."""
     if not plan.offload.any:
-        return update.fused or update_on_device(update.clipped_rule)
+        return update.fused_advance or update_on_device(update.clipped_rule)
     if plan.offload.optimizer_state == "host":
         return update_on_host(update.rule, clip=update.clip)
 
@@ -170,7 +170,7 @@ def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
         abstract_params,
         clip=update.clip,
         elementwise=update.float32_rule,
-        layers=update.is_by_layer if is_mixing else None,
+        layers=update.by_layer_flags if is_mixing else None,
     )
 
 

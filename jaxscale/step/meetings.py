@@ -31,19 +31,19 @@ class Meetings:
         replicas: the replicas that meet.
         layout: layout of the train state.
         step_count: number of steps of the run.
-        recording: function that wraps a meeting, so that a trace of the meeting records the kernels that it uses.
+        with_recording: function that wraps a meeting, so that a trace of the meeting records the kernels that it uses.
 
     Attributes:
         programs: the jitted meeting of each fragment.
     """
 
     def __init__(
-        self, replicas: Replicas, layout: Layout, step_count: int, recording: Callable[[Meeting], Meeting]
+        self, replicas: Replicas, layout: Layout, step_count: int, with_recording: Callable[[Meeting], Meeting]
     ) -> None:
         self.replicas, self._layout, self._step_count = replicas, layout, step_count
         self.programs = [
             jax.jit(
-                recording(functools.partial(replicas.meet, fragment_index)),
+                with_recording(functools.partial(replicas.meet, fragment_index)),
                 donate_argnums=0,
                 in_shardings=(layout.state_shardings,),
                 out_shardings=(layout.state_shardings, None),
@@ -68,25 +68,29 @@ class Meetings:
             check_meeting(replicas.diloco, exchange, wire_bytes, program)
         self._executables = executables
 
-    def step_after(self, state: TrainState) -> int:
-        """Return which step starts from a state, counted from 1."""
+    def next_step_number(self, state: TrainState) -> int:
+        """Return the number of the step that starts from a state, counted from 1."""
         return 1 + (self._newest_step if state.step is self._newest_counter else int(state.step))
 
-    def run_due(self, step: int, state: TrainState, metrics: Metrics, *, by_jit: bool) -> tuple[TrainState, Metrics]:
+    def run_due(
+        self, step_number: int, state: TrainState, metrics: Metrics, *, is_run_by_jit: bool
+    ) -> tuple[TrainState, Metrics]:
         """Run the meetings that are due; return the state after them, and the metrics with the number of bytes sent.
 
         Args:
-            step: the step that has just run, counted from 1.
-            state: the state after that step.
-            metrics: metrics of that step.
-            by_jit: whether to call the jitted programs instead of the compiled executables.
+            step_number: number of the step that has just run, counted from 1.
+            state: the state after this step.
+            metrics: metrics of this step.
+            is_run_by_jit: whether to call the jitted programs instead of the compiled executables.
         """
-        programs = self._executables if self._executables and not by_jit else self.programs
-        fragment_indices = range(len(self.programs)) if step == self._step_count else self.replicas.diloco.due(step)
+        programs = self._executables if self._executables and not is_run_by_jit else self.programs
+        fragment_indices = (
+            range(len(self.programs)) if step_number == self._step_count else self.replicas.diloco.due(step_number)
+        )
         sent_bytes = 0
         for fragment_index in fragment_indices:
             state, meeting_metrics = programs[fragment_index](state)
             metrics = {**metrics, **meeting_metrics}
             sent_bytes += self.replicas.wire_bytes(fragment_index)
-        self._newest_counter, self._newest_step = state.step, step
+        self._newest_counter, self._newest_step = state.step, step_number
         return state, {**metrics, "wire_bytes": np.float32(sent_bytes)}

@@ -88,20 +88,20 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
         return decide(memory_plan, calls, chip)
     # the budget is for all blocks on a device, whose stages are alike; if each stage is recomputed in its backward
     # pass, only one stage at a time keeps values
-    keeping_stages = stage_count if objective.planned.plan.stages_keep == "residuals" else 1
-    stage_plan = dataclasses.replace(memory_plan, budget=memory_plan.budget // keeping_stages)
-    stage_decision = decide(stage_plan, calls, chip)
+    keeping_stage_count = stage_count if objective.planned.plan.stages_keep == "residuals" else 1
+    stage_memory_plan = dataclasses.replace(memory_plan, budget=memory_plan.budget // keeping_stage_count)
+    stage_decision = decide(stage_memory_plan, calls, chip)
     return dataclasses.replace(
         stage_decision,
         plan=memory_plan,
-        bytes=keeping_stages * stage_decision.bytes,
-        host_bytes=keeping_stages * stage_decision.host_bytes,
+        bytes=keeping_stage_count * stage_decision.bytes,
+        host_bytes=keeping_stage_count * stage_decision.host_bytes,
         flop=stage_count * stage_decision.flop,
     )
 
 
 def is_foreign_list(objective: Objective) -> bool:
-    """Return whether the blocks are those of a foreign model without a scan, which segments of blocks divide."""
+    """Return whether the blocks are a list in a foreign model, not a scan; segments are then cut at the blocks."""
     model = objective.planned.experiment.model
     return ModelTraits.of(model).foreign and not getattr(model, "scanned", ())
 
@@ -113,7 +113,7 @@ def traced_blocks(
 
     Args:
         objective: the objective of the step.
-        chip: the chip, from whose rates the seconds of operations are computed; `None` leaves the seconds out.
+        chip: the chip whose rates give the seconds of operations; `None` leaves the seconds out.
         is_sequence: whether the blocks will run as one sequence; a foreign model is then divided at its blocks.
     """
     microbatch_count = objective.planned.plan.microbatches
@@ -123,14 +123,14 @@ def traced_blocks(
     }
     pure_model, row_count = objective.planned.pure_model, next(iter(abstract_microbatch.values())).shape[0]
     # key and indices are arguments rather than constants, so that a block is traced as in the step
-    key_and_indices = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
+    abstract_key_and_indices = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     with objective.planned.tracing(is_forward_only=True):
         calls = collect(
             objective.loss_of_masters,
             pure_model.abstract_module_params,
             pure_model.abstract_model_state,
             abstract_microbatch,
-            *key_and_indices,
+            *abstract_key_and_indices,
             chip=chip,
             is_sequence=is_sequence,
         )

@@ -61,9 +61,9 @@ class PlannedModel:
         Args:
             is_forward_only: whether no backward pass follows; if so, blocks keep no values for a backward pass.
         """
-        precision = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
+        matmul_precision = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
-            jax.default_matmul_precision(precision) if precision else contextlib.nullcontext(),
+            jax.default_matmul_precision(matmul_precision) if matmul_precision else contextlib.nullcontext(),
             place.layout(self.layout.mesh, self.layout.rules),
             blocks.treating(self._treatment(is_forward_only)),
         ):
@@ -79,7 +79,7 @@ class PlannedModel:
         has_pipeline = self.plan.pipeline is not None
         return offloading_later(treatment) if has_pipeline and self.plan.stages_keep == "residuals" else treatment
 
-    def mapped(
+    def shard_map_of(
         self, body: Callable[..., R], manual_axes: Sequence[str], input_specs: Specs, output_specs: Specs
     ) -> Callable[..., R]:
         """Return a function that runs `body` on every device, in a region that is manual over some mesh axes.
@@ -94,14 +94,14 @@ class PlannedModel:
             input_specs: placements of the arguments of `body` along the manual axes.
             output_specs: placements of the results of `body` along the manual axes.
         """
-        automatic_axes = {
+        automatic_axes_by_field = {
             field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual_axes)
             for field in dataclasses.fields(AxisRules)
         }
 
         def body_in_layout(*arguments: PyTree) -> R:
             """Run `body` with a layout in which `constrain` uses the automatic axes only."""
-            with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic_axes)):
+            with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic_axes_by_field)):
                 return body(*arguments)
 
         return jax.shard_map(
@@ -113,16 +113,16 @@ class PlannedModel:
             check_vma=False,
         )
 
-    def context(self, key: Key | None, examples: Array | None = None) -> Context:
+    def context(self, key: Key | None, row_indices: Array | None = None) -> Context:
         """Return the settings of a forward pass.
 
         Args:
             key: key of the step; `None` if nothing is random.
-            examples: index of every row in the global batch.
+            row_indices: index in the global batch of every row; `None` if nothing depends on it.
         """
         return Context(
             key=key,
-            examples=examples,
+            examples=row_indices,
             dtype=None if self.plan.precision == "float32" else self.plan.precision,
             matmul=self.plan.matmul if self.plan.matmul in RECIPES else None,
             attention=self.plan.kernels.attends,
@@ -134,7 +134,7 @@ class PlannedModel:
         """Return the sums of the model's loss over a batch."""
         return self.experiment.model.loss(module, batch, context)
 
-    def examples(self, batch: Batch) -> Array:
+    def row_indices(self, batch: Batch) -> Array:
         """Return the index of every row of a global batch."""
         return jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
 
@@ -169,29 +169,30 @@ class PlannedModel:
         return jax.tree.map(place_gradient, gradients, self.layout.gradient_shardings)
 
     def copies(self, params: Params) -> Params:
-        """Return the copy of the parameters that the passes read, with respect to which the loss is differentiated."""
+        """Return the copies of the parameters that the passes read; the loss is differentiated with respect to them."""
         if self.plan.precision == "float32":
             return params
-        is_split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
-        if self.plan.reduce == "float32" and not is_split:
+        are_masters_split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
+        if self.plan.reduce == "float32" and not are_masters_split:
             return params  # the layers cast at the point of use, and return float32 gradients
 
-        def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
+        def copy(param: Array, master_sharding: NamedSharding, compute_sharding: NamedSharding) -> Array:
             """Return a parameter in `dtype`, moved from its master's sharding to the sharding that the passes read."""
-            master_on_device = NamedSharding(master.mesh, master.spec)  # masters themselves may lie on the host
+            # masters themselves may lie on the host
+            device_master_sharding = NamedSharding(master_sharding.mesh, master_sharding.spec)
             if not jnp.issubdtype(param.dtype, jnp.floating):
                 return param
             narrow_param = param.astype(dtype)
-            if is_split:
-                narrow_param = jax.lax.with_sharding_constraint(narrow_param, master_on_device)
+            if are_masters_split:
+                narrow_param = jax.lax.with_sharding_constraint(narrow_param, device_master_sharding)
                 # without the barrier XLA:GPU would gather first and cast later, at twice the bytes
                 narrow_param = jax.lax.optimization_barrier(narrow_param)
-                narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute)
+                narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute_sharding)
             return narrow_param.astype(param.dtype) if self.plan.reduce == "float32" else narrow_param
 
         return jax.tree.map(copy, params, self.layout.master_shardings, self.layout.compute_shardings)
 
-    def differentiated(
+    def differentiated_leaves(
         self, params: Params, copies: Params | None = None, *, is_manual: bool = False
     ) -> tuple[Params, FromWeights]:
         """Return the leaves to differentiate with respect to, and a function from them to the module's parameters.
@@ -203,7 +204,7 @@ class PlannedModel:
         """
         copies = self.copies(to_device(params)) if copies is None else copies
         if self.plan.offload.weights == "device":
-            return copies, unchanged
+            return copies, leaves_as_params
         shardings = self.layout.gradient_shardings
         if is_manual:
             mesh = jax.sharding.get_abstract_mesh()
@@ -211,11 +212,11 @@ class PlannedModel:
         return streamed_weights(self.layout, params, copies, shardings)
 
 
-def unchanged(weights: Params) -> Params:
+def leaves_as_params(leaves: Params) -> Params:
     """Return the leaves unchanged: the `FromWeights` of a model whose parameters are the differentiated leaves."""
-    return weights
+    return leaves
 
 
-def positive(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """Return a sum of weights as a divisor: 1 instead of 0, so that a batch without targets has loss 0."""
+def positive_divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
+    """Return a sum of weights, or 1 instead of 0, as a divisor, so that a batch without targets has loss 0."""
     return jnp.where(weight > 0, weight, 1.0)

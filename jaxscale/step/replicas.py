@@ -1,4 +1,4 @@
-"""Replicas: the arrays that DiLoCo adds to a train state, their placement, their synchronization and their saved form.
+"""Replicas: the arrays that DiLoCo adds to a train state, their placement, synchronization and form in checkpoints.
 
 The parameters of the train state are the weights that all replicas share (θ); evaluation, samples and export read θ.
 Each replica also has weights (w_i) and optimizer state of its own, in arrays with a first dim for the replicas. The
@@ -89,8 +89,10 @@ class Replicas:
     @functools.cached_property
     def names_of_fragments(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each fragment."""
-        sizes = {name: leaf.size for name, leaf in named_leaves(self.plain_layout.abstract.params).items()}
-        return fragments_of(sizes, self.diloco.fragments)
+        element_count_by_name = {
+            name: leaf.size for name, leaf in named_leaves(self.plain_layout.abstract.params).items()
+        }
+        return fragments_of(element_count_by_name, self.diloco.fragments)
 
     @functools.cached_property
     def fragment_exchanges(self) -> tuple[GradientExchange | None, ...]:
@@ -118,8 +120,8 @@ class Replicas:
         diloco, fragment_count = self.diloco, len(self.names_of_fragments)
         fragment_indices = range(fragment_count)
         byte_texts = [bytes_at_least(self.wire_bytes(index)) for index in fragment_indices]
-        ratio = sum(map(self.exact_bytes, fragment_indices)) / sum(map(self.wire_bytes, fragment_indices))
-        codec_text = f", {ratio:.1f} times fewer than float32," if self.displacement_exchange else ""
+        bytes_ratio = sum(map(self.exact_bytes, fragment_indices)) / sum(map(self.wire_bytes, fragment_indices))
+        codec_text = f", {bytes_ratio:.1f} times fewer than float32," if self.displacement_exchange else ""
         return [
             f"diloco {diloco}: {self.replica_count} replicas train alone, and {' and '.join(byte_texts)} per "
             f"device{codec_text} cross {REPLICA_AXIS} every {diloco.every} steps{' in turn' * (fragment_count > 1)}; "
@@ -134,7 +136,7 @@ class Replicas:
         shardings = dataclasses.replace(layout.state_shardings, optimizer=shardings_of(abstract_optimizer))
         abstract_state = dataclasses.replace(layout.abstract, optimizer=abstract_optimizer)
         replica_layout = dataclasses.replace(layout, state_shardings=shardings, abstract=abstract_state)
-        return replica_layout.with_extra(self.name, self._abstract_value())
+        return replica_layout.with_extra(self.name, self._abstract_outer_state())
 
     def _add_replica_dim(self, abstract: Shapes) -> Shapes:
         """Return abstract arrays with a first dim for the replicas, split over the replica axis."""
@@ -146,12 +148,12 @@ class Replicas:
 
         return jax.tree.map(add_to_leaf, abstract)
 
-    def _abstract_value(self) -> dict[str, Shapes]:
+    def _abstract_outer_state(self) -> dict[str, Shapes]:
         """Return the shapes, dtypes and shardings of the value of this extra."""
         abstract_params = self.plain_layout.abstract.params
-        abstract_value = {WEIGHTS: self._add_replica_dim(abstract_params)}
+        abstract_outer_state = {WEIGHTS: self._add_replica_dim(abstract_params)}
         if self.diloco.momentum:
-            abstract_value[MOMENTUM] = jax.tree_util.tree_map_with_path(
+            abstract_outer_state[MOMENTUM] = jax.tree_util.tree_map_with_path(
                 lambda path, leaf: jax.ShapeDtypeStruct(
                     leaf.shape,
                     jnp.float32,
@@ -159,10 +161,10 @@ class Replicas:
                 ),
                 abstract_params,
             )
-        return abstract_value
+        return abstract_outer_state
 
     def _spread(self, tree: PyTree) -> PyTree:
-        """Repeat each array once for every replica, along a new first dim."""
+        """Return a tree with each array repeated for every replica, along a new first dim."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replica_count, *x.shape)), tree)
 
     def init_optimizer(self, params: Params) -> optax.OptState:
@@ -173,7 +175,7 @@ class Replicas:
         """Return the value of this extra before the first step, in which all replicas have the shared weights."""
         outer_state = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
-            outer_state[MOMENTUM] = _zeros(state.params)
+            outer_state[MOMENTUM] = _zero_momentum(state.params)
         return outer_state
 
     # -- steps alone ---------------------------------------------------------------------------------------------------
@@ -209,9 +211,9 @@ class Replicas:
             *new_trees, is_good = advance(own_gradients, own_state, own_weights, own_norm, is_good)
             return (*jax.tree.map(lambda x: x[None], new_trees), is_good)
 
-        specs = (replica_spec, replica_spec, replica_spec, replica_spec, whole_spec)
-        result_specs = (replica_spec, replica_spec, whole_spec)
-        weights, optimizer_state, is_good = self._manual_over_replicas(update_replica, specs, result_specs)(
+        input_specs = (replica_spec, replica_spec, replica_spec, replica_spec, whole_spec)
+        output_specs = (replica_spec, replica_spec, whole_spec)
+        weights, optimizer_state, is_good = self._manual_over_replicas(update_replica, input_specs, output_specs)(
             exchange_result.gradients, state.optimizer, outer_state[WEIGHTS], exchange_result.clip_norms, is_good
         )
         extra = {**state.extra, self.name: {**outer_state, WEIGHTS: weights}}
@@ -229,8 +231,8 @@ class Replicas:
             state: the train state.
 
         Returns:
-            The state after the meeting, in which an outer step beyond `guard` counts as a skipped step, and its
-            metrics: the numbers of skipped steps and, with a codec, the norm of the residuals.
+            The state after the meeting, and its metrics: the numbers of skipped steps and, with a codec, the norm of
+            the residuals. An outer step that `guard` does not allow counts as a skipped step.
         """
         exchange, names = self.fragment_exchanges[fragment_index], self.names_of_fragments[fragment_index]
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
@@ -254,32 +256,36 @@ class Replicas:
         if exchange is not None:
             codec_states = state.extra[REDUCE]
             reduction = exchange(displacements, {name: codec_states[name] for name in exchange.coded_names}, state.step)
-            means, extra[REDUCE] = reduction.mean, {**codec_states, **reduction.states}
+            mean_displacements, extra[REDUCE] = reduction.mean, {**codec_states, **reduction.states}
             metrics = {"residual_norm": reduction.residual_norm}
         else:
-            means = jax.shard_map(
-                lambda arrays: jax.tree.map(lambda array: lax.pmean(array[0], REPLICA_AXIS), arrays),
+            mean_displacements = jax.shard_map(
+                lambda local_displacements: jax.tree.map(lambda x: lax.pmean(x[0], REPLICA_AXIS), local_displacements),
                 mesh=self.plain_layout.mesh,
                 in_specs=({name: PartitionSpec(REPLICA_AXIS, *spec) for name, spec in displacement_specs.items()},),
                 out_specs=displacement_specs,
             )(displacements)
         master_shardings = named_leaves(self.plain_layout.master_shardings)
 
-        def take_outer_step(thetas: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
+        def take_outer_step(
+            thetas: Params, momenta: Params, mean_displacements: Params
+        ) -> dict[str, tuple[Array, Array | None]]:
             """Return the new θ of each weight, and its new momentum (`None` without momentum)."""
-            new_arrays = {}
+            theta_and_momentum_by_name = {}
             for name in names:
                 theta = self._constrain(thetas[name], displacement_specs[name])
-                new_theta, new_momentum = self.diloco.outer_step(theta, momenta.get(name), means[name])
-                new_arrays[name] = self._constrain(new_theta, master_shardings[name].spec), new_momentum
-            return new_arrays
+                new_theta, new_momentum = self.diloco.outer_step(theta, momenta.get(name), mean_displacements[name])
+                theta_and_momentum_by_name[name] = self._constrain(new_theta, master_shardings[name].spec), new_momentum
+            return theta_and_momentum_by_name
 
         fragment_momenta = {name: momenta[name] for name in names if name in momenta}
-        new_arrays = self._manual_over_replicas(take_outer_step, whole_spec, whole_spec)(
-            thetas, fragment_momenta, means
+        theta_and_momentum_by_name = self._manual_over_replicas(take_outer_step, whole_spec, whole_spec)(
+            thetas, fragment_momenta, mean_displacements
         )
-        is_good = self.guard.allows({name: theta - thetas[name] for name, (theta, _) in new_arrays.items()}, thetas)
-        for name, (theta, momentum) in new_arrays.items():
+        is_good = self.guard.allows(
+            {name: theta - thetas[name] for name, (theta, _) in theta_and_momentum_by_name.items()}, thetas
+        )
+        for name, (theta, momentum) in theta_and_momentum_by_name.items():
             shared_weights[name] = jnp.where(is_good, theta, thetas[name])
             replica_weights[name] = jnp.where(is_good, theta[None], replica_weights[name])
             if momentum is not None:
@@ -288,9 +294,9 @@ class Replicas:
         extra[self.name] = {WEIGHTS: filled(outer_state[WEIGHTS], replica_weights)}
         if momenta:
             extra[self.name][MOMENTUM] = filled(outer_state[MOMENTUM], momenta)
-        skipped = (~is_good).astype(jnp.int32)
+        skipped_count = (~is_good).astype(jnp.int32)
         watch = dataclasses.replace(
-            state.watch, skipped=state.watch.skipped + skipped, in_row=state.watch.in_row + skipped
+            state.watch, skipped=state.watch.skipped + skipped_count, in_row=state.watch.in_row + skipped_count
         )
         metrics |= {"skipped": watch.skipped, "skipped_in_row": watch.in_row}
         params = filled(state.params, shared_weights)
@@ -324,18 +330,22 @@ class Replicas:
         plain_state = self.plain_layout.abstract
         return self._in_saved_form(abstract, plain_state.params, plain_state.optimizer)
 
-    def _in_saved_form(self, state: TrainState, mean_weights: Params, mean_optimizer: optax.OptState) -> TrainState:
+    def _in_saved_form(
+        self, state: TrainState, mean_weights: Params, mean_optimizer_state: optax.OptState
+    ) -> TrainState:
         """Return a train state in the form that a checkpoint holds.
 
         Args:
             state: the train state, of arrays or of abstract arrays.
             mean_weights: mean of the replicas' weights, from which a run with another number of replicas continues.
-            mean_optimizer: mean of the replicas' optimizer states, from which any other run continues.
+            mean_optimizer_state: mean of the replicas' optimizer states, from which any other run continues.
         """
         outer_state = dict(state.extra[self.name])
-        all_replicas = {WEIGHTS: outer_state.pop(WEIGHTS), OPTIMIZER: state.optimizer}
-        saved_value = {ALL_REPLICAS: all_replicas, ONE_REPLICA: {WEIGHTS: mean_weights}, **outer_state}
-        return dataclasses.replace(state, optimizer=mean_optimizer, extra={**state.extra, self.name: saved_value})
+        trees_of_all_replicas = {WEIGHTS: outer_state.pop(WEIGHTS), OPTIMIZER: state.optimizer}
+        saved_outer_state = {ALL_REPLICAS: trees_of_all_replicas, ONE_REPLICA: {WEIGHTS: mean_weights}, **outer_state}
+        return dataclasses.replace(
+            state, optimizer=mean_optimizer_state, extra={**state.extra, self.name: saved_outer_state}
+        )
 
     def from_saved(self, state: TrainState) -> TrainState:
         """Return the train state of a step, from the one that a checkpoint holds.
@@ -343,20 +353,20 @@ class Replicas:
         If the number of replicas has changed, each replica starts from the mean of the saved replicas. If the run had
         no DiLoCo before, each replica starts from the weights of that run.
         """
-        saved_value, shardings = state.extra[self.name], self.add_to_layout(self.plain_layout).state_shardings
+        saved_outer_state, shardings = state.extra[self.name], self.add_to_layout(self.plain_layout).state_shardings
         outer_shardings = shardings.extra[self.name]
-        mean_weights, all_replicas = saved_value[ONE_REPLICA][WEIGHTS], saved_value[ALL_REPLICAS]
-        replica_weights, optimizer_state = all_replicas[WEIGHTS], all_replicas[OPTIMIZER]
+        mean_weights, trees_of_all_replicas = saved_outer_state[ONE_REPLICA][WEIGHTS], saved_outer_state[ALL_REPLICAS]
+        replica_weights, optimizer_state = trees_of_all_replicas[WEIGHTS], trees_of_all_replicas[OPTIMIZER]
         if lacks(replica_weights):
-            spread = jax.jit(self._spread, out_shardings=outer_shardings[WEIGHTS])
-            replica_weights = spread(state.params if lacks(mean_weights) else mean_weights)
+            spread_fn = jax.jit(self._spread, out_shardings=outer_shardings[WEIGHTS])
+            replica_weights = spread_fn(state.params if lacks(mean_weights) else mean_weights)
         if lacks(optimizer_state):
             optimizer_state = jax.jit(self._spread, out_shardings=shardings.optimizer)(state.optimizer)
         outer_state = {WEIGHTS: replica_weights}
         if self.diloco.momentum:
-            momentum = saved_value[MOMENTUM]
+            momentum = saved_outer_state[MOMENTUM]
             if lacks(momentum):
-                momentum = jax.jit(_zeros, out_shardings=outer_shardings[MOMENTUM])(state.params)
+                momentum = jax.jit(_zero_momentum, out_shardings=outer_shardings[MOMENTUM])(state.params)
             outer_state[MOMENTUM] = momentum
         return dataclasses.replace(state, optimizer=optimizer_state, extra={**state.extra, self.name: outer_state})
 
@@ -367,11 +377,11 @@ class Replicas:
             naming: names for arrays in a checkpoint, for leaves that have the shape of a parameter.
             abstract: shapes of the train state in its saved form.
         """
-        saved_value, optimizer_structure = abstract.extra[self.name], jax.tree.structure(abstract.optimizer)
+        saved_outer_state, optimizer_treedef = abstract.extra[self.name], jax.tree.structure(abstract.optimizer)
         # trees like the saved extra: the parameter whose shape each leaf of the optimizer state has, and its role
-        owners, role_texts = (jax.tree.map(lambda _: "", saved_value) for _ in range(2))
-        owners[ALL_REPLICAS][OPTIMIZER] = optimizer_structure.unflatten(self.plain_layout.owners(self.optimizer))
-        role_texts[ALL_REPLICAS][OPTIMIZER] = roles(abstract.optimizer)
+        owner_tree, role_tree = (jax.tree.map(lambda _: "", saved_outer_state) for _ in range(2))
+        owner_tree[ALL_REPLICAS][OPTIMIZER] = optimizer_treedef.unflatten(self.plain_layout.owner_names(self.optimizer))
+        role_tree[ALL_REPLICAS][OPTIMIZER] = roles(abstract.optimizer)
 
         def part_of(path: KeyPath, leaf: jax.ShapeDtypeStruct, owner: str, role: str) -> Part:
             group = path[0].key  # ONE_REPLICA, ALL_REPLICAS or MOMENTUM
@@ -387,7 +397,7 @@ class Replicas:
                 lambda replica_leaf: naming.part_of_param(prefix, leaf_path, param_name or None, replica_leaf, role),
             )
 
-        return jax.tree_util.tree_map_with_path(part_of, saved_value, owners, role_texts)
+        return jax.tree_util.tree_map_with_path(part_of, saved_outer_state, owner_tree, role_tree)
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
         """Return a note for the user on arrays of this extra that a checkpoint lacks; empty if it lacks none.
@@ -407,17 +417,17 @@ class Replicas:
 
     def check(self, program: CompiledProgram) -> None:
         """Check that the compiled step sends only single numbers over the replica axis."""
-        sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replica_count, slices=program.slices)
+        sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replica_count, slice_count=program.slice_count)
         check_alone(self.diloco, sent_bytes)
 
 
-def _zeros(params: Params) -> Params:
+def _zero_momentum(params: Params) -> Params:
     """Return the outer momentum before the first meeting: float32 zeros in the shapes of the parameters."""
     return jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
 
 
 def _mean(tree: PyTree) -> PyTree:
-    """Return each array's mean over its first dim, the replicas; for integer or quantized arrays, replica 0's part."""
+    """Return each array's mean over the replicas, its first dim; of integer or quantized arrays, those of replica 0."""
 
     def mean_leaf(leaf: Array | Quantized) -> Array | Quantized:
         if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):

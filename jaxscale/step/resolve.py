@@ -63,8 +63,8 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
         line += f"; {stages}"
     layer_count = ModelTraits.of(experiment.model).layers if stages is None else stages.depth
     if isinstance(layer_count, int) and plan.unroll > layer_count:
-        owner = "the model" if stages is None else "a stage"
-        line += f"; unroll {plan.unroll}: {owner} has {layer_count} layers, all run in one iteration"
+        owner_text = "the model" if stages is None else "a stage"
+        line += f"; unroll {plan.unroll}: {owner_text} has {layer_count} layers, all run in one iteration"
         plan = dataclasses.replace(plan, unroll=layer_count)
     plan, unroll_note = settle_unroll(plan, devices[0].platform)
     assert plan.mesh is not None
@@ -79,15 +79,15 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
 
 
 def with_scans(experiment: Experiment) -> Experiment:
-    """Return the experiment; a foreign model that scans over its blocks gets the names of the parameters of the scan.
+    """Return the experiment; a foreign model that scans over its blocks then lists the names of the scan's parameters.
 
     If the module cannot be traced, the experiment is returned unchanged, and the trace of the step reports the error.
     """
-    find_scans = getattr(experiment.model, "with_scans", None)
-    if find_scans is None or experiment.data is None:
+    model_with_scans = getattr(experiment.model, "with_scans", None)
+    if model_with_scans is None or experiment.data is None:
         return experiment
     try:
-        model = find_scans(batch_shapes(experiment))
+        model = model_with_scans(batch_shapes(experiment))
     except Exception:  # an error of the user's module, which the trace of the step reports with its line
         return experiment
     return experiment if model is experiment.model else dataclasses.replace(experiment, model=model)
@@ -107,22 +107,24 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
     Raises:
         UserError: the batch cannot be split evenly, or the mesh takes more devices than there are.
     """
-    batch = experiment.batch
+    batch_row_count = experiment.batch
     plan.kernels.check_platform(devices[0].platform)  # refuses kernels of other platforms
     if plan.pipeline is not None:
-        ranks, microbatches = plan.pipeline.shape()
-        mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=ranks)
-        plan = dataclasses.replace(plan, mesh=mesh, microbatches=microbatches)
-    if batch % plan.microbatches:
+        rank_count, microbatch_count = plan.pipeline.shape()
+        mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=rank_count)
+        plan = dataclasses.replace(plan, mesh=mesh, microbatches=microbatch_count)
+    if batch_row_count % plan.microbatches:
         raise UserError(
-            f"batch {batch} cannot be split evenly into {plan.microbatches} microbatches: "
+            f"batch {batch_row_count} cannot be split evenly into {plan.microbatches} microbatches: "
             f"choose a batch that is a multiple of {plan.microbatches}"
         )
-    row_count = batch // plan.microbatches
+    microbatch_row_count = batch_row_count // plan.microbatches
     if plan.mesh is None:
-        mesh, reason = default_mesh(plan, row_count, devices, lambda plan: _check_default(plan, experiment))
-        plural = "s" if len(devices) > 1 else ""
-        line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {devices[0].device_kind} device{plural}"
+        mesh, reason = default_mesh(
+            plan, microbatch_row_count, devices, lambda plan: _check_default_mesh(plan, experiment)
+        )
+        plural_ending = "s" if len(devices) > 1 else ""
+        line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {devices[0].device_kind} device{plural_ending}"
         line += f", {reason}" if reason else ""
         if plan.zero and mesh.fsdp == 1:
             line += f"; zero 0 instead of {plan.zero}, because there is one device along fsdp and nothing to shard"
@@ -137,10 +139,11 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
             f"({devices[0].device_kind}): ask for a smaller mesh{virtual_hint}"
         )
     shard_count = plan.mesh.batch_shards
-    if row_count % shard_count:
+    if microbatch_row_count % shard_count:
         raise UserError(
-            f"batch {batch} in {plan.microbatches} microbatches has {row_count} rows in each, but mesh {plan.mesh} "
-            f"splits them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
+            f"batch {batch_row_count} in {plan.microbatches} microbatches has {microbatch_row_count} rows in each, but "
+            f"mesh {plan.mesh} splits them {shard_count} ways: choose a batch that is a multiple of "
+            f"{plan.microbatches * shard_count}"
         )
     line = f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
     slow_axes = _axes_across_slices(plan.mesh, slice_count(devices[: plan.mesh.devices]))
@@ -149,8 +152,8 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
     return plan, line
 
 
-def _check_default(plan: Plan, experiment: Experiment) -> None:
-    """Refuse a default mesh with an axis that splits no dim of the model, or not evenly, or that a request excludes."""
+def _check_default_mesh(plan: Plan, experiment: Experiment) -> None:
+    """Refuse a default mesh if its tensor axis splits no dim of the model, or not evenly, or a request excludes it."""
     rules = effective_rules(plan)
     if not any("tensor" in rules.axes(name) for name in experiment.model.logical_sizes() if name != "vocab"):
         raise UserError(f"mesh {plan.mesh}: no dim of this model is known to be split over tensor; use data or fsdp")
@@ -158,17 +161,19 @@ def _check_default(plan: Plan, experiment: Experiment) -> None:
     check(Facts(plan, experiment))
 
 
-def _axes_across_slices(mesh: MeshSpec, slices: int) -> list[str]:
-    """Return the axes that span several TPU slices, without those whose messages are few: replica, data and pipe.
+def _axes_across_slices(mesh: MeshSpec, tpu_slice_count: int) -> list[str]:
+    """Return the axes that span several TPU slices, except those with few messages: replica, data and pipe.
 
     Example:
         >>> _axes_across_slices(MeshSpec(fsdp=32), 2), _axes_across_slices(MeshSpec(replica=2, fsdp=16), 2)
         (['fsdp'], [])
     """
-    spanned_slices = slices_per_axis(tuple(mesh.sizes.values()), slices) or (1,) * len(mesh.sizes)
-    few_messages = ("replica", "data", "pipe")
+    slice_counts = slices_per_axis(tuple(mesh.sizes.values()), tpu_slice_count) or (1,) * len(mesh.sizes)
+    axes_with_few_messages = ("replica", "data", "pipe")
     return [
-        axis for axis, count in zip(mesh.sizes, spanned_slices, strict=True) if count > 1 and axis not in few_messages
+        axis
+        for axis, count in zip(mesh.sizes, slice_counts, strict=True)
+        if count > 1 and axis not in axes_with_few_messages
     ]
 
 
@@ -182,15 +187,15 @@ def with_momentum_codec(experiment: Experiment, plan: Plan) -> Plan:
     Raises:
         UserError: the run ends before anything is sent in few bits.
     """
-    messages, name = experiment.optimizer.messages(experiment.steps), experiment.optimizer.name
+    messages, rule_name = experiment.optimizer.messages(experiment.steps), experiment.optimizer.name
     if messages is None:
         return plan
     assert plan.mesh is not None
     if messages.freeze >= experiment.steps:
         raise UserError(
-            f"optimizer.freeze: {name} would freeze its variance after {messages.freeze} updates, but the run has "
+            f"optimizer.freeze: {rule_name} would freeze its variance after {messages.freeze} updates, but the run has "
             f"{experiment.steps}, so nothing would be sent in few bits; freeze earlier (0.15 to 0.25 of the run), "
-            f"or take {name.removeprefix('one_bit_').replace('adam', 'adamw')}"
+            f"or take {rule_name.removeprefix('one_bit_').replace('adam', 'adamw')}"
         )
     return dataclasses.replace(plan, reduce=OneBit(start=messages.freeze))
 

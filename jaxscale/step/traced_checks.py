@@ -50,7 +50,7 @@ class KernelTrace:
 
     Args:
         plan: the plan, which may name implementations.
-        mesh: devices of the step.
+        mesh: mesh of the step's devices.
         unfused_reason: why no kernel updates an optimizer state in few bits; `None` if a kernel does.
     """
 
@@ -64,7 +64,7 @@ class KernelTrace:
         choices = (KernelChoice(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
         return tuple(dict.fromkeys(choices))
 
-    def recording(self, function: Callable[P, R]) -> Callable[P, R]:
+    def with_recording(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function like `function`, whose traces choose kernels by the plan and record the choices here.
 
         Args:
@@ -82,12 +82,12 @@ class KernelTrace:
                         reason = message.removesuffix(_PASS_NONE)
                         message = f"kernels {self._plan.kernels}: {reason}Leave the name out for one that can"
                     raise UserError(message) from error
-                self._record_update()
+                self._record_unfused_update()
             return results
 
         return recorded_function
 
-    def _record_update(self) -> None:
+    def _record_unfused_update(self) -> None:
         """Record why no kernel updates a state in few bits, unless the trace has recorded a choice."""
         if self._plan.state.moments == "float32" or any(note.kernel == "adam8" for note, _ in self._notes):
             return
@@ -107,19 +107,19 @@ def check_kernel_choices(plan: Plan, choices: Sequence[KernelChoice]) -> None:
     Raises:
         UserError: the named implementation is not used; the error reports which one is.
     """
-    for kernel, name in plan.kernels.named:
+    for kernel, implementation in plan.kernels.named:
         kernel_choices = [choice for choice in choices if choice.kernel == kernel]
         if kernel == "attention":  # `check_traced` refuses a model that does not read this setting
             continue
         if not kernel_choices:
-            raise UserError(f"kernels {kernel}={name}: no part of this step uses {kernel}; leave it out")
-        if name not in [choice.implementation for choice in kernel_choices]:
-            refusal = f"kernels {kernel}={name}: this step uses {kernel} {kernel_choices[0].implementation}"
+            raise UserError(f"kernels {kernel}={implementation}: no part of this step uses {kernel}; leave it out")
+        if implementation not in [choice.implementation for choice in kernel_choices]:
+            refusal = f"kernels {kernel}={implementation}: this step uses {kernel} {kernel_choices[0].implementation}"
             if kernel == "cross_entropy":
                 advice = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
                 raise UserError(f"{refusal}; {advice}, or leave it out")
-            why = kernel_choices[0].why
-            raise UserError(f"{refusal}{'' if why is None else f' ({why})'}; leave it out")
+            reason = kernel_choices[0].why
+            raise UserError(f"{refusal}{'' if reason is None else f' ({reason})'}; leave it out")
 
 
 def check_traced(
@@ -142,21 +142,23 @@ def check_traced(
         UserError: a request of the plan has no effect on the traced step.
     """
     plan = planned.plan
-    equations = list(walk.equations(jaxpr))
-    policies = [eqn.params.get("policy") for eqn, _ in equations if eqn.params.get("differentiated", True)]
+    equations_and_runs = list(walk.equations(jaxpr))
+    policies = [eqn.params.get("policy") for eqn, _ in equations_and_runs if eqn.params.get("differentiated", True)]
     is_recomputation_planned = plan.memory.rule != "none" and not _keeps_all(decision)
-    if is_recomputation_planned and not any(_is_of(plan.memory, policy) for policy in policies):
+    if is_recomputation_planned and not any(_is_policy_of_plan(plan.memory, policy) for policy in policies):
         raise UserError(
             f"memory {plan.memory}: nothing is recomputed, because this model marks no blocks; build it from "
             "layers.Stack or layers.Chain, wrap it in a ForeignModel, or omit memory"
         )
-    if plan.unroll > 1 and not any(eqn.primitive.name == "scan" and eqn.params["unroll"] > 1 for eqn, _ in equations):
+    if plan.unroll > 1 and not any(
+        eqn.primitive.name == "scan" and eqn.params["unroll"] > 1 for eqn, _ in equations_and_runs
+    ):
         raise UserError(
             f"unroll {plan.unroll}: this model has no scan over layers that runs several layers per iteration; "
             "leave unroll out"
         )
     if plan.precision == "bfloat16":
-        narrow_share = _narrow_share(equations)
+        narrow_share = _narrow_share(equations_and_runs)
         # an optimizer that decomposes matrices, or a codec, may compute more products than the model: trace it alone
         if narrow_share < 0.5:
             narrow_share = _narrow_share(walk.equations(trace_loss().jaxpr))
@@ -166,21 +168,21 @@ def check_traced(
                 "bfloat16, because the model converts activations or weights to float32; leave the conversion to the "
                 "plan, or set precision float32"
             )
-    _check_products(plan, equations)
-    if plan.kernels.loss_chunk is not None and not _reads(planned, batch, "loss_chunk", (1, None)):
+    _check_products(plan, equations_and_runs)
+    if plan.kernels.loss_chunk is not None and not _reads_field(planned, batch, "loss_chunk", (1, None)):
         raise UserError(
             f"loss_chunk {plan.kernels.loss_chunk}: this model's loss has no chunks of positions; leave loss_chunk out"
         )
-    if plan.kernels.names_attention and not _reads(planned, batch, "attention", ("plain", "chunked")):
+    if plan.kernels.names_attention and not _reads_field(planned, batch, "attention", ("plain", "chunked")):
         raise UserError(f"attention {plan.kernels.attends}: this model does not use jaxscale's attention; leave it out")
 
 
-def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> None:
+def _check_products(plan: Plan, equations_and_runs: Sequence[tuple[JaxprEqn, int]]) -> None:
     """Compare the operands of a traced step's products with its plan's recipe.
 
     Args:
         plan: the plan, whose `matmul` may be a recipe of matrix products.
-        equations: each equation of the step, jaxprs inside it included, with the number of times that it runs.
+        equations_and_runs: each equation of the step, jaxprs inside it included, with the number of times that it runs.
 
     Raises:
         UserError: no layer computes a product by the recipe, or one of a layer's three products is in another type.
@@ -189,29 +191,29 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
     if recipe is None:
         return
     count_by_role = dict.fromkeys(ROLES, 0)
-    for eqn, run_count in equations:
+    for eqn, run_count in equations_and_runs:
         role = _role_of(eqn)
-        if role is not None and {operand.dtype.name for operand in _operands(eqn)} == recipe.types(role):
+        if role is not None and {operand.dtype.name for operand in _abstract_operands(eqn)} == recipe.types(role):
             count_by_role[role] += run_count
-    missing_products = [ROLES[role] for role, count in count_by_role.items() if not count]
-    if len(missing_products) == len(ROLES):
+    missing_product_texts = [ROLES[role] for role, count in count_by_role.items() if not count]
+    if len(missing_product_texts) == len(ROLES):
         raise UserError(
             f"matmul {plan.matmul}: no layer of this model multiplies by this recipe; pass the context to the layers "
             "of jaxscale.layers, as MLP and Attention do, or leave matmul out"
         )
-    if missing_products:
+    if missing_product_texts:
         raise UserError(
-            f"matmul {plan.matmul}: {' and '.join(missing_products)} are computed in another type, because the model "
-            "defines a backward pass of its own; leave matmul out"
+            f"matmul {plan.matmul}: {' and '.join(missing_product_texts)} are computed in another type, because the "
+            "model defines a backward pass of its own; leave matmul out"
         )
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """Return which product of a layer an equation computes: "forward", "onward" or "inward"; `None` for no product."""
+    """Return the product of a layer that an equation computes: "forward", "onward" or "inward"; `None` for none."""
     if eqn.primitive.name != "dot_general":
         return None
     (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
-    left_rank, right_rank = (operand.ndim for operand in _operands(eqn))
+    left_rank, right_rank = (operand.ndim for operand in _abstract_operands(eqn))
     if batch_dims:
         return None
     if tuple(left_dims) == tuple(right_dims) == tuple(range(left_rank - 1)) and left_rank == right_rank:
@@ -221,13 +223,13 @@ def _role_of(eqn: JaxprEqn) -> str | None:
     return None
 
 
-def _operands(eqn: JaxprEqn) -> list[ShapedArray]:
+def _abstract_operands(eqn: JaxprEqn) -> list[ShapedArray]:
     """Return the shapes and types of an equation's operands, without operands that are not arrays."""
     return [variable.aval for variable in eqn.invars if isinstance(variable.aval, ShapedArray)]
 
 
 def _keeps_all(decision: Decision | None) -> bool:
-    """Return whether every block keeps all its values on the device under a decision."""
+    """Return whether, under a decision, every block keeps all its values on the device."""
     if decision is None or decision.stack is not None:
         return False
     chain = decision.chain
@@ -238,51 +240,55 @@ def _keeps_all(decision: Decision | None) -> bool:
     )
 
 
-def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
+def _is_policy_of_plan(memory_plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
     """Return whether a checkpoint policy is one that a memory plan applies to blocks, rather than the user's own."""
-    plan_policy = policy_of(plan)
+    plan_policy = policy_of(memory_plan)
     if plan_policy is not None:
         return policy == plan_policy
     return isinstance(policy, KeepNamed) or policy is keep_everything or policy is blocks.keep_nothing
 
 
-def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
-    """Return which share of the FLOP of matrix products and convolutions has both operands narrower than float32.
+def _narrow_share(equations_and_runs: Iterable[tuple[JaxprEqn, int]]) -> float:
+    """Return the share of the FLOP of matrix products and convolutions whose operands are both narrower than float32.
 
     Args:
-        equations: each equation, with the number of times that it runs.
+        equations_and_runs: each equation, with the number of times that it runs.
     """
     narrow_flop, total_flop = 0, 0
-    for eqn, run_count in equations:
+    for eqn, run_count in equations_and_runs:
         formula = FORMULAS.get(eqn.primitive.name)
         if formula is not None:
             flop = run_count * formula(eqn)
             total_flop += flop
-            narrow_flop += flop if all(operand.dtype.itemsize < 4 for operand in _operands(eqn)[:2]) else 0
+            narrow_flop += flop if all(operand.dtype.itemsize < 4 for operand in _abstract_operands(eqn)[:2]) else 0
     return narrow_flop / total_flop if total_flop else 1.0
 
 
-def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str | int | None, ...]) -> bool:
+def _reads_field(
+    planned: PlannedModel, batch: Batch, field_name: str, field_values: tuple[str | int | None, ...]
+) -> bool:
     """Return whether the traced loss depends on a field of its context.
 
     Args:
         planned: the model under its plan.
         batch: arrays or shapes of a batch.
-        field: name of the field of `Context`.
-        settings: values of the field; the programs traced with these values are compared.
+        field_name: name of the field of `Context`.
+        field_values: values of the field, for which the traced programs are compared.
     """
-    abstract_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    abstract_batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()}
     pure_model = planned.pure_model
 
-    def program_text(setting: str | int | None) -> str:
-        """Return the text of the program of the loss with one setting of the field."""
-        context = dataclasses.replace(Context(), **{field: setting})
+    def program_text(field_value: str | int | None) -> str:
+        """Return the text of the loss's program with one value of the field."""
+        context = dataclasses.replace(Context(), **{field_name: field_value})
 
-        def loss(params: Params, model_state: Params, batch: Batch) -> tuple[Array | float, ...]:
+        def loss_sums(params: Params, model_state: Params, batch: Batch) -> tuple[Array | float, ...]:
             return tuple(planned.loss(pure_model.module(params, model_state), batch, context))
 
         return str(
-            jax.make_jaxpr(loss)(pure_model.abstract_module_params, pure_model.abstract_model_state, abstract_batch)
+            jax.make_jaxpr(loss_sums)(
+                pure_model.abstract_module_params, pure_model.abstract_model_state, abstract_batch
+            )
         )
 
-    return len(set(map(program_text, settings))) > 1
+    return len(set(map(program_text, field_values))) > 1

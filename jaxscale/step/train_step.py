@@ -119,7 +119,7 @@ class TrainStep:
         whole_sharding = NamedSharding(layout.mesh, PartitionSpec())
         in_shardings = (layout.state_shardings, layout.batch_sharding)
         self.step_fn = jax.jit(
-            self._kernel_trace.recording(self._step),
+            self._kernel_trace.with_recording(self._step),
             donate_argnums=0,
             in_shardings=in_shardings,
             out_shardings=(layout.state_shardings, whole_sharding),
@@ -133,8 +133,8 @@ class TrainStep:
         self._metric_fns: dict[Metric, SumsFunction] = {}
         self.meetings = None
         if parts.replicas is not None:
-            step_count, recording = self.experiment.steps, self._kernel_trace.recording
-            self.meetings = Meetings(parts.replicas, layout, step_count, recording)
+            step_count, with_recording = self.experiment.steps, self._kernel_trace.with_recording
+            self.meetings = Meetings(parts.replicas, layout, step_count, with_recording)
         self._executable: jax.stages.Compiled | None = None
         self._class_counts: dict[str, int] | None = None  # counted for the first batch
         self._model_flop_by_shapes: dict[frozenset[tuple[str, jax.ShapeDtypeStruct]], int] = {}
@@ -166,12 +166,12 @@ class TrainStep:
 
     @property
     def row_shards(self) -> int:
-        """Number of parts of the rows of a batch that lie on different devices."""
+        """Number of shards into which the devices split the rows of a batch."""
         return self.experiment.batch // self.layout.batch_sharding.shard_shape((self.experiment.batch,))[0]
 
     @property
     def parameters(self) -> int:
-        """Number of trained numbers: the elements of all parameters."""
+        """Number of elements of all trained parameters."""
         return self.pure_model.parameters
 
     @property
@@ -196,44 +196,48 @@ class TrainStep:
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Return the bytes that each device holds in its own memory between steps, by kind of tensor."""
-        abstract = self.layout.abstract
-        rest_leaves, frozen = named_leaves(abstract.rest), self.pure_model.frozen
-        frozen_bytes = {"frozen parameters": local_bytes([rest_leaves[name] for name in frozen])} if frozen else {}
-        other_state = [leaf for name, leaf in rest_leaves.items() if name not in frozen]
+        abstract_state = self.layout.abstract
+        rest_leaf_by_name, frozen_names = named_leaves(abstract_state.rest), self.pure_model.frozen
+        frozen_entry = (
+            {"frozen parameters": local_bytes([rest_leaf_by_name[name] for name in frozen_names])}
+            if frozen_names
+            else {}
+        )
+        other_leaves = [leaf for name, leaf in rest_leaf_by_name.items() if name not in frozen_names]
         return {
-            "parameters": local_bytes(abstract.params),
-            **frozen_bytes,
-            "optimizer": local_bytes(abstract.optimizer),
-            "model state": local_bytes((other_state, abstract.watch, abstract.step)),
-            **{extra.label: local_bytes(abstract.extra[extra.name]) for extra in self.extras},
+            "parameters": local_bytes(abstract_state.params),
+            **frozen_entry,
+            "optimizer": local_bytes(abstract_state.optimizer),
+            "model state": local_bytes((other_leaves, abstract_state.watch, abstract_state.step)),
+            **{extra.label: local_bytes(abstract_state.extra[extra.name]) for extra in self.extras},
             "batch": local_bytes(self.abstract_batch(batch)),
         }
 
     def host_memory(self) -> dict[str, int]:
         """Return the bytes that each device keeps on its host, by kind of tensor; {} if everything is on the device."""
-        abstract = self.layout.abstract
+        abstract_state = self.layout.abstract
         bytes_by_kind = {
-            "parameters": local_bytes(abstract.params, is_on_host=True),
-            "optimizer": local_bytes(abstract.optimizer, is_on_host=True),
+            "parameters": local_bytes(abstract_state.params, is_on_host=True),
+            "optimizer": local_bytes(abstract_state.optimizer, is_on_host=True),
             "kept activations": 0 if self.decision is None else self.decision.host_bytes,
         }
         return {kind: kind_bytes for kind, kind_bytes in bytes_by_kind.items() if kind_bytes}
 
     def model_flop(self, batch: Batch) -> int:
         """Return the FLOP of a step's matrix products and convolutions, forward and backward, without recomputation."""
-        shapes = batches.shapes(batch)
-        key = frozenset(shapes.items())
-        if key in self._model_flop_by_shapes:  # counting traces the model and its gradient
-            return self._model_flop_by_shapes[key]
+        abstract_batch = batches.shapes(batch)
+        shapes_key = frozenset(abstract_batch.items())
+        if shapes_key in self._model_flop_by_shapes:  # counting traces the model and its gradient
+            return self._model_flop_by_shapes[shapes_key]
         plan_context = self.objective.planned.context(None)
         context = dataclasses.replace(plan_context, attention="plain", loss_chunk=None, loss="reference")
 
         def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
             return self.experiment.model.loss(self.pure_model.module(params, model_state), batch, context).total
 
-        model_shapes = (self.pure_model.abstract_module_params, self.pure_model.abstract_model_state)
-        flop = model_flop(jax.grad(total_loss), *model_shapes, shapes)
-        self._model_flop_by_shapes[key] = flop
+        abstract_model = (self.pure_model.abstract_module_params, self.pure_model.abstract_model_state)
+        flop = model_flop(jax.grad(total_loss), *abstract_model, abstract_batch)
+        self._model_flop_by_shapes[shapes_key] = flop
         return flop
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -251,8 +255,8 @@ class TrainStep:
         """Put the rows of this process on the devices, and return the arrays of the global batch.
 
         Raises:
-            UserError: the batch is no dict of arrays, the arrays differ in their numbers of rows, the devices cannot
-                share these, or the arrays hold tokens or labels that the model lacks.
+            UserError: the batch is not a dict of arrays, its arrays differ in their numbers of rows, the devices cannot
+                share the rows evenly, or a token or label is not one of the model's.
         """
         batches.check_rows(batch)
         if self._class_counts is None:
@@ -269,7 +273,7 @@ class TrainStep:
     def init(self, weights: Mapping[str, Array] | None = None) -> TrainState:
         """Create the state before the first step, and return it. No device ever holds a sharded leaf whole.
 
-        `weights` are parameters in float32 and statistics, named and placed as in the canonical form; others are new.
+        `weights` replace initial float32 parameters and statistics; they are named and placed as in the canonical form.
         """
         if weights is not None and not isinstance(weights, Mapping):
             raise UserError(f"init: got a {type(weights).__name__}, expected nothing, or a dict of arrays by name")
@@ -278,11 +282,11 @@ class TrainStep:
             params, model_state = self._canonical.with_weights(params, model_state, weights)
         shardings = self.layout.state_shardings
         if self.update.is_split:
-            start = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
-            params, optimizer_state = start(params)
+            start_fn = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
+            params, optimizer_state = start_fn(params)
         else:
-            init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
-            optimizer_state = jax.jit(init, out_shardings=shardings.optimizer)(params)
+            init_fn = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
+            optimizer_state = jax.jit(init_fn, out_shardings=shardings.optimizer)(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(shardings.step, shardings.watch)
         )()
@@ -296,7 +300,7 @@ class TrainStep:
     def _canonical(self) -> Canonical:
         """The functions that convert a state to its canonical form and back."""
         naming = Naming(self.pure_model, self.update.is_split)
-        return Canonical(self.layout, self.extras, naming, self.plain_layout.owners(self.optimizer))
+        return Canonical(self.layout, self.extras, naming, self.plain_layout.owner_names(self.optimizer))
 
     def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape, dtype and sharding of each array of the canonical form, by the array's name."""
@@ -349,17 +353,17 @@ class TrainStep:
             Bytes and FLOP of the compiled step, and the seconds that compilation took.
         """
         start_time = time.perf_counter()
-        traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
-        self.check_traced(traced.jaxpr, batch)
+        traced_step = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
+        self.check_traced(traced_step.jaxpr, batch)
         self.check_kernels()
-        executable = traced.lower().compile()
+        executable = traced_step.lower().compile()
         seconds = time.perf_counter() - start_time
         check_compiled(self.layout, self.optimizer, self.extras, executable)
         self._executable = executable
-        memory = executable.memory_analysis()
-        assert memory is not None, "compilers for CPU, GPU and TPU all report memory"
-        check_kept_on_host(self.layout, self.decision, memory.host_temp_size_in_bytes)
-        check_host_bytes(self.layout, memory.host_argument_size_in_bytes, executable.as_text)
+        memory_stats = executable.memory_analysis()
+        assert memory_stats is not None, "compilers for CPU, GPU and TPU all report memory"
+        check_kept_on_host(self.layout, self.decision, memory_stats.host_temp_size_in_bytes)
+        check_host_bytes(self.layout, memory_stats.host_argument_size_in_bytes, executable.as_text)
         if self.meetings is not None:
             start_time = time.perf_counter()
             self.meetings.compile()
@@ -413,13 +417,13 @@ class TrainStep:
         run_step = explaining_leaks(step_fn, self.experiment)
         if self.meetings is None:
             return run_step(state, batch)
-        step = self.meetings.step_after(state)  # before the step, which donates the state
+        step = self.meetings.next_step_number(state)  # before the step, which donates the state
         next_state, metrics = run_step(state, batch)
-        return self.meetings.run_due(step, next_state, metrics, by_jit=self._is_run_by_jit)
+        return self.meetings.run_due(step, next_state, metrics, is_run_by_jit=self._is_run_by_jit)
 
     def couples_rows(self, state: TrainState, batch: Batch) -> bool:
         """Return whether the loss couples the rows of a batch, as the model declares, or as measured on this batch."""
-        return self._coupling.is_found(self.module(state), batch)
+        return self._coupling.couples_rows(self.module(state), batch)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Return the sums of the loss over a batch, without dropout, computed by microbatches as in training."""
@@ -489,5 +493,5 @@ class TrainStep:
         return metric(self.objective, function, self._with_newest_weights(state), batch)
 
     def _with_newest_weights(self, state: TrainState) -> TrainState:
-        """Return the state that an evaluation reads, with the newest weights in the form of a synchronous step."""
+        """Return the state that an evaluation reads: with averaged weights, or an asynchronous pipeline's newest."""
         return averaged(state) if self.async_pipeline is None else self.async_pipeline.newest(state)

@@ -31,9 +31,9 @@ from jaxscale.trees import path_name, tree_bytes
 from jaxscale.typing import Params, PyTree
 
 _SMALLEST_EPS = 1e-30
-"""An `eps` below this may vanish in float32."""
+"""Smallest `eps` of a rule that counts as bounded; a smaller one may vanish in float32."""
 _LARGEST_GROWTH = 36.0
-"""Largest update of a rule that counts as bounded, over the size that its entry in `RULES` specifies."""
+"""Largest ratio of a bounded rule's update to the size that the rule's entry in `RULES` specifies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Update:
         float32_rule: the experiment's rule without clipping, with float32 weights and state.
         rule: the rule without clipping, with weights and state in the bits that the plan specifies.
         clipped_rule: the whole optimizer: clipping, then `rule`.
-        clip: global norm to which gradients are clipped; `None` never clips.
+        clip: global norm to which gradients are clipped; `None` if they are not clipped.
         is_split: whether weights are kept in bfloat16, with their rounding errors in the optimizer state.
         messages: function that computes the momenta that each replica sends (1-bit Adam and LAMB); `None` if replicas
             send gradients.
-        fused: the whole update by a fused kernel of the plan's platform; `None` if there is no such kernel.
+        fused_advance: function that applies the whole update by a fused kernel of the platform; `None` without one.
         unfused_reason: why no kernel updates a state in few bits; `None` if a kernel does, or if the state is float32.
         is_bounded: whether the rule bounds its updates, so that their size need not be measured.
-        is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
-            `None` for a rule of the user's own, for which this is unknown.
+        by_layer_flags: tree that shows for each parameter whether it is a stack whose layers the rule treats one by
+            one; `None` for a rule of the user's own, for which this is unknown.
         param_infos: tree of the `ParamInfo` of each parameter.
     """
 
@@ -62,10 +62,10 @@ class Update:
     clip: float | None
     is_split: bool = False
     messages: Messages | None = None
-    fused: Advance | None = None
+    fused_advance: Advance | None = None
     unfused_reason: str | None = None
     is_bounded: bool = False
-    is_by_layer: PyTree[bool] | None = None
+    by_layer_flags: PyTree[bool] | None = None
     param_infos: PyTree[ParamInfo] = None
 
     @classmethod
@@ -93,9 +93,9 @@ class Update:
             shardings,
         )
         float32_rule = rule = experiment.optimizer.rule(experiment.steps, param_infos)
-        fused = unfused_reason = None
+        fused_advance = unfused_reason = None
         if plan.state.moments != "float32":
-            is_stacked = map_with_path(
+            stacked_flags = map_with_path(
                 lambda path, _: pure_model.is_stacked(path_name(path)), pure_model.abstract_params
             )
             device = device_of(mesh)
@@ -110,14 +110,16 @@ class Update:
                 rule,
                 plan.state.moments,
                 local=shardings,
-                layers=is_stacked,
+                layers=stacked_flags,
                 exact=_exact_flags(experiment.optimizer, param_infos),
                 platform=platform,
             )
             unfused_reason = _unfused_reason(experiment.optimizer, plan, platform)
             if unfused_reason is None:
                 device_name = f"{platform} {device.device_kind}"
-                fused = _fused_adamw(experiment.optimizer, experiment.steps, rule, param_infos, shardings, device_name)
+                fused_advance = _fused_adamw(
+                    experiment.optimizer, experiment.steps, rule, param_infos, shardings, device_name
+                )
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
@@ -133,10 +135,10 @@ class Update:
             clip=clip,
             is_split=plan.state.master == "split",
             messages=messages,
-            fused=fused,
+            fused_advance=fused_advance,
             unfused_reason=unfused_reason,
             is_bounded=is_known_rule and plan.state.moments == "float32" and all(map(_bounds_updates, members)),
-            is_by_layer=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
+            by_layer_flags=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
             param_infos=param_infos,
         )
 
@@ -164,10 +166,10 @@ class Update:
 
 
 def _bounds_updates(optimizer: Optimizer) -> bool:
-    """Return whether a rule of `RULES` bounds its updates, which it does not with an `eps` of 0.
+    """Return whether an optimizer's rule, one of `RULES`, bounds its updates; with an `eps` of 0, no rule does.
 
-    Gradients that have been small make an update of Adam `(1 - b1) / sqrt(1 - b2)` times as large as usual at most, and
-    gradients that stay the same one with momentum `1 / (1 - momentum)` times.
+    After small gradients, an update of Adam is at most `(1 - b1) / sqrt(1 - b2)` times as large as usual. Under
+    constant gradients, an update with momentum is `1 / (1 - momentum)` times as large as without.
     """
     options = optimizer.options()
     momentum, b1, b2 = (options.get(name, 0.0) for name in ("momentum", "b1", "b2"))
@@ -179,11 +181,11 @@ def _bounds_updates(optimizer: Optimizer) -> bool:
 
 def _exact_flags(optimizer: Optimizer, param_infos: PyTree[ParamInfo]) -> PyTree[bool]:
     """Return a tree that shows for each parameter whether its moments stay float32, as its optimizer specifies."""
-    members = optimizer.members()
+    member_by_index = optimizer.members()
     if not optimizer.groups:
         return jax.tree.map(lambda _: optimizer.moments == "float32", param_infos)
-    indices = group_indices(list(optimizer.groups), param_infos)
-    return jax.tree.map(lambda index: members[index].moments == "float32", indices)
+    index_tree = group_indices(list(optimizer.groups), param_infos)
+    return jax.tree.map(lambda index: member_by_index[index].moments == "float32", index_tree)
 
 
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
@@ -208,7 +210,7 @@ def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | No
 
 def _fused_adamw(
     optimizer: Optimizer,
-    steps: int,
+    step_count: int,
     rule: optax.GradientTransformation,
     param_infos: Params,
     shardings: Params,
@@ -218,7 +220,7 @@ def _fused_adamw(
 
     Args:
         optimizer: AdamW, with its options.
-        steps: number of steps of the run, for the schedule of the learning rate.
+        step_count: number of steps of the run, for the schedule of the learning rate.
         rule: the rule with its state in few bits, without clipping.
         param_infos: tree with the `ParamInfo` of each parameter, which shows whether the parameter decays.
         shardings: `NamedSharding` of each parameter's state.
@@ -227,44 +229,45 @@ def _fused_adamw(
     from jaxscale.optim.fused import AdamW, fused
 
     decay_mask = jax.tree.map(lambda info: info.decays, param_infos) if optimizer.decay == "matrices" else None
-    adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=decay_mask)
+    adamw = AdamW(optimizer.schedule_fn(step_count), **optimizer.options(), mask=decay_mask)
     return fused(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
 
 
 def describe_kinds(param_infos: PyTree[ParamInfo]) -> str:
-    """Return a line for the user on what an update rule takes for matrices, tables and vectors.
+    """Return a line for the user with the numbers of matrices, tables and vectors, as update rules classify parameters.
 
     Args:
         param_infos: tree of the `ParamInfo` of each parameter.
 
     Example:
-        >>> weights = {"w": leaf_of("w", ("layers", "embed", "mlp"), (2, 8, 24)), "bias": leaf_of("bias", None, (24,))}
-        >>> describe_kinds(weights)
+        >>> stack, bias = leaf_of("w", ("layers", "embed", "mlp"), (2, 8, 24)), leaf_of("bias", None, (24,))
+        >>> describe_kinds({"w": stack, "bias": bias})
         'parameters: 1 matrix (1 stack of layers), 1 vector'
     """
-    are_stacked: dict[LeafKind, list[bool]] = {"matrix": [], "table": [], "vector": []}
+    stacked_flags_by_kind: dict[LeafKind, list[bool]] = {"matrix": [], "table": [], "vector": []}
     for param_info in jax.tree.leaves(param_infos):
-        are_stacked[param_info.kind].append(param_info.stack > 0)
-    plurals = {"matrix": "matrices", "table": "tables", "vector": "vectors", "stack": "stacks"}
+        stacked_flags_by_kind[param_info.kind].append(param_info.stack > 0)
+    plural_by_noun = {"matrix": "matrices", "table": "tables", "vector": "vectors", "stack": "stacks"}
 
-    def counted(count: int, noun: str) -> str:
-        return f"{count} {noun if count == 1 else plurals[noun]}"
+    def count_text(count: int, noun: str) -> str:
+        return f"{count} {noun if count == 1 else plural_by_noun[noun]}"
 
-    texts = [
-        counted(len(flags), kind) + (f" ({counted(sum(flags), 'stack')} of layers)" if any(flags) else "")
-        for kind, flags in are_stacked.items()
-        if flags
+    kind_texts = [
+        count_text(len(stacked_flags), kind)
+        + (f" ({count_text(sum(stacked_flags), 'stack')} of layers)" if any(stacked_flags) else "")
+        for kind, stacked_flags in stacked_flags_by_kind.items()
+        if stacked_flags
     ]
-    return f"parameters: {', '.join(texts)}"
+    return f"parameters: {', '.join(kind_texts)}"
 
 
-def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
-    """Return a line for the user on an optimizer state in few bits, or no line for a float32 state.
+def describe_state(plan: Plan, abstract_state: PyTree, parameter_count: int) -> list[str]:
+    """Return a line for the user on an optimizer state in few bits; [] for a float32 state.
 
     Args:
         plan: the plan, which specifies the bits of a moment.
-        state: shapes of the optimizer's state.
-        parameters: number of trained numbers: the elements of all parameters.
+        abstract_state: shapes and dtypes of the optimizer's state.
+        parameter_count: number of elements of all trained parameters.
 
     Example:
         >>> from jaxscale.lowbit.quantize import zeros
@@ -274,9 +277,10 @@ def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
     """
     if plan.state.moments == "float32":
         return []
-    moment_bytes, moment_count = state_bytes(state)
+    moment_bytes, moment_count = state_bytes(abstract_state)
     correction_text = ", corrections of weights in int8" if plan.state.master == "split" else ""
     return [
-        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moment_count:,} moments "
-        f"in {moment_bytes / moment_count:.2f} bytes each, the others in float32{correction_text}"
+        f"state {plan.state.moments}: {tree_bytes(abstract_state) / parameter_count:.2f} bytes a parameter; "
+        f"{moment_count:,} moments in {moment_bytes / moment_count:.2f} bytes each, the others in float32"
+        f"{correction_text}"
     ]

@@ -279,7 +279,7 @@ def test_what_cannot_run_is_told_in_its_own_words(said, told):
         raise CannotRun(said)
 
     with pytest.raises(UserError, match=f"^{told}$"):
-        KernelTrace(Plan(), None, None).recording(cannot)()
+        KernelTrace(Plan(), None, None).with_recording(cannot)()
 
 
 def test_a_kernel_taken_in_two_ways_is_told_in_one_line():

@@ -61,7 +61,7 @@ LAYOUTS = [
 def test_codes_and_scales_lie_as_their_parameter_does(fields):
     """Blocks divide every shard, so that no number is decoded by another device's scale."""
     layout = make(**{"state": "int8", **fields}).layout
-    owners = jax.tree.unflatten(jax.tree.structure(layout.abstract.optimizer), layout.owners(make_whole(fields)))
+    owners = jax.tree.unflatten(jax.tree.structure(layout.abstract.optimizer), layout.owner_names(make_whole(fields)))
     found = quantized(layout.abstract.optimizer)
     assert len(found) == 2 * 3
     for array, owner in zip(found, quantized(owners), strict=True):

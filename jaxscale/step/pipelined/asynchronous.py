@@ -56,7 +56,7 @@ from jaxscale.step.exchange import describe_codec
 from jaxscale.step.pipelined.forms import Arrays, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import batch_weight_fn, shared_copies
-from jaxscale.step.planned_model import PlannedModel, positive
+from jaxscale.step.planned_model import PlannedModel, positive_divisor
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
@@ -122,7 +122,7 @@ class AsyncPipeline:
         self.model_with_copies = planned.pure_model.with_copies(shared_copies(self.synchronous, self.batch_shapes))
         self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)
         self.gradient_exchange = self._make_exchange()
-        self._owners = self.layout.owners(optimizer)
+        self._owners = self.layout.owner_names(optimizer)
         self._row_shards = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
         self._state_treedef = jax.tree.structure(self.layout.abstract.optimizer)
         self._batch_weight = batch_weight_fn(planned, self.batch_shapes)
@@ -293,7 +293,7 @@ class AsyncPipeline:
         stage_spec, whole_spec = PartitionSpec(PIPE_AXIS), PartitionSpec()
         with self.planned.tracing():
             in_specs = (stage_spec, stage_spec, whole_spec, whole_spec, whole_spec)
-            return self.planned.mapped(fill_stage, MANUAL, in_specs, DEVICE_SPEC)(
+            return self.planned.shard_map_of(fill_stage, MANUAL, in_specs, DEVICE_SPEC)(
                 *self.synchronous.split(state.params), free, state.watch, state.step
             )
 
@@ -318,7 +318,7 @@ class AsyncPipeline:
         gradients_with_copies = jax.lax.with_sharding_constraint(
             self.model_with_copies.in_rows(self.planned.pure_model.in_layers(gradients)), self.layout.master_shardings
         )
-        mean_loss, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients_with_copies)
+        mean_loss, norm = loss.total / positive_divisor(loss.weight), optax.tree.norm(gradients_with_copies)
         is_good = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
         trees = gradients_with_copies, state.optimizer, state.params
         params, optimizer_state, is_good = self.advance(*trees, norm, is_good)
@@ -380,12 +380,12 @@ class AsyncPipeline:
             new_flight = {"pipe": advanced.in_flight, **new_stage_state}
             return new_stage_params, new_shared_params, new_owned, new_flight, (loss_sums, norm, codec_metrics)
 
-        scales = jnp.broadcast_to(1.0 / positive(self._batch_weight(batch)), (self.microbatch_count,))
+        scales = jnp.broadcast_to(1.0 / positive_divisor(self._batch_weight(batch)), (self.microbatch_count,))
         with self.planned.tracing():
             key = self.planned.key(state)
             out_specs = (stage_spec, stage_spec, stage_spec, DEVICE_SPEC, whole_spec)
             in_specs = (*out_specs[:4], (rows_spec, whole_spec), whole_spec)
-            advance_stages = self.planned.mapped(advance_stage, MANUAL, in_specs, out_specs)
+            advance_stages = self.planned.shard_map_of(advance_stage, MANUAL, in_specs, out_specs)
             microbatches = (self.synchronous.microbatches(batch), scales)
             stage_params, shared_params, owned, flight, (loss, norm, codec_metrics) = advance_stages(
                 *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], microbatches, key
@@ -404,7 +404,7 @@ class AsyncPipeline:
             watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=watch_norm),
             extra={IN_FLIGHT: flight},
         )
-        mean_loss = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
+        mean_loss = jnp.where(loss.weight > 0, loss.total / positive_divisor(loss.weight), jnp.nan)
         return next_state, {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight, **codec_metrics}
 
 

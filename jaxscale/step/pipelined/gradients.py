@@ -39,7 +39,7 @@ from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
 from jaxscale.step.pipelined.forms import Arrays, ChainForm, Microbatch, Score, StackForm, StageForm, WeightsByName
-from jaxscale.step.planned_model import PlannedModel, Specs, positive
+from jaxscale.step.planned_model import PlannedModel, Specs, positive_divisor
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, Params, PyTree
 
@@ -135,7 +135,7 @@ class Pipelined:
 
     def microbatches(self, batch: Batch) -> tuple[Batch, Array]:
         """Return each array of a batch as (microbatches, rows, ...), and the index of each row in the global batch."""
-        return microbatches((dict(batch), self.planned.examples(batch)), count=self.stages.schedule.microbatches)
+        return microbatches((dict(batch), self.planned.row_indices(batch)), count=self.stages.schedule.microbatches)
 
     def _run(
         self,
@@ -206,7 +206,7 @@ class Pipelined:
 
         host_specs = None if host_params is None else stage_specs
         input_specs = (stage_specs, host_specs, shared_specs, rows_spec, PartitionSpec())
-        return self.planned.mapped(run_on_device, MANUAL, input_specs, output_specs)(
+        return self.planned.shard_map_of(run_on_device, MANUAL, input_specs, output_specs)(
             stage_params, host_params, shared_params, self.microbatches(batch), self.planned.key(state)
         )
 
@@ -246,7 +246,7 @@ class Pipelined:
             return parts.after(parts.inside(parts.before(*args), *args), *args).total
 
         input_specs = (*self._specs("compute"), rows_spec, rows_spec, PartitionSpec())
-        run = self.planned.mapped(total_loss, MANUAL, input_specs, PartitionSpec())
+        run = self.planned.shard_map_of(total_loss, MANUAL, input_specs, PartitionSpec())
         return run(stage_params, shared_params, batch, examples, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
@@ -292,7 +292,7 @@ class Pipelined:
                 }
                 for gradient_by_name, spec_by_name in zip(gradients, gradient_specs, strict=True)
             ]
-            scale = replica_factor / positive(loss.weight)
+            scale = replica_factor / positive_divisor(loss.weight)
             return loss, *jax.tree.map(lambda g: (g * scale)[None] if is_by_replica else g * scale, summed_gradients)
 
         output_specs = (PartitionSpec(), *(_with_replica_dim(gradient_specs) if is_by_replica else gradient_specs))
