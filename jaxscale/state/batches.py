@@ -43,31 +43,32 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         UserError: the devices cannot share the rows evenly.
     """
     row_count = len(next(iter(batch.values()))) * shard[1] if batch else 0
-    part_count = shard_count(sharding.mesh, next(iter(dim_axes(sharding.spec)), ()))
-    if row_count % part_count:
+    row_shard_count = shard_count(sharding.mesh, next(iter(dim_axes(sharding.spec)), ()))
+    if row_count % row_shard_count:
         raise UserError(
-            f"batch: got {row_count} rows, which {part_count} devices cannot share evenly: give a multiple of "
-            f"{part_count}, such as {-(-row_count // part_count) * part_count}, and set it as batch of the Experiment"
+            f"batch: got {row_count} rows, which {row_shard_count} devices cannot share evenly: give a multiple of "
+            f"{row_shard_count}, such as {-(-row_count // row_shard_count) * row_shard_count}, and set it as batch of "
+            "the Experiment"
         )
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), sharding)
-    shard_index, process_shards = shard
+    shard_index, process_shard_count = shard
 
     def put_array(local_rows: np.ndarray) -> Array:
-        row_count, first_row = process_shards * len(local_rows), shard_index * len(local_rows)
+        array_row_count, first_row = process_shard_count * len(local_rows), shard_index * len(local_rows)
 
         def rows_at(slices: tuple[slice, ...] | None) -> np.ndarray:
             assert slices is not None
-            start, stop = span(slices, row_count)
+            start, stop = span(slices, array_row_count)
             return local_rows[start - first_row : stop - first_row]
 
-        return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, rows_at)
+        return jax.make_array_from_callback((array_row_count, *local_rows.shape[1:]), sharding, rows_at)
 
     return {name: put_array(np.asarray(local_rows)) for name, local_rows in batch.items()}
 
 
 def check_rows(batch: Batch) -> None:
-    """Raise an error for what is no dict of arrays, and for arrays that differ in their numbers of rows.
+    """Raise an error for a batch that is not a dict of arrays, and for arrays that differ in their numbers of rows.
 
     Example:
         >>> check_rows({"x": np.ones((2, 3)), "labels": np.array([0, 1])})
@@ -97,8 +98,8 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
         class_counts: for each array of tokens or labels, by its name, the number of tokens or classes.
 
     Raises:
-        UserError: a number is neither from 0 to the count minus 1, nor -100 in targets or labels; or the weights add
-            up to less than 0.
+        UserError: a token or class is neither from 0 to the count minus 1, nor -100 in targets or labels; or the
+            weights add up to less than 0.
 
     Example:
         >>> check_values({"labels": np.array([0, -100, 9])}, {"labels": 10})
@@ -109,22 +110,22 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
             f"weights: got a batch whose weights add up to {weights.sum():.4g}, expected 0 or more: the loss is "
             "divided by their sum"
         )
-    for name, count in class_counts.items():
-        numbers = batch.get(name)
-        if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or not numbers.size:
+    for name, class_count in class_counts.items():
+        class_indices = batch.get(name)
+        if not isinstance(class_indices, np.ndarray) or class_indices.dtype.kind not in "iu" or not class_indices.size:
             continue
-        if numbers.min() >= 0 and numbers.max() < count:
+        if class_indices.min() >= 0 and class_indices.max() < class_count:
             continue
-        is_wrong = (numbers < 0) | (numbers >= count)
+        is_wrong = (class_indices < 0) | (class_indices >= class_count)
         if name != "tokens":
-            is_wrong &= numbers != IGNORED
-            if isinstance(weights, np.ndarray) and weights.shape == numbers.shape[: weights.ndim]:
-                is_wrong &= weights.reshape(weights.shape + (1,) * (numbers.ndim - weights.ndim)) != 0
+            is_wrong &= class_indices != IGNORED
+            if isinstance(weights, np.ndarray) and weights.shape == class_indices.shape[: weights.ndim]:
+                is_wrong &= weights.reshape(weights.shape + (1,) * (class_indices.ndim - weights.ndim)) != 0
         if is_wrong.any():
             ignored_text = "" if name == "tokens" else f", or {IGNORED} for a target that the loss ignores"
             raise UserError(
-                f"{name}: got {numbers[is_wrong][0]}, expected numbers from 0 to {count - 1}, as the model has {count} "
-                f"classes{ignored_text}"
+                f"{name}: got {class_indices[is_wrong][0]}, expected numbers from 0 to {class_count - 1}, as the model "
+                f"has {class_count} classes{ignored_text}"
             )
 
 
@@ -146,14 +147,14 @@ def batch_shapes(experiment: Experiment) -> Batch:
 def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and dtype of each array of a batch (of arrays or of shapes), with `sharding` if it is given.
 
-    The dtypes are those on devices: 64-bit numbers of NumPy become 32-bit ones there, unless JAX has these enabled.
+    The dtypes are those on devices, where 64-bit numbers of NumPy become 32-bit ones unless `jax_enable_x64` is set.
     """
-    shapes_by_name = {}
+    abstract_by_name = {}
     for name, array in batch.items():
         is_key = not isinstance(array.dtype, np.dtype)
         dtype = array.dtype if is_key else jax.dtypes.canonicalize_dtype(array.dtype)
-        shapes_by_name[name] = jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=sharding)
-    return shapes_by_name
+        abstract_by_name[name] = jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=sharding)
+    return abstract_by_name
 
 
 def span(slices: Sequence[slice], row_count: int) -> tuple[int, int]:
@@ -174,11 +175,11 @@ def equal_part(spans: set[tuple[int, int]], row_count: int) -> tuple[int, int]:
         ((1, 2), (0, 1))
     """
     first_row, last_stop = min(start for start, _ in spans), max(stop for _, stop in spans)
-    part_rows = last_stop - first_row
-    is_contiguous = sum(stop - start for start, stop in spans) == part_rows
-    if not is_contiguous or row_count % part_rows or first_row % part_rows:
+    part_row_count = last_stop - first_row
+    is_contiguous = sum(stop - start for start, stop in spans) == part_row_count
+    if not is_contiguous or row_count % part_row_count or first_row % part_row_count:
         return 0, 1
-    return first_row // part_rows, row_count // part_rows
+    return first_row // part_row_count, row_count // part_row_count
 
 
 def microbatches(tree: BatchArrays, *, count: int) -> BatchArrays:

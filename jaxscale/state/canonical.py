@@ -108,9 +108,9 @@ class Canonical:
 
         Arrays that lie on the host already are copied by way of the device, a few at a time, and do not count.
         """
-        return local_bytes(self.abstract())
+        return local_bytes(self.abstract_arrays())
 
-    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape, dtype and sharding of each array of the canonical form, by the array's name."""
         abstract_arrays = jax.eval_shape(self._take_apart, self._layout.abstract)
         return {
@@ -128,7 +128,7 @@ class Canonical:
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             if not part.names:
                 continue
-            finish = functools.partial(_finished, dtype=part.dtype, is_on_host=on_host(leaf))
+            finish = functools.partial(_finished_array, dtype=part.dtype, is_on_host=on_host(leaf))
             if part.layer_dim is not None and part.group_rows is None and leaf.shape == part.shape:
                 for row, name in part.rows_and_names():
                     layer = jax.lax.index_in_dim(leaf, row, part.layer_dim, keepdims=False)
@@ -156,22 +156,24 @@ class Canonical:
         Args:
             params: float32 parameters, as they are before the first step.
             model_state: the model's other state.
-            weights: new arrays by name, with the shapes and shardings of `abstract`; a stacked leaf keeps its other
-                layers.
+            weights: new arrays by name, with the shapes and shardings of `abstract_arrays`; a stacked leaf keeps its
+                other layers.
         """
-        parts = jax.tree.unflatten(self._treedef, self._parts)
+        part_tree = jax.tree.unflatten(self._treedef, self._parts)
 
-        def replaced(leaf: Array, part: Part) -> Array:
+        def replace_leaf(leaf: Array, part: Part) -> Array:
             if not any(name in weights for name in part.names):
                 return leaf
             arrays = {name: weights[name] for name in part.names if name in weights}
             if len(arrays) < len(part.names):
-                arrays = {**jax.jit(functools.partial(_drawn_rows, part=part))(leaf), **arrays}
-            abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            join = _join_fn(part.layer_dim, part.key_impl, abstract, part.group_rows, part.row_of_name)
+                arrays = {**jax.jit(functools.partial(_canonical_arrays, part=part))(leaf), **arrays}
+            abstract_leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            join = _join_fn(part.layer_dim, part.key_impl, abstract_leaf, part.group_rows, part.row_of_name)
             return jax.block_until_ready(join([arrays[name] for name in part.names]))
 
-        return jax.tree.map(replaced, params, parts.params), jax.tree.map(replaced, model_state, parts.rest)
+        return jax.tree.map(replace_leaf, params, part_tree.params), jax.tree.map(
+            replace_leaf, model_state, part_tree.rest
+        )
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
         """Put a train state together from its canonical form, whose arrays are donated, and return the state.
@@ -220,18 +222,18 @@ class Canonical:
         return state
 
 
-def _drawn_rows(leaf: Array, part: Part) -> dict[str, Array]:
+def _canonical_arrays(leaf: Array, part: Part) -> dict[str, Array]:
     """Return the arrays of the canonical form of a leaf that is a parameter, in device memory."""
     array = to_device(leaf)
     if array.shape != part.shape:  # cut off the padding
         array = jax.lax.slice(array, (0,) * array.ndim, part.shape)
-    dim = part.layer_dim
-    if dim is None:
+    layer_dim = part.layer_dim
+    if layer_dim is None:
         return {part.names[0]: array}
-    return {name: jax.lax.index_in_dim(array, row, dim, keepdims=False) for row, name in part.rows_and_names()}
+    return {name: jax.lax.index_in_dim(array, row, layer_dim, keepdims=False) for row, name in part.rows_and_names()}
 
 
-def _finished(array: Array, dtype: np.dtype | None, is_on_host: bool) -> Array:
+def _finished_array(array: Array, dtype: np.dtype | None, is_on_host: bool) -> Array:
     """Return an array of the canonical form in another dtype (`None` keeps it), and in host memory if `is_on_host`."""
     cast_array = array if dtype is None else array.astype(dtype)
     return to_host(cast_array) if is_on_host else cast_array
@@ -262,17 +264,19 @@ def _join_fn(
             device_arrays = [device_arrays[0][slice(*group_rows)]]
         if key_impl:
             return jax.random.wrap_key_data(device_arrays[0], impl=key_impl)
-        rows = device_arrays
+        leaf_rows = device_arrays
         if row_of_array and layer_dim is None:
             (array,) = device_arrays
-            rows = [jnp.zeros(leaf.shape, array.dtype).at[jnp.array(row_of_array)].set(array)]
+            leaf_rows = [jnp.zeros(leaf.shape, array.dtype).at[jnp.array(row_of_array)].set(array)]
         elif row_of_array:
             assert layer_dim is not None
             array_by_row = dict(zip(row_of_array, device_arrays, strict=True))
-            rows = [array_by_row.get(row, jnp.zeros_like(device_arrays[0])) for row in range(leaf.shape[layer_dim])]
-        unpadded = rows[0] if layer_dim is None else jnp.stack(rows, layer_dim)
-        padding = [(0, padded - size) for size, padded in zip(unpadded.shape, leaf.shape, strict=True)]
-        return (jnp.pad(unpadded, padding) if any(p for _, p in padding) else unpadded).astype(leaf.dtype)
+            leaf_rows = [
+                array_by_row.get(row, jnp.zeros_like(device_arrays[0])) for row in range(leaf.shape[layer_dim])
+            ]
+        unpadded_leaf = leaf_rows[0] if layer_dim is None else jnp.stack(leaf_rows, layer_dim)
+        padding = [(0, padded_size - size) for size, padded_size in zip(unpadded_leaf.shape, leaf.shape, strict=True)]
+        return (jnp.pad(unpadded_leaf, padding) if any(p for _, p in padding) else unpadded_leaf).astype(leaf.dtype)
 
     return jax.jit(join, out_shardings=leaf.sharding)
 
@@ -311,7 +315,7 @@ def _array_spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
         return leaf_spec
     axes_of_dims = list(dim_axes(leaf_spec, part.layer_dim + 1))
     layer_axes = axes_of_dims.pop(part.layer_dim)
-    array_shape = [size for dim, size in enumerate(part.shape) if dim != part.layer_dim]
+    array_shape = [dim_size for dim, dim_size in enumerate(part.shape) if dim != part.layer_dim]
     spec = spec_of(axes_of_dims)
     for axis in layer_axes:
         # a layer that lies on one stage's device is split over the devices of all stages, not copied to them

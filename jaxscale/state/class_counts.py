@@ -12,28 +12,28 @@ from jaxscale.values.host_random import warning_of_host_random
 
 
 def class_counts(pure_model: PureModel, batch: Batch, context: Context) -> dict[str, int]:
-    """Return the number of tokens or classes by the name of an array of tokens or labels.
+    """Return the number of tokens or classes for each array of tokens or labels, by the array's name.
 
     Args:
         pure_model: the model as pure functions.
-        batch: arrays or shapes of a batch. The loss of a foreign model is traced for it, which shows random numbers of
-            the host, too.
+        batch: arrays or shapes of a batch. The loss of a foreign model is traced with it; the trace also shows
+            whether the loss draws random numbers on the host.
         context: the settings of the forward pass.
     """
     model = pure_model.model
     traits = ModelTraits.of(model)
     if not traits.foreign:
-        counts = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
-        return {name: count for name, count in counts.items() if count is not None}
+        count_by_name = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
+        return {name: count for name, count in count_by_name.items() if count is not None}
 
     def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
         return model.loss(pure_model.module(params, model_state), batch, context).total
 
-    with noting_class_counts() as counts, warning_of_host_random(model):
+    with noting_class_counts() as noted_counts, warning_of_host_random(model):
         jax.eval_shape(
             total_loss,
             pure_model.abstract_module_params,
             pure_model.abstract_model_state,
             batches.shapes(batch),
         )
-    return counts
+    return noted_counts

@@ -74,94 +74,105 @@ class Form:
         return f"{self.map} in blocks of {self.block}" if self.map else "float32"
 
 
-def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
+def forms_of(shape_by_name: Mapping[str, Sequence[int]]) -> dict[str, Form]:
     """Return the form of each quantized array in a canonical form, by the array's name; plain arrays are left out.
 
     Args:
-        shapes: shape of each array of the canonical form, by name.
+        shape_by_name: shape of each array of the canonical form, by name.
 
     Example:
         >>> forms_of({"w/codes.soft8": (512, 4), "w/scale": (2, 4), "b": (4,)})
         {'w': Form(map='soft8', block=256)}
     """
-    forms = {}
-    for full_name, shape in shapes.items():
+    form_by_name = {}
+    for full_name, shape in shape_by_name.items():
         name, _, role = full_name.rpartition("/")
-        map_name, scale_shape = role.removeprefix(CODES), shapes.get(f"{name}/{SCALE}")
+        map_name, scale_shape = role.removeprefix(CODES), shape_by_name.get(f"{name}/{SCALE}")
         if not role.startswith(CODES) or map_name not in MAPS or scale_shape is None:
             continue
         if len(shape) >= 2 and len(scale_shape) >= 2 and scale_shape[-2]:
-            forms[name] = Form(map_name, shape[-2] // scale_shape[-2])
-    return forms
+            form_by_name[name] = Form(map_name, shape[-2] // scale_shape[-2])
+    return form_by_name
 
 
-def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> Conversion:
+def conversion(entry_by_name: Mapping[str, Sequence[PyTree]], abstract_by_name: Abstract) -> Conversion:
     """Return the conversion from the arrays of a checkpoint to those of a step.
 
     If the checkpoint lacks an array in every form, the array is listed unchanged among the arrays to read, so that the
     reader reports it as missing.
 
     Args:
-        entries: (shape, dtype) of each array of the checkpoint, by name; further members of an entry are ignored.
-        abstract: shape, dtype and sharding of each array of the step, by name.
+        entry_by_name: (shape, dtype) of each array of the checkpoint, by name; further members of an entry are ignored.
+        abstract_by_name: shape, dtype and sharding of each array of the step, by name.
     """
-    saved_forms = forms_of({name: entry[0] for name, entry in entries.items()})
-    step_forms = forms_of({name: leaf.shape for name, leaf in abstract.items()})
+    saved_form_by_name = forms_of({name: entry[0] for name, entry in entry_by_name.items()})
+    step_form_by_name = forms_of({name: leaf.shape for name, leaf in abstract_by_name.items()})
     plain_form = Form()
-    form_changes: dict[str, tuple[Form, Form]] = {}
-    for name in sorted({*saved_forms, *step_forms}):  # in one order on all processes
-        saved_form, step_form = saved_forms.get(name, plain_form), step_forms.get(name, plain_form)
-        is_saved, is_in_step = name in saved_forms or name in entries, name in step_forms or name in abstract
+    form_change_by_name: dict[str, tuple[Form, Form]] = {}
+    for name in sorted({*saved_form_by_name, *step_form_by_name}):  # in one order on all processes
+        saved_form, step_form = saved_form_by_name.get(name, plain_form), step_form_by_name.get(name, plain_form)
+        is_saved, is_in_step = (
+            name in saved_form_by_name or name in entry_by_name,
+            name in step_form_by_name or name in abstract_by_name,
+        )
         if is_saved and is_in_step and saved_form != step_form:
-            form_changes[name] = (saved_form, step_form)
-    sources = dict(abstract)  # the arrays to read
-    for name, (saved_form, step_form) in form_changes.items():
-        leaf = abstract[step_form.names(name)[0]]
+            form_change_by_name[name] = (saved_form, step_form)
+    abstract_sources = dict(abstract_by_name)  # the arrays to read
+    for name, (saved_form, step_form) in form_change_by_name.items():
+        leaf = abstract_by_name[step_form.names(name)[0]]
         for array_name in step_form.names(name):
-            del sources[array_name]
+            del abstract_sources[array_name]
         for array_name in saved_form.names(name):
-            shape, dtype = tuple(entries[array_name][0]), entries[array_name][1]
-            sources[array_name] = jax.ShapeDtypeStruct(
+            shape, dtype = tuple(entry_by_name[array_name][0]), entry_by_name[array_name][1]
+            abstract_sources[array_name] = jax.ShapeDtypeStruct(
                 shape, jnp.dtype(dtype), sharding=fitting_sharding(leaf.sharding, shape)
             )
-    saved_corrections, step_corrections = correction_names(entries), correction_names(abstract)
-    weight_names = [
-        name for name in abstract if name in entries and (name in saved_corrections) != (name in step_corrections)
+    saved_correction_names, step_correction_names = correction_names(entry_by_name), correction_names(abstract_by_name)
+    changed_weight_names = [
+        name
+        for name in abstract_by_name
+        if name in entry_by_name and (name in saved_correction_names) != (name in step_correction_names)
     ]
-    for name in weight_names:
-        leaf = abstract[name]
-        if name in saved_corrections:
-            sources[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
-            sources[saved_corrections[name]] = jax.ShapeDtypeStruct(leaf.shape, jnp.int8, sharding=leaf.sharding)
+    for name in changed_weight_names:
+        leaf = abstract_by_name[name]
+        if name in saved_correction_names:
+            abstract_sources[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+            abstract_sources[saved_correction_names[name]] = jax.ShapeDtypeStruct(
+                leaf.shape, jnp.int8, sharding=leaf.sharding
+            )
         else:
-            sources[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
-            del sources[step_corrections[name]]
+            abstract_sources[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+            del abstract_sources[step_correction_names[name]]
 
-    def convert(saved_arrays: dict[str, Array]) -> dict[str, Array]:
-        arrays = dict(saved_arrays)
-        for name in weight_names:
-            if name in saved_corrections:
-                arrays[name] = _join_fn(abstract[name].sharding)(arrays[name], arrays.pop(saved_corrections[name]))
+    def convert(saved_array_by_name: dict[str, Array]) -> dict[str, Array]:
+        array_by_name = dict(saved_array_by_name)
+        for name in changed_weight_names:
+            if name in saved_correction_names:
+                array_by_name[name] = _join_fn(abstract_by_name[name].sharding)(
+                    array_by_name[name], array_by_name.pop(saved_correction_names[name])
+                )
             else:
-                arrays[name], arrays[step_corrections[name]] = _split_fn(abstract[name].sharding)(arrays[name])
-        for name, (saved_form, step_form) in form_changes.items():
-            old_arrays = [arrays.pop(array_name) for array_name in saved_form.names(name)]
-            abstract_arrays = [abstract[array_name] for array_name in step_form.names(name)]
+                array_by_name[name], array_by_name[step_correction_names[name]] = _split_fn(
+                    abstract_by_name[name].sharding
+                )(array_by_name[name])
+        for name, (saved_form, step_form) in form_change_by_name.items():
+            old_arrays = [array_by_name.pop(array_name) for array_name in saved_form.names(name)]
+            abstract_arrays = [abstract_by_name[array_name] for array_name in step_form.names(name)]
             dtypes_and_shardings = tuple((leaf.dtype, leaf.sharding) for leaf in abstract_arrays)
             change_form = _change_fn(saved_form, step_form, dtypes_and_shardings)
             # wait, because dozens of programs in flight can starve one another on a CPU
             new_arrays = jax.block_until_ready(change_form(old_arrays))
-            arrays |= dict(zip(step_form.names(name), new_arrays, strict=True))
+            array_by_name |= dict(zip(step_form.names(name), new_arrays, strict=True))
             for old_array in old_arrays:
                 if not any(old_array is new_array for new_array in new_arrays):
                     old_array.delete()
-        return arrays
+        return array_by_name
 
-    lines = change_lines(form_changes.values())
-    if weight_names:
-        old_form, new_form = ("split", "float32") if saved_corrections else ("float32", "split")
+    lines = change_lines(form_change_by_name.values())
+    if changed_weight_names:
+        old_form, new_form = ("split", "float32") if saved_correction_names else ("float32", "split")
         lines = (*lines, f"weights were {old_form} and are now {new_form}")
-    return Conversion(sources, convert, lines)
+    return Conversion(abstract_sources, convert, lines)
 
 
 def correction_names(names: Iterable[str]) -> dict[str, str]:
@@ -174,8 +185,8 @@ def correction_names(names: Iterable[str]) -> dict[str, str]:
         >>> correction_names(["params/w", "optimizer/1/correction/w"])
         {'params/w': 'optimizer/1/correction/w'}
     """
-    state_names = [name for name in names if name.startswith("optimizer/") and "/correction/" in name]
-    return {f"{PARAMS}/{name.partition('/correction/')[2]}": name for name in state_names}
+    correction_array_names = [name for name in names if name.startswith("optimizer/") and "/correction/" in name]
+    return {f"{PARAMS}/{name.partition('/correction/')[2]}": name for name in correction_array_names}
 
 
 @functools.lru_cache(maxsize=256)
@@ -190,54 +201,56 @@ def _split_fn(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]
     return jax.jit(split, out_shardings=(sharding, sharding))
 
 
-def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
+def change_lines(form_changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
     """Return lines for the user on arrays whose numbers change, one line for each pair of old and new form.
 
     Args:
-        changes: old and new form of each array.
+        form_changes: old and new form of each array.
 
     Example:
         >>> change_lines([(Form(), Form("soft8", 256))] * 2 + [(Form("soft8", 256), Form("soft8", 128))])
         ('2 arrays of optimizer state were float32 and are now soft8 in blocks of 256',)
     """
-    counts = collections.Counter((old, new) for old, new in changes if not _is_exact(old, new))
+    change_counts = collections.Counter(
+        (old_form, new_form) for old_form, new_form in form_changes if not _is_exact(old_form, new_form)
+    )
     return tuple(
-        f"{count} array{'s' if count > 1 else ''} of optimizer state {'were' if count > 1 else 'was'} {old} and "
-        f"{'are' if count > 1 else 'is'} now {new}"
-        for (old, new), count in counts.items()
+        f"{count} array{'s' if count > 1 else ''} of optimizer state {'were' if count > 1 else 'was'} {old_form} and "
+        f"{'are' if count > 1 else 'is'} now {new_form}"
+        for (old_form, new_form), count in change_counts.items()
     )
 
 
-def _is_exact(old: Form, new: Form) -> bool:
+def _is_exact(old_form: Form, new_form: Form) -> bool:
     """Return whether a change keeps all codes: the new form has the same map, and blocks that divide the old blocks."""
-    return old.map == new.map and bool(new.block) and old.block % new.block == 0
+    return old_form.map == new_form.map and bool(new_form.block) and old_form.block % new_form.block == 0
 
 
 @functools.lru_cache(maxsize=256)
 def _change_fn(
-    old: Form, new: Form, dtypes_and_shardings: tuple[tuple[np.dtype, NamedSharding], ...]
+    old_form: Form, new_form: Form, dtypes_and_shardings: tuple[tuple[np.dtype, NamedSharding], ...]
 ) -> Callable[[list[Array]], list[Array]]:
     """Return a compiled function that changes one tensor from its arrays in an old form to its arrays in a new form.
 
     Args:
-        old: form of the arrays that are read.
-        new: form of the arrays of the step.
+        old_form: form of the arrays that are read.
+        new_form: form of the arrays of the step.
         dtypes_and_shardings: (dtype, sharding) of each array of the step.
     """
     first_dtype = dtypes_and_shardings[0][0]
 
     def change(arrays: list[Array]) -> list[Array]:
         device_arrays = to_device(arrays)
-        if _is_exact(old, new):
+        if _is_exact(old_form, new_form):
             codes, scale = device_arrays
-            return [codes, jnp.repeat(scale, old.block // new.block, axis=-2)]
-        numbers = device_arrays[0]
-        if old.map:
+            return [codes, jnp.repeat(scale, old_form.block // new_form.block, axis=-2)]
+        plain_array = device_arrays[0]
+        if old_form.map:
             codes, scale = device_arrays
-            numbers = decode(Quantized(codes.astype(MAPS[old.map].dtype), scale, old.map, old.block))
-        if not new.map:
-            return [numbers.astype(first_dtype)]
-        quantized = encode(numbers, new.map, new.block)
+            plain_array = decode(Quantized(codes.astype(MAPS[old_form.map].dtype), scale, old_form.map, old_form.block))
+        if not new_form.map:
+            return [plain_array.astype(first_dtype)]
+        quantized = encode(plain_array, new_form.map, new_form.block)
         return [quantized.codes.astype(first_dtype), quantized.scale]
 
     return jax.jit(change, out_shardings=[sharding for _, sharding in dtypes_and_shardings])

@@ -3,7 +3,7 @@
     a_n = d_n a_(n-1) + (1 - d_n) w_n,    d_n = min(d, (1 + n) / (10 + n)),    a_0 = w_0
 
 The average is a `StateExtra`: float32 arrays, placed as optimizer state, and divided in a checkpoint as parameters are.
-Until the decay d_n reaches d, the average is of the last tenth of the updates or so.
+Until the decay d_n reaches d, the average covers roughly the last tenth of the updates.
 """
 
 import dataclasses
@@ -46,28 +46,28 @@ class WeightAverage:
     def add_to_layout(self, layout: Layout) -> Layout:
         """Return the layout of a train state with the average, given the layout without it."""
 
-        def abstract_leaf(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def abstract_average(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
 
-        return layout.with_extra(self.name, jax.tree_util.tree_map_with_path(abstract_leaf, layout.abstract.params))
+        return layout.with_extra(self.name, jax.tree_util.tree_map_with_path(abstract_average, layout.abstract.params))
 
     def init(self, state: TrainState) -> Params:
-        """Return the weights before the first update."""
+        """Return the initial average: the weights in float32."""
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), state.params)
 
-    def updating(self, update_fn: _UpdateFn[Gradients]) -> _UpdateFn[Gradients]:
-        """Return an update of weights that also updates the average; a bad step changes neither."""
+    def update_fn_with_average(self, update_fn: _UpdateFn[Gradients]) -> _UpdateFn[Gradients]:
+        """Return a function like `update_fn` that also updates the average; a bad step changes neither."""
 
         def update(
             gradients: Gradients, state: TrainState, is_good: Bool[Array, ""]
         ) -> tuple[TrainState, Bool[Array, ""]]:
             next_state, is_good = update_fn(gradients, state, is_good)
-            count = state.watch.good.astype(jnp.float32) + 1.0
-            decay = jnp.minimum(self.decay, (1.0 + count) / (10.0 + count))
+            update_count = state.watch.good.astype(jnp.float32) + 1.0
+            decay = jnp.minimum(self.decay, (1.0 + update_count) / (10.0 + update_count))
             rate = jnp.where(is_good, 1.0 - decay, 0.0)
             average = jax.tree.map(
-                lambda old, weight: old + rate * (weight.astype(jnp.float32) - old),
+                lambda mean, weight: mean + rate * (weight.astype(jnp.float32) - mean),
                 state.extra[self.name],
                 next_state.params,
             )
@@ -76,37 +76,37 @@ class WeightAverage:
         return update
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return the state itself: a checkpoint holds the average as it is."""
+        """Return the state itself, because a checkpoint holds the average unchanged."""
         return state
 
     def to_saved_abstract(self, abstract: TrainState) -> TrainState:
-        """Return the abstract state itself."""
+        """Return the abstract state itself, because a checkpoint holds the average unchanged."""
         return abstract
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Return the state, whose average starts from the weights if the checkpoint lacks it."""
+        """Return the state from a checkpoint; an average that the checkpoint lacks starts from the weights."""
         average = state.extra[self.name]
         if not lacks(average):
             return state
         return dataclasses.replace(state, extra={**state.extra, self.name: jax.jit(self.init)(state)})
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the `Part` of each leaf, which a checkpoint divides into arrays as the parameter."""
+        """Return the `Part` of each leaf; a checkpoint divides the average into arrays as it does the parameters."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: naming.part_of_param(self.name, path, path_name(path), leaf), abstract.extra[self.name]
         )
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user if the checkpoint lacks the average."""
+        """Return a note for the user if the checkpoint lacks the average; empty if it does not."""
         is_missing = any(name.startswith(f"{self.name}/") and name not in saved_names for name in step_names)
         return "; it has no average of weights, which starts from the weights" if is_missing else ""
 
     def describe(self) -> list[str]:
-        """Return a line for the user."""
+        """Return a line for the user on the average and its decay."""
         return [f"average of weights with decay {self.decay:g}, which evaluation, samples and export read"]
 
     def check(self, program: CompiledProgram) -> None:
-        """Check nothing: the average is an output of the step."""
+        """Check nothing, because the step returns the average."""
 
 
 def averaged(state: TrainState) -> TrainState:

@@ -39,23 +39,27 @@ class EncodedArray:
     def shape(self) -> tuple[int, ...]:
         """Shape of the codes or of the scales."""
         *layer_shape, in_size, out_size = self.array.shape
-        block_bytes = (self.block // FORMATS[self.format].codes_per_byte,) if self.part == "codes" else ()
-        return (*layer_shape, in_size // self.block, *block_bytes, out_size)
+        byte_dim_sizes = (self.block // FORMATS[self.format].codes_per_byte,) if self.part == "codes" else ()
+        return (*layer_shape, in_size // self.block, *byte_dim_sizes, out_size)
 
     def __getitem__(self, index: LayerIndex) -> np.ndarray:
         given_slices = index if isinstance(index, tuple) else (index,)
         slices = (*given_slices, *(slice(None),) * (len(self.shape) - len(given_slices)))
         layer_dim_count = len(self.array.shape) - 2
         layer_slices, (block_slice, *byte_slices, out_slice) = slices[:layer_dim_count], slices[layer_dim_count:]
-        first, last, _ = block_slice.indices(self.shape[layer_dim_count])
-        of_layer = (slice(first * self.block, last * self.block), out_slice)
+        first_block, end_block, _ = block_slice.indices(self.shape[layer_dim_count])
+        matrix_slices = (slice(first_block * self.block, end_block * self.block), out_slice)
         if not layer_slices:
-            return self._encoded(self.array[of_layer])[(slice(None), *byte_slices)]
-        layers = range(self.shape[0])[layer_slices[0]]
-        matrices = (self.array[(slice(layer, layer + 1), *of_layer)] for layer in layers)
-        return np.stack([self._encoded(matrix[0])[(slice(None), *byte_slices)] for matrix in matrices])
+            return self._encoded_part(self.array[matrix_slices])[(slice(None), *byte_slices)]
+        layer_indices = range(self.shape[0])[layer_slices[0]]
+        layer_arrays = (
+            self.array[(slice(layer_index, layer_index + 1), *matrix_slices)] for layer_index in layer_indices
+        )
+        return np.stack(
+            [self._encoded_part(layer_array[0])[(slice(None), *byte_slices)] for layer_array in layer_arrays]
+        )
 
-    def _encoded(self, matrix: np.ndarray | Array) -> np.ndarray:
+    def _encoded_part(self, matrix: np.ndarray | Array) -> np.ndarray:
         """Return the codes or the scales of a matrix."""
         return np.asarray(_encode(matrix, self.format, self.block, self.part))
 
@@ -75,7 +79,7 @@ def encoded_arrays(pure_model: PureModel, array_by_name: dict[str, LazyArray]) -
         array_by_name: the arrays of the file, with the names and shapes of float parameters.
     """
 
-    def encoded(name: str, array: LazyArray, weight: FewBitWeight) -> dict[str, LazyArray]:
+    def parts_by_name(name: str, array: LazyArray, weight: FewBitWeight) -> dict[str, LazyArray]:
         """Return the codes and the scales of one weight by name."""
         part_fn = functools.partial(EncodedArray, array, weight.format, weight.block)
         return {f"{name}/codes": part_fn("codes"), f"{name}/scale": part_fn("scale")}
@@ -83,5 +87,5 @@ def encoded_arrays(pure_model: PureModel, array_by_name: dict[str, LazyArray]) -
     arrays: dict[str, LazyArray] = {}
     for name, array in array_by_name.items():
         weight = pure_model.few_bit_weights.get(name)
-        arrays |= {name: array} if weight is None else encoded(name, array, weight)
+        arrays |= {name: array} if weight is None else parts_by_name(name, array, weight)
     return arrays

@@ -30,7 +30,7 @@ from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
 from jaxscale.typing import Array, Params, PyTree
 
-Shapes: TypeAlias = PyTree[jax.ShapeDtypeStruct]
+AbstractArrays: TypeAlias = PyTree[jax.ShapeDtypeStruct]
 """A tree of abstract arrays with shardings."""
 Shardings: TypeAlias = PyTree[NamedSharding]
 Label = TypeVar("Label", NamedSharding, str)
@@ -88,14 +88,14 @@ def check_model(plan: Plan, model: Model) -> None:
             f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}, because the rows "
             "of a batch are split over all of them; change the mesh instead"
         )
-    for name, size in model.logical_sizes().items():
-        axes = rules.axes(name)
+    for logical_axis, dim_size in model.logical_sizes().items():
+        axes = rules.axes(logical_axis)
         shard_count = math.prod(axis_sizes[axis] for axis in axes)
-        if name != "vocab" and size % shard_count:
-            axis_text = " x ".join(f"{axis}:{axis_sizes[axis]}" for axis in axes if axis_sizes[axis] > 1)
+        if logical_axis != "vocab" and dim_size % shard_count:
+            axes_text = " x ".join(f"{axis}:{axis_sizes[axis]}" for axis in axes if axis_sizes[axis] > 1)
             raise UserError(
-                f"{name}: {size} cannot be split evenly over {axis_text}; change the mesh or the model, "
-                f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
+                f"{logical_axis}: {dim_size} cannot be split evenly over {axes_text}; change the mesh or the model, "
+                f"or keep {logical_axis} whole with --plan.rules.{logical_axis.replace('_', '-')} none"
             )
     kernels, traits = plan.kernels, ModelTraits.of(model)
     if traits.foreign:
@@ -119,12 +119,12 @@ def check_model(plan: Plan, model: Model) -> None:
             )
         if kernels.names_attention:
             raise UserError(f"attention {kernels.attends}: this model has its own layers; leave attention out")
-    length = traits.context
-    if length is not None:
+    context_length = traits.context
+    if context_length is not None:
         shard_count = math.prod(axis_sizes[axis] for axis in rules.seq)
-        if length % shard_count:
+        if context_length % shard_count:
             raise UserError(
-                f"context {length}: mesh {plan.mesh} splits the context {shard_count} ways; take a multiple of "
+                f"context {context_length}: mesh {plan.mesh} splits the context {shard_count} ways; take a multiple of "
                 f"{shard_count}"
             )
 
@@ -134,9 +134,9 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
     rules, has_copy = effective_rules(plan), plan.precision != "float32"
     placements = {}
     for name, abstract_param in named_leaves(pure_model.abstract_params).items():
-        shape = abstract_param.shape[1:] if name in pure_model.copies else abstract_param.shape
+        shape = abstract_param.shape[1:] if name in pure_model.copy_numbers else abstract_param.shape
         param_placement = placement(shape, pure_model.axis_names.get(name), plan.zero, has_copy, mesh, rules)
-        if name in pure_model.copies:  # each stage's copy of a shared parameter stays on its device
+        if name in pure_model.copy_numbers:  # each stage's copy of a shared parameter stays on its device
             param_placement = stack_placement(param_placement, PIPE_AXIS)
         elif plan.pipeline is not None and not pure_model.is_stacked(name):
             # a parameter that stages share is gathered when it is read, and split over the stages between steps
@@ -146,7 +146,7 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
 
 
 def frozen_specs_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
-    """Return the placement of each parameter that is not trained, by name: that of the copies that passes read."""
+    """Return, by name, the placement in which passes read each parameter that is not trained."""
     rules = effective_rules(plan)
     return {
         name: placement(leaf.shape, pure_model.axis_names.get(name), plan.zero, True, mesh, rules).compute
@@ -169,7 +169,7 @@ class Layout:
         compute_shardings: the `NamedSharding` of each parameter's copy that passes read, in a tree like the parameters.
         state_shardings: a train state with the `NamedSharding` of every leaf.
         abstract: a train state with the shape, dtype and sharding of every leaf.
-        streamed: names of the parameters that blocks fetch themselves, if the plan keeps weights on the host.
+        streamed_names: names of the parameters that blocks fetch themselves, if the plan keeps weights on the host.
     """
 
     plan: Plan
@@ -181,7 +181,7 @@ class Layout:
     compute_shardings: Shardings
     state_shardings: TrainState
     abstract: TrainState
-    streamed: frozenset[str]
+    streamed_names: frozenset[str]
 
     @classmethod
     def of(
@@ -209,20 +209,20 @@ class Layout:
 
         master_shardings = shardings_by_param("master", lambda _: plan.offload.masters)
         gradient_shardings = shardings_by_param(
-            "gradient", lambda name: plan.offload.gradients == "host" and name in pure_model.of_blocks
+            "gradient", lambda name: plan.offload.gradients == "host" and name in pure_model.block_param_names
         )
         whole_sharding = NamedSharding(mesh, PartitionSpec())
         abstract_params = pure_model.abstract_params
         if plan.state.master == "split":  # masters are kept in bfloat16, with corrections in the optimizer's state
-            narrow = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+            abstract_bfloat16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
             abstract_params = jax.tree.map(
-                lambda p: narrow(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, abstract_params
+                lambda p: abstract_bfloat16(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, abstract_params
             )
         abstract_optimizer = jax.eval_shape(optimizer.init, abstract_params)
         optimizer_shardings = map_params(
             # factored and scalar states, whose shape is not the parameter's, stay whole; codes and scales of a
             # quantized state have one sharding, because blocks divide a shard
-            lambda leaf, param, sharding: _labeled(leaf, sharding if leaf.shape == param.shape else whole_sharding),
+            lambda leaf, param, sharding: _label_tree(leaf, sharding if leaf.shape == param.shape else whole_sharding),
             optimizer,
             abstract_optimizer,
             abstract_params,
@@ -257,10 +257,10 @@ class Layout:
             shardings_by_param("compute"),
             state_shardings,
             abstract_state,
-            pure_model.of_blocks,
+            pure_model.block_param_names,
         )
 
-    def with_extra(self, name: str, abstract: Shapes) -> "Layout":
+    def with_extra(self, name: str, abstract: AbstractArrays) -> "Layout":
         """Return the layout of the train state with an extra added.
 
         Args:
@@ -304,8 +304,8 @@ class Layout:
             in_axes = self.rules.axes(weight.axes[0])
             shard_count = math.prod(self.mesh.shape[axis] for axis in in_axes)
             if weight.shape[-2] // weight.block % shard_count:
-                smaller = FORMATS[weight.format].block_of(weight.shape[-2] // shard_count, weight.block)
-                advice = f"take base_block {smaller}, or " if smaller else "take "
+                smaller_block = FORMATS[weight.format].block_of(weight.shape[-2] // shard_count, weight.block)
+                advice = f"take base_block {smaller_block}, or " if smaller_block else "take "
                 raise UserError(
                     f"mesh {self.plan.mesh}: {name} has {weight.shape[-2]} inputs in blocks of {weight.block} that "
                     f"share a scale, and {weight.shape[-2] // weight.block} blocks cannot be split evenly over "
@@ -317,7 +317,7 @@ class Layout:
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return
         zero_stage, fsdp_size = self.plan.zero, self.mesh.shape["fsdp"]
-        if len(self.unsplit()) == len(self.placements):
+        if len(self.unsplit_names()) == len(self.placements):
             raise UserError(
                 f"zero {zero_stage}: no parameter has a dim that can be split evenly over fsdp:{fsdp_size}, so nothing "
                 "would be split; take fewer devices along fsdp, or zero 0"
@@ -335,17 +335,17 @@ class Layout:
         """
         abstract_params = self.abstract.params
         name_tree = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), abstract_params)
-        owner_tree = map_params(
-            lambda leaf, param, name: _labeled(leaf, name if leaf.shape == param.shape else ""),
+        owner_name_tree = map_params(
+            lambda leaf, param, name: _label_tree(leaf, name if leaf.shape == param.shape else ""),
             optimizer,
             self.abstract.optimizer,
             abstract_params,
             name_tree,
             transform_non_params=lambda _: "",
         )
-        return jax.tree.leaves(owner_tree)
+        return jax.tree.leaves(owner_name_tree)
 
-    def unsplit(self) -> list[str]:
+    def unsplit_names(self) -> list[str]:
         """Return the names of the parameters that ZeRO cannot split, because no dim can be split evenly."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return []
@@ -355,7 +355,7 @@ class Layout:
         """Return the layout as plain data for the report: the mesh, and the parameters' placements, largest first."""
         param_rows = []
         for name, leaf in named_leaves(self.abstract.params).items():
-            shard_elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            shard_element_count = math.prod(leaf.sharding.shard_shape(leaf.shape))
             param_rows.append(
                 {
                     "name": name,
@@ -363,7 +363,7 @@ class Layout:
                     "dtype": str(leaf.dtype),
                     "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec],
                     "bytes": leaf_bytes(leaf),
-                    "bytes_per_device": leaf_bytes(leaf) * shard_elements // max(math.prod(leaf.shape), 1),
+                    "bytes_per_device": leaf_bytes(leaf) * shard_element_count // max(math.prod(leaf.shape), 1),
                 }
             )
         device = device_of(self.mesh)
@@ -372,7 +372,7 @@ class Layout:
             "devices": self.mesh.size,
             "kind": device.device_kind,
             "parameters": sorted(param_rows, key=lambda row: -row["bytes"]),
-            "unsplit": self.unsplit(),
+            "unsplit": self.unsplit_names(),
         }
 
 
@@ -381,12 +381,12 @@ def device_of(mesh: Mesh | AbstractMesh) -> Device:
     return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
 
 
-def shardings_of(abstract: Shapes) -> Shardings:
+def shardings_of(abstract: AbstractArrays) -> Shardings:
     """Return a tree with the sharding of each leaf of `abstract`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _labeled(leaf: PyTree, label: Label) -> PyTree[Label]:
+def _label_tree(leaf: PyTree, label: Label) -> PyTree[Label]:
     """Return the label in the structure of a leaf: once for an array, twice for a quantized array."""
     return jax.tree.map(lambda _: label, leaf)
 
@@ -404,7 +404,7 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
         loaded_arrays = encoded_arrays(pure_model, file_arrays)
 
     def without_loaded(tree: PyTree) -> PyTree:
-        """Return a tree with `None` for the parameters that are loaded: what fills their place is never computed."""
+        """Return a tree with `None` for the parameters that are loaded, so that no values are drawn for them."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: None if path_name(path) in loaded_arrays else leaf, tree
         )
@@ -414,18 +414,18 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
     drawn_weights = jax.jit(
         lambda: tuple(map(without_loaded, pure_model.create())), out_shardings=tuple(map(without_loaded, shardings))
     )()
-    drawn_leaves = [named_leaves(tree) for tree in drawn_weights]
+    drawn_leaves_by_name = [named_leaves(tree) for tree in drawn_weights]
 
-    def place_array(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
+    def place_array(array: LazyArray, abstract_array: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
         """Put a host array on the devices shard by shard; dims that are padded in the model get zeros."""
-        padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
-        padded_array = np.pad(np.asarray(array), padding) if array.shape != abstract.shape else array
+        padding = [(0, padded_size - size) for size, padded_size in zip(array.shape, abstract_array.shape, strict=True)]
+        padded_array = np.pad(np.asarray(array), padding) if array.shape != abstract_array.shape else array
         return jax.make_array_from_callback(
-            abstract.shape, sharding, lambda index: np.asarray(padded_array[index or ()], abstract.dtype)
+            abstract_array.shape, sharding, lambda index: np.asarray(padded_array[index or ()], abstract_array.dtype)
         )
 
-    def weights_of(abstract: PyTree, sharding_tree: Shardings, drawn_by_name: dict[str, Array]) -> Params:
-        """Return a tree of arrays: loaded ones, and adapters and state that is no parameter, which are drawn."""
+    def weights_of(abstract_tree: PyTree, sharding_tree: Shardings, drawn_leaf_by_name: dict[str, Array]) -> Params:
+        """Return a tree of arrays: loaded ones, and drawn ones for adapters and for state other than parameters."""
 
         def leaf_of(path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
             name = path_name(path)
@@ -433,12 +433,12 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
                 return place_array(loaded_arrays.pop(name), leaf, sharding)
             is_param = name in layout.placements or name in pure_model.frozen
             assert load is None or not is_param or "lora" in name.split("/"), f"{name} was not loaded"
-            return drawn_by_name[name]
+            return drawn_leaf_by_name[name]
 
-        return jax.tree_util.tree_map_with_path(leaf_of, abstract, sharding_tree)
+        return jax.tree_util.tree_map_with_path(leaf_of, abstract_tree, sharding_tree)
 
-    params, model_state = map(weights_of, abstract_weights, shardings, drawn_leaves)
-    assert not loaded_arrays, f"loaded, but no parameters: {', '.join(loaded_arrays)}"
+    params, model_state = map(weights_of, abstract_weights, shardings, drawn_leaves_by_name)
+    assert not loaded_arrays, f"loaded, but not parameters of the model: {', '.join(loaded_arrays)}"
     return params, model_state
 
 
@@ -452,6 +452,6 @@ def local_bytes(tree: PyTree, *, is_on_host: bool = False) -> int:
     total_bytes = 0
     for leaf in jax.tree.leaves(tree):
         if (leaf.sharding.memory_kind == HOST_KIND) == is_on_host:
-            shard_elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
-            total_bytes += leaf_bytes(leaf) * shard_elements // max(math.prod(leaf.shape), 1)
+            shard_element_count = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            total_bytes += leaf_bytes(leaf) * shard_element_count // max(math.prod(leaf.shape), 1)
     return total_bytes

@@ -18,34 +18,35 @@ def check_arguments(state: PyTree, batch: PyTree, name: str = "step") -> None:
 
     Args:
         state: the first argument.
-        batch: the second one.
+        batch: the second argument.
         name: name of the function.
     """
     if isinstance(state, TrainState) and isinstance(batch, Mapping):
         return
     call_text = "state, metrics = step(state, batch)" if name == "step" else f"{name}(state, batch)"
     if isinstance(batch, TrainState):
-        text = f"got the state as the second argument, expected it as the first: {call_text}"
+        reason_text = f"got the state as the second argument, expected it as the first: {call_text}"
     elif isinstance(state, tuple) and any(isinstance(item, TrainState) for item in state):
-        text = (
+        reason_text = (
             "got a pair as the state, since a step returns the state and its metrics: write "
             "state, metrics = step(state, batch)"
         )
     elif not isinstance(state, TrainState):
-        text = f"got a {type(state).__name__} as the state, expected the one of step.init() or of the step before"
+        reason_text = (
+            f"got a {type(state).__name__} as the state, expected the one of step.init() or of the step before"
+        )
     else:
-        text = (
+        reason_text = (
             f"got a {type(batch).__name__} as the batch, expected a dict of arrays, such as {{'x': x, 'y': y}}, "
             "with the names that the score reads"
         )
-    raise UserError(f"{name}(state, batch): {text}", page="start/own_loop")
+    raise UserError(f"{name}(state, batch): {reason_text}", page="start/own_loop")
 
 
-def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P, R]:
-    """Return a compiled function whose errors about its arrays say what to change.
+def with_explained_errors(run: Callable[P, R], experiment: Experiment) -> Callable[P, R]:
+    """Return a function like `run` whose errors about its arrays explain what to change.
 
-    JAX turns an array of another trace into one more input of the program, which nobody passes. A donated state is
-    deleted.
+    An array of another trace becomes one more input of the program, which no caller passes. A donated state is deleted.
 
     Args:
         run: the compiled function.
@@ -56,7 +57,7 @@ def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P,
         try:
             return run(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            _explain_rows(error, experiment, args[-1])
+            _explain_row_count(error, experiment, args[-1])
             if "donated" not in str(error) or "delete" not in str(error):
                 raise
             raise UserError(
@@ -65,7 +66,7 @@ def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P,
                 page="start/own_loop",
             ) from error
         except TypeError as error:
-            _explain_rows(error, experiment, args[-1])
+            _explain_row_count(error, experiment, args[-1])
             if "Computation compiled for" not in str(error):
                 raise
             raise UserError(
@@ -77,7 +78,7 @@ def explaining_leaks(run: Callable[P, R], experiment: Experiment) -> Callable[P,
     return explained_run
 
 
-def _explain_rows(error: Exception, experiment: Experiment, batch: PyTree) -> None:
+def _explain_row_count(error: Exception, experiment: Experiment, batch: PyTree) -> None:
     """Raise UserError in place of an error of a step whose batch has another number of rows than the experiment's."""
     arrays = list(batch.values()) if isinstance(batch, Mapping) else []
     row_count = next((array.shape[0] for array in arrays if getattr(array, "shape", ())), experiment.batch)

@@ -71,18 +71,23 @@ class Naming:
     is_split: bool
 
     @functools.cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter without padding, by name, including those that are not trained."""
-        padded = unpadded = self.pure_model
-        if padded.vocab_multiple > 1:
-            unpadded = PureModel.of(
-                padded.model, padded.seed, 1, padded.group_depths, padded.layer_of_row, padded.train
+    def shape_by_name(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter without padding, by name; parameters that are not trained are included."""
+        padded_model = unpadded_model = self.pure_model
+        if padded_model.vocab_multiple > 1:
+            unpadded_model = PureModel.of(
+                padded_model.model,
+                padded_model.seed,
+                1,
+                padded_model.group_depths,
+                padded_model.layer_of_row,
+                padded_model.train,
             )
-            unpadded = unpadded.with_copies(padded.copies)
-        leaves = named_leaves(unpadded.abstract_params)
-        other_leaves = named_leaves(unpadded.abstract_model_state)
-        leaves |= {name: leaf for name, leaf in other_leaves.items() if name in unpadded.frozen}
-        return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+            unpadded_model = unpadded_model.with_copies(padded_model.copy_numbers)
+        leaf_by_name = named_leaves(unpadded_model.abstract_params)
+        other_leaf_by_name = named_leaves(unpadded_model.abstract_model_state)
+        leaf_by_name |= {name: leaf for name, leaf in other_leaf_by_name.items() if name in unpadded_model.frozen}
+        return {name: tuple(leaf.shape) for name, leaf in leaf_by_name.items()}
 
     def part_of_param(
         self, prefix: str, path: KeyPath, name: str | None, leaf: jax.ShapeDtypeStruct, role: str = ""
@@ -101,33 +106,33 @@ class Naming:
         if self.is_split:  # names are the same as without split weights
             array_path = tuple(key for key in array_path if getattr(key, "name", None) != "inner")
         full_name = f"{prefix}/{path_name(array_path)}" if array_path else prefix
-        if name is None or len(leaf.shape) != len(self.shapes[name]):
+        if name is None or len(leaf.shape) != len(self.shape_by_name[name]):
             return part_of_whole(full_name, leaf)
-        shape, suffix = self.shapes[name], f"/{role}" if role else ""
+        shape, suffix = self.shape_by_name[name], f"/{role}" if role else ""
         if role == SCALE:  # blocks along the last dim but one, which is never padded
             shape = (*shape[:-2], leaf.shape[-2], shape[-1])
         dtype = SAVED_DTYPES.get(str(leaf.dtype)) if role else None
-        if name in pure_model.copies:  # all copies but one are zeros
-            read_copy = pure_model.copies[name].index(0)
-            return Part((full_name + suffix,), 0, shape, row_of_name=(read_copy,), dtype=dtype)
+        if name in pure_model.copy_numbers:  # all copies but one are zeros
+            read_copy_index = pure_model.copy_numbers[name].index(0)
+            return Part((full_name + suffix,), 0, shape, row_of_name=(read_copy_index,), dtype=dtype)
         axis_names = pure_model.axis_names.get(name) or ()
         if "layers" not in axis_names:
             return Part((full_name + suffix,), None, shape, dtype=dtype)
         layer_dim, layer_of_row = axis_names.index("layers"), pure_model.layer_of_row
-        row_of_name = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
+        row_of_name = tuple(row for row, layer_index in enumerate(layer_of_row) if layer_index >= 0)
         if name in pure_model.unnamed_stacks:
             rows = tuple(sorted(row_of_name, key=lambda row: layer_of_row[row]))
             shape = (len(rows), *shape[1:]) if rows else shape
             return Part((full_name + suffix,), None, shape, dtype=dtype, rows=rows)
-        layers = [layer_of_row[row] for row in row_of_name] if layer_of_row else range(leaf.shape[layer_dim])
-        names = tuple(layer_name(full_name, layer) + suffix for layer in layers)
+        layer_indices = [layer_of_row[row] for row in row_of_name] if layer_of_row else range(leaf.shape[layer_dim])
+        names = tuple(layer_name(full_name, layer_index) + suffix for layer_index in layer_indices)
         return Part(names, layer_dim, shape, row_of_name=row_of_name, dtype=dtype)
 
     def part_of_state(self, prefix: str, path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
         """Return the `Part` of a leaf of the model's state: a parameter that is not trained has a parameter's names.
 
         Args:
-            prefix: prefix of the names of the arrays that are no parameters.
+            prefix: prefix of the names of the arrays that are not parameters.
             path: path of the leaf, which follows the prefix.
             leaf: shape and dtype of the leaf.
         """
@@ -138,18 +143,18 @@ class Naming:
         return dataclasses.replace(self.part_of_param("params", path, name, leaf), dtype=dtype)
 
     def with_replica_dim(
-        self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]
+        self, has_replica_dim: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]
     ) -> Part:
         """Return the `Part` of a leaf that may have a first dim for the replicas.
 
         Args:
-            has_replicas: whether the leaf has a first dim for the replicas.
+            has_replica_dim: whether the leaf has a first dim for the replicas.
             leaf: shape and dtype of the leaf.
             part_of: function from the leaf of a single replica to the `Part` of that leaf.
         """
-        replica_part = part_of(jax.ShapeDtypeStruct(leaf.shape[has_replicas:], leaf.dtype))
-        layer_dim = None if replica_part.layer_dim is None else replica_part.layer_dim + has_replicas
-        shape = (*leaf.shape[:has_replicas], *replica_part.shape)
+        replica_part = part_of(jax.ShapeDtypeStruct(leaf.shape[has_replica_dim:], leaf.dtype))
+        layer_dim = None if replica_part.layer_dim is None else replica_part.layer_dim + has_replica_dim
+        shape = (*leaf.shape[:has_replica_dim], *replica_part.shape)
         return dataclasses.replace(replica_part, layer_dim=layer_dim, shape=shape)
 
 
@@ -157,9 +162,9 @@ def part_of_whole(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
     """Return the `Part` of a leaf that becomes one array of this name."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         # the leaf is abstract, and only a traced key shows its implementation
-        implementations: list[str] = []
-        jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), leaf)
-        return Part((name,), None, tuple(leaf.shape), key_impl=implementations[0])
+        implementation_names: list[str] = []
+        jax.eval_shape(lambda key: implementation_names.append(str(jax.random.key_impl(key))), leaf)
+        return Part((name,), None, tuple(leaf.shape), key_impl=implementation_names[0])
     return Part((name,), None, tuple(leaf.shape))
 
 

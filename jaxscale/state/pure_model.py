@@ -66,18 +66,18 @@ class PureModel:
             own. () for one group.
         layer_of_row: under a pipeline, the layer in each row of a stacked parameter, in the order of the devices; -1
             for a row of zeros that pads a shorter stage. () if the rows are the layers in order.
-        copies: under an asynchronous pipeline, a number for the copy of each stage, by the name of the shared
+        copy_numbers: under an asynchronous pipeline, a number for the copy of each stage, by the name of the shared
             parameter: 0 for the stage that reads the parameter, -1 for each other stage, whose copy is zero.
-        ignored_axes: axis names of a foreign module's parameters that are no logical axes.
+        ignored_axes: axis names of a foreign module's parameters that are not logical axes.
         train: pattern of the names of the parameters that are trained; `None` if all are.
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
         tensor_dims: dims of each trained parameter of a foreign model whose layer is known, by the parameter's name.
-        variables: name of the type of variable of each trained parameter, by the parameter's name.
+        variable_type_names: name of the type of variable of each trained parameter, by the parameter's name.
         unnamed_stacks: names of stacked parameters whose module did not name the dim for layers; a checkpoint keeps
             them whole, as before this dim was known.
-        of_blocks: names of the parameters of blocks that the plan runs: those of a `Stack` or a `Chain`, or of a scan
-            over blocks in a foreign module.
+        block_param_names: names of the parameters of blocks that the plan runs: those of a `Stack` or a `Chain`, or of
+            a scan over blocks in a foreign module.
         few_bit_weights: the frozen weights in few bits, by name, as abstract modules; the names of their codes and
             scales are "NAME/codes" and "NAME/scale".
     """
@@ -91,15 +91,15 @@ class PureModel:
     abstract_model_state: Params
     group_depths: tuple[int, ...] = ()
     layer_of_row: tuple[int, ...] = ()
-    copies: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    copy_numbers: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     ignored_axes: tuple[str, ...] = ()
     train: str | None = None
     frozen_dtype: str = "float32"
     frozen: frozenset[str] = frozenset()
     tensor_dims: Mapping[str, TensorDims] = dataclasses.field(default_factory=dict)
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    variable_type_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unnamed_stacks: frozenset[str] = frozenset()
-    of_blocks: frozenset[str] = frozenset()
+    block_param_names: frozenset[str] = frozenset()
     few_bit_weights: Mapping[str, FewBitWeight] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -129,7 +129,9 @@ class PureModel:
                 dims, a parameter is not of a real floating-point type, or two variables have one name.
         """
         abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
-        graphdef, param_state, frozen_state, rest_state = nnx.split(abstract_module, _trained(train), nnx.Param, ...)
+        graphdef, param_state, frozen_state, rest_state = nnx.split(
+            abstract_module, _trained_filter(train), nnx.Param, ...
+        )
         _check_names_and_types(param_state, frozen_state, rest_state)
         if not param_state:
             _refuse_train(train, frozen_state)
@@ -141,25 +143,25 @@ class PureModel:
         axis_names: dict[str, AxisNames] = {}
         ignored_axes: set[str] = set()
         stack_prefixes, chain_prefixes = _block_prefixes(abstract_module)
-        unnamed_stacks, names_of_blocks = set[str](), set[str]()
+        unnamed_stacks, block_param_names = set[str](), set[str]()
         for path, variable in (*nnx.to_flat_state(param_state), *nnx.to_flat_state(frozen_state)):
-            axes, name = variable.get_metadata().get("out_sharding"), "/".join(map(str, path))
-            if axes is None and name.startswith(stack_prefixes):
-                axes = ("layers", *(None,) * (len(variable.shape) - 1))
+            logical_axes, name = variable.get_metadata().get("out_sharding"), "/".join(map(str, path))
+            if logical_axes is None and name.startswith(stack_prefixes):
+                logical_axes = ("layers", *(None,) * (len(variable.shape) - 1))
                 unnamed_stacks.add(name)
             if name.startswith((*stack_prefixes, *chain_prefixes)) or STACK_SHAPE in variable.get_metadata():
-                names_of_blocks.add(name)
+                block_param_names.add(name)
             if variable.get_metadata().get(UNNAMED_LAYERS):
                 unnamed_stacks.add(name)
             ignored_axes.update(variable.get_metadata().get("ignored_axes", ()))
-            if axes is not None:
-                if len(axes) != len(variable.shape):
+            if logical_axes is not None:
+                if len(logical_axes) != len(variable.shape):
                     raise UserError(
-                        f"parameter {name}: got {len(axes)} axis names {tuple(axes)} for "
+                        f"parameter {name}: got {len(logical_axes)} axis names {tuple(logical_axes)} for "
                         f"shape {tuple(variable.shape)}; give each dim one name ('layers' for the dim of a stack)"
                     )
-                axis_names[name] = tuple(axes)
-        abstract_params = jax.eval_shape(_float32, nnx.to_pure_dict(param_state))
+                axis_names[name] = tuple(logical_axes)
+        abstract_params = jax.eval_shape(_as_float32, nnx.to_pure_dict(param_state))
         pure_model = cls(
             model,
             seed,
@@ -175,31 +177,31 @@ class PureModel:
             frozen_dtype=frozen_dtype,
             frozen=frozenset("/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)),
             tensor_dims={
-                "/".join(map(str, path)): dims
+                "/".join(map(str, path)): variable_dims
                 for path, variable in nnx.to_flat_state(param_state)
-                if (dims := variable.get_metadata().get("tensor_dims")) is not None
+                if (variable_dims := variable.get_metadata().get("tensor_dims")) is not None
             },
-            variables={
+            variable_type_names={
                 "/".join(map(str, path)): _variable_type(variable).__name__
                 for path, variable in nnx.to_flat_state(param_state)
             },
             unnamed_stacks=frozenset(unnamed_stacks),
-            of_blocks=frozenset(names_of_blocks),
+            block_param_names=frozenset(block_param_names),
             few_bit_weights=few_bit_weights,
         )
         if not layer_of_row:
             return pure_model
         return dataclasses.replace(pure_model, abstract_params=jax.eval_shape(pure_model.in_rows, abstract_params))
 
-    def with_copies(self, copies: Mapping[str, tuple[int, ...]]) -> "PureModel":
+    def with_copies(self, copy_numbers: Mapping[str, tuple[int, ...]]) -> "PureModel":
         """Return this model with a copy of each shared parameter for every stage.
 
         Args:
-            copies: a number for the copy of each stage, by the name of the parameter, as in the field `copies`.
+            copy_numbers: a number for the copy of each stage, by the parameter's name, as in the field `copy_numbers`.
         """
-        if not copies:
+        if not copy_numbers:
             return self
-        pure_model = dataclasses.replace(self, copies=copies)
+        pure_model = dataclasses.replace(self, copy_numbers=copy_numbers)
         abstract_params = jax.eval_shape(pure_model.in_rows, self.abstract_module_params)
         return dataclasses.replace(pure_model, abstract_params=abstract_params)
 
@@ -210,12 +212,12 @@ class PureModel:
 
     @property
     def parameters(self) -> int:
-        """Number of trained numbers: the elements of all parameters."""
+        """Number of elements of all trained parameters."""
         return count(self.abstract_module_params)
 
     @property
     def frozen_parameters(self) -> int:
-        """Number of numbers that are not trained; those of a weight in few bits are its dequantized numbers."""
+        """Number of elements of the parameters that are not trained; weights in few bits count dequantized."""
         stored_names = {f"{name}/{part}" for name in self.few_bit_weights for part in ("codes", "scale")}
         leaf_by_name = named_leaves(self.abstract_model_state)
         return sum(math.prod(leaf_by_name[name].shape) for name in self.frozen - stored_names) + sum(
@@ -224,7 +226,7 @@ class PureModel:
 
     @functools.cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the arrays that training changes besides parameters; keys of random streams are none of them."""
+        """Names of the arrays, apart from parameters, that training changes; keys of random streams are left out."""
         module = nnx.merge(self.graphdef, self.abstract_module_params, self.abstract_model_state)
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Not(_RANDOM_OR_PARAM)))]
         return tuple("/".join(map(str, path)) for path in paths)
@@ -232,12 +234,12 @@ class PureModel:
     def random_state(self) -> Params:
         """Return a state for a model without statistics: each random stream has a fixed key."""
 
-        def fixed(leaf: jax.ShapeDtypeStruct) -> Array:
+        def fixed_leaf(leaf: jax.ShapeDtypeStruct) -> Array:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return jnp.broadcast_to(jax.random.key(0), leaf.shape)
             return jnp.zeros(leaf.shape, leaf.dtype)
 
-        return jax.tree.map(fixed, self.abstract_model_state)
+        return jax.tree.map(fixed_leaf, self.abstract_model_state)
 
     def is_stacked(self, name: str) -> bool:
         """Return whether the first dim of a parameter is for the layers of a stack."""
@@ -248,14 +250,14 @@ class PureModel:
 
         def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
-            source_of_row = self.copies.get(name, self.layer_of_row if self.is_stacked(name) else ())
+            source_of_row = self.copy_numbers.get(name, self.layer_of_row if self.is_stacked(name) else ())
             if not source_of_row:
                 return leaf
             if not isinstance(leaf, jax.Array):  # an array of a file, which is read when it is indexed
-                return LayerRows(WithFirstDim(leaf) if name in self.copies else leaf, source_of_row)
-            sources, index_of_row = leaf[None] if name in self.copies else leaf, jnp.array(source_of_row)
-            is_filled = (index_of_row >= 0).reshape(-1, *(1,) * (sources.ndim - 1))
-            return jnp.where(is_filled, sources[jnp.maximum(index_of_row, 0)], jnp.zeros((), leaf.dtype))
+                return LayerRows(WithFirstDim(leaf) if name in self.copy_numbers else leaf, source_of_row)
+            source_rows, index_of_row = leaf[None] if name in self.copy_numbers else leaf, jnp.array(source_of_row)
+            is_filled = (index_of_row >= 0).reshape(-1, *(1,) * (source_rows.ndim - 1))
+            return jnp.where(is_filled, source_rows[jnp.maximum(index_of_row, 0)], jnp.zeros((), leaf.dtype))
 
         return jax.tree_util.tree_map_with_path(spread, params)
 
@@ -267,8 +269,8 @@ class PureModel:
 
         def gather(path: KeyPath, leaf: Array) -> Array:
             name = path_name(path)
-            if name in self.copies:
-                return leaf[self.copies[name].index(0)]
+            if name in self.copy_numbers:
+                return leaf[self.copy_numbers[name].index(0)]
             return leaf[row_of_layer] if self.is_stacked(name) else leaf
 
         return jax.tree_util.tree_map_with_path(gather, params)
@@ -276,9 +278,9 @@ class PureModel:
     def create(self) -> tuple[Params, Params]:
         """Return the parameters and the other state of a new module: a function to jit with `out_shardings`."""
         module = _build(self.model, self.seed, self.vocab_multiple, self.group_depths)
-        _, param_state, frozen_state, rest_state = nnx.split(module, _trained(self.train), nnx.Param, ...)
+        _, param_state, frozen_state, rest_state = nnx.split(module, _trained_filter(self.train), nnx.Param, ...)
         model_state = _other_state(self.frozen_dtype, frozen_state, rest_state)
-        return self.in_rows(_float32(nnx.to_pure_dict(param_state))), model_state
+        return self.in_rows(_as_float32(nnx.to_pure_dict(param_state))), model_state
 
     def module(self, params: Params, model_state: Params) -> nnx.Module:
         """Return a new module with these parameters and this other state; works inside JAX's transformations too."""
@@ -286,11 +288,11 @@ class PureModel:
 
     def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its trained parameters, as a nested dict."""
-        return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained(self.train))))
+        return nnx.to_pure_dict(nnx.state(module, nnx.Not(_trained_filter(self.train))))
 
 
 def _block_prefixes(module: nnx.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the beginnings of the names of all parameters in a `layers.Stack`, and of those in a `layers.Chain`."""
+    """Return the prefixes of the names of all parameters in a `layers.Stack`, and of those in a `layers.Chain`."""
     stack_prefixes, chain_prefixes = [], []
     for path, node in nnx.iter_graph(module):
         prefix = "".join(f"{word}/" for word in path)
@@ -301,7 +303,7 @@ def _block_prefixes(module: nnx.Module) -> tuple[tuple[str, ...], tuple[str, ...
     return tuple(stack_prefixes), tuple(chain_prefixes)
 
 
-def _trained(train: str | None) -> nnx.filterlib.Predicate:
+def _trained_filter(train: str | None) -> nnx.filterlib.Predicate:
     """Return a filter of Flax for the variables that are trained.
 
     Args:
@@ -326,7 +328,7 @@ def _variable_type(variable: nnx.Variable) -> type[nnx.Variable]:
 
 
 def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:
-    """Return parameters that are not trained, in their dtype, and other state, as one nested dict."""
+    """Return parameters that are not trained, cast to `frozen_dtype`, and other state, as one nested dict."""
     stored_state, cast_state = nnx.split_state(frozen_state, StoredParam, ...)
     frozen_params = jax.tree.map(
         lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, cast_state
@@ -351,7 +353,7 @@ def _check_names_and_types(param_state: nnx.State, *other_states: nnx.State) -> 
 
     Args:
         param_state: parameters of a module that are trained.
-        other_states: its other variables.
+        other_states: the other variables of the module.
     """
     path_by_name: dict[str, tuple[object, ...]] = {}
     for path, _ in itertools.chain.from_iterable(map(nnx.to_flat_state, (param_state, *other_states))):
@@ -406,11 +408,17 @@ class LayerRows:
 
     def __getitem__(self, index: LayerIndex) -> np.ndarray:
         row_slice, *other_slices = index if isinstance(index, tuple) else (index,)
-        selected = self.layer_of_row[row_slice]  # the layer in each selected row
-        if selected and selected[0] >= 0 and selected == tuple(range(selected[0], selected[0] + len(selected))):
-            return np.asarray(self.layers[(slice(selected[0], selected[0] + len(selected)), *other_slices)])
+        selected_layers = self.layer_of_row[row_slice]  # the layer in each selected row
+        if (
+            selected_layers
+            and selected_layers[0] >= 0
+            and selected_layers == tuple(range(selected_layers[0], selected_layers[0] + len(selected_layers)))
+        ):
+            return np.asarray(
+                self.layers[(slice(selected_layers[0], selected_layers[0] + len(selected_layers)), *other_slices)]
+            )
         rows = []
-        for layer_index in selected:
+        for layer_index in selected_layers:
             start = max(layer_index, 0)
             row = np.asarray(self.layers[(slice(start, start + 1), *other_slices)])
             rows.append(row if layer_index >= 0 else np.zeros_like(row))
@@ -469,6 +477,6 @@ def _build(model: Model, seed: int, vocab_multiple: int, group_depths: tuple[int
         return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
 
 
-def _float32(params: Params) -> Params:
+def _as_float32(params: Params) -> Params:
     """Return the parameters, with floating-point parameters cast to float32."""
     return jax.tree.map(lambda p: p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)

@@ -76,8 +76,8 @@ class Stages:
                 f"pipeline {schedule.name}: got {schedule.stages} stages, but the model has {layer_count} layers"
                 f"{period_text}; take at most {period_count} stages, or a deeper model"
             )
-        periods_per_stage, left_over = divmod(period_count, schedule.stages)
-        layer_counts = [period * (periods_per_stage + (stage < left_over)) for stage in range(schedule.stages)]
+        periods_per_stage, left_over_count = divmod(period_count, schedule.stages)
+        layer_counts = [period * (periods_per_stage + (stage < left_over_count)) for stage in range(schedule.stages)]
         layer_counts[-1] += layer_count - period_count * period
         return cls(schedule, tuple(layer_counts))
 
@@ -98,23 +98,29 @@ class Stages:
         return max(self.layer_counts)
 
     @functools.cached_property
-    def homes(self) -> tuple[tuple[int, ...], ...]:
+    def home_stages(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, the stages whose home is the rank, in the order of the rank's chunks."""
-        homes: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
+        home_stages: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
         for stage, rank in enumerate(self.schedule.routes[0]):
-            homes[rank].append(stage)
-        if len({len(stages) for stages in homes}) > 1:
+            home_stages[rank].append(stage)
+        if len({len(rank_stages) for rank_stages in home_stages}) > 1:
             raise UserError(
-                f"pipeline {self.schedule.name}: ranks have {', '.join(str(len(stages)) for stages in homes)} stages, "
-                "expected the same number on every rank"
+                f"pipeline {self.schedule.name}: ranks have "
+                f"{', '.join(str(len(rank_stages)) for rank_stages in home_stages)} stages, expected the same "
+                "number on every rank"
             )
-        return tuple(map(tuple, homes))
+        return tuple(map(tuple, home_stages))
 
     @functools.cached_property
     def layer_of_row(self) -> tuple[int, ...]:
         """Index of the layer in each row of a stacked parameter; -1 for a row that pads a chunk."""
         layer_of_stage_row = self.layer_of_stage_row
-        return tuple(int(layer) for stages in self.homes for stage in stages for layer in layer_of_stage_row[stage])
+        return tuple(
+            int(layer)
+            for rank_stages in self.home_stages
+            for stage in rank_stages
+            for layer in layer_of_stage_row[stage]
+        )
 
     @functools.cached_property
     def layer_of_stage_row(self) -> np.ndarray:
@@ -125,29 +131,29 @@ class Stages:
         return layer_of_stage_row
 
     @functools.cached_property
-    def copies(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """The copies that ranks have of other ranks' stages: for each chunk of copies, (sent chunk, pairs of ranks).
+    def copy_transfers(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+        """The transfers that copy stages to other ranks: for each chunk of copies, (sent chunk, pairs of ranks).
 
         The sent chunk is the index of the stages among the chunks of their homes. Each pair is (home rank, which sends
         the chunk; rank that receives the copy).
         """
-        copies = []
-        for chunk in range(len(self.homes[0]), self.schedule.chunks):
-            pairs, sent_chunks = [], set()
+        copy_transfers = []
+        for chunk in range(len(self.home_stages[0]), self.schedule.chunks):
+            rank_pairs, sent_chunks = [], set()
             for rank in range(self.schedule.ranks):
-                stages = self.schedule.stages_of(rank)
-                if chunk < len(stages):
-                    home = self.schedule.routes[0][stages[chunk]]
-                    sent_chunks.add(self.homes[home].index(stages[chunk]))
-                    pairs.append((home, rank))
-            if len(sent_chunks) > 1 or len({home for home, _ in pairs}) < self.schedule.ranks:
+                rank_stages = self.schedule.stages_of(rank)
+                if chunk < len(rank_stages):
+                    home_rank = self.schedule.routes[0][rank_stages[chunk]]
+                    sent_chunks.add(self.home_stages[home_rank].index(rank_stages[chunk]))
+                    rank_pairs.append((home_rank, rank))
+            if len(sent_chunks) > 1 or len({home_rank for home_rank, _ in rank_pairs}) < self.schedule.ranks:
                 raise UserError(
                     f"pipeline {self.schedule.name}: the copies of stage weights do not pair the ranks. Expected a "
                     "second route on which each rank runs the stages of exactly one other rank, as in Chimera: change "
                     "the routes of the schedule"
                 )
-            copies.append((sent_chunks.pop(), tuple(pairs)))
-        return tuple(copies)
+            copy_transfers.append((sent_chunks.pop(), tuple(rank_pairs)))
+        return tuple(copy_transfers)
 
 
 def stages_of(experiment: Experiment, plan: Plan) -> Stages:
@@ -167,7 +173,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     stack_depths = {
         leaf.shape[0]
         for name, leaf in named_leaves(pure_model.abstract_params).items()
-        if name in pure_model.of_blocks and pure_model.is_stacked(name)
+        if name in pure_model.block_param_names and pure_model.is_stacked(name)
     }
     chains = chains_of(pure_model)
     if not stack_depths and not chains:
@@ -175,11 +181,11 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"pipeline {pipeline}: this model has no blocks to cut into stages"
             f"{_parts_text(experiment.model, pure_model)}"
         )
-    texts = [f"a stack of {depth} blocks" for depth in sorted(stack_depths)]
-    texts += [f"a chain of {len(chain)} blocks ({chain[0]}, ...)" for chain in chains]
-    if len(texts) > 1:
+    block_texts = [f"a stack of {depth} blocks" for depth in sorted(stack_depths)]
+    block_texts += [f"a chain of {len(chain)} blocks ({chain[0]}, ...)" for chain in chains]
+    if len(block_texts) > 1:
         raise UserError(
-            f"pipeline {pipeline}: this model has {' and '.join(texts)}, and only one can be cut into stages; "
+            f"pipeline {pipeline}: this model has {' and '.join(block_texts)}, and only one can be cut into stages; "
             "build the model of one stack, or of one chain, or name the blocks of one with ForeignModel(blocks=...)"
         )
     statistic_names = pure_model.statistics
@@ -207,7 +213,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"pipeline {pipeline}: the kinds of blocks in this model repeat every {period} blocks; take a "
             f"multiple of {period} blocks for each stage but the last"
         )
-    assert len(stages.copies) == schedule.chunks - len(stages.homes[0])
+    assert len(stages.copy_transfers) == schedule.chunks - len(stages.home_stages[0])
     is_lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).is_lockstep
     if pipeline.lowering == "phased" and not is_lockstep:
         raise UserError(
@@ -219,17 +225,17 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
 
 
 def _parts_text(model: Model, pure_model: PureModel) -> str:
-    """Return what a model without blocks consists of, and what to do, as the end of a message."""
+    """Return the end of an error message: the parts of a model without blocks, and what to do."""
     if not ModelTraits.of(model).foreign:
         return "; build it of layers.Stack or layers.Chain"
-    paths = [name.split("/") for name in named_leaves(pure_model.abstract_params)]
-    parts = sorted({path[0] for path in paths})
-    parts_text = f": its parts are {', '.join(parts[:6])}{', ...' if len(parts) > 6 else ''}"
-    lists = sorted({path[0] for path in paths if len(path) > 2 and path[1].isdecimal()})
-    if lists:
+    name_words = [name.split("/") for name in named_leaves(pure_model.abstract_params)]
+    part_names = sorted({words[0] for words in name_words})
+    parts_text = f": its parts are {', '.join(part_names[:6])}{', ...' if len(part_names) > 6 else ''}"
+    list_names = sorted({words[0] for words in name_words if len(words) > 2 and words[1].isdecimal()})
+    if list_names:
         return (
-            f"{parts_text}, and the members of {lists[0]} are no alike modules of a class of your own; if each reads "
-            f"the result of the one before, ForeignModel(blocks={lists[0]!r}) makes them blocks"
+            f"{parts_text}, and the members of {list_names[0]} are not alike modules of a class of your own; if each "
+            f"reads the result of the one before, ForeignModel(blocks={list_names[0]!r}) makes them blocks"
         )
     return (
         f"{parts_text}, and none is a list of alike submodules; keep the layers that repeat in an nnx.List of modules "
@@ -238,7 +244,7 @@ def _parts_text(model: Model, pure_model: PureModel) -> str:
 
 
 def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
-    """Return the chains of blocks in a model, each as the paths of its blocks.
+    """Return the chains of blocks in a model; a chain is the tuple of the paths of its blocks.
 
     Example:
         >>> from jaxscale.models import ResNet
@@ -246,9 +252,9 @@ def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
         [('blocks/layers/0', 'blocks/layers/1', 'blocks/layers/2')]
     """
     module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_model_state)
-    block_chains = getattr(pure_model.model, "block_chains", None)
-    if block_chains is not None:
-        return block_chains(module)
+    find_block_chains = getattr(pure_model.model, "block_chains", None)
+    if find_block_chains is not None:
+        return find_block_chains(module)
     return chains_in(module)
 
 

@@ -60,9 +60,9 @@ class Watch:
             is_good: whether the step was applied.
         """
         # the plain mean of the first hundred norms, and then an exponential mean
-        weight = 1.0 / jnp.minimum(self.good + 1, 100).astype(jnp.float32)
+        norm_weight = 1.0 / jnp.minimum(self.good + 1, 100).astype(jnp.float32)
         return Watch(
-            norm=jnp.where(is_good, self.norm + weight * (norm - self.norm), self.norm),
+            norm=jnp.where(is_good, self.norm + norm_weight * (norm - self.norm), self.norm),
             good=self.good + is_good.astype(jnp.int32),
             skipped=self.skipped + (~is_good).astype(jnp.int32),
             in_row=jnp.where(is_good, 0, self.in_row + 1),
@@ -92,10 +92,10 @@ class TrainState:
     extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
-        params = jax.tree.leaves(self.params)
-        numbers = sum(math.prod(getattr(leaf, "shape", ())) for leaf in params)
+        param_leaves = jax.tree.leaves(self.params)
+        number_count = sum(math.prod(getattr(leaf, "shape", ())) for leaf in param_leaves)
         extra_text = f", extra {', '.join(self.extra)}" if self.extra else ""
-        return f"<TrainState: {numbers:,} parameters in {len(params)} arrays{extra_text}>"
+        return f"<TrainState: {number_count:,} parameters in {len(param_leaves)} arrays{extra_text}>"
 
 
 RateVerdict: TypeAlias = Callable[[TrainState, Array], Bool[Array, ""]]

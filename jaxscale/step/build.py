@@ -160,10 +160,10 @@ class Assembly:
                 for name in named_leaves(self.pure_model.abstract_model_state)
                 if name not in self.pure_model.frozen
             ),
-            has_blocks=bool(self.pure_model.of_blocks),
+            has_blocks=bool(self.pure_model.block_param_names),
             has_unlike_blocks=stages is not None and bool(stages.chain),
             separate_blocks=() if stages is None or not is_foreign else stages.chain,
-            has_copies=stages is not None and bool(stages.copies),
+            has_copies=stages is not None and bool(stages.copy_transfers),
             mixing=None if is_mixed_within_layers else mixing_operation,
             has_reshaped_state=has_reshaped_state,
         )
@@ -261,7 +261,7 @@ class Assembly:
                 update_fn = functools.partial(_update_shared_weights, advance)
                 if experiment.optimizer.ema is not None:
                     average = WeightAverage(experiment.optimizer.ema)
-                    extras, update_fn = (*extras, average), average.updating(update_fn)
+                    extras, update_fn = (*extras, average), average.update_fn_with_average(update_fn)
             step_function = SynchronousStep(
                 gradient_fn,
                 exchange,

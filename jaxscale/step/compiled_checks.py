@@ -167,7 +167,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
     copied_shapes = {
         leaf.sharding.shard_shape(leaf.shape)
         for name, leaf in named_leaves(layout.abstract.params).items()
-        if layout.plan.offload.masters and name not in layout.streamed
+        if layout.plan.offload.masters and name not in layout.streamed_names
     }
     for leaf in jax.tree.leaves(layout.abstract):
         local_shape = leaf.sharding.shard_shape(leaf.shape)

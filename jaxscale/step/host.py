@@ -193,14 +193,14 @@ def streamed_weights(
     has_host_gradients = plan.offload.gradients == "host"
 
     def differentiated_leaf(path: KeyPath, param: Array, copy: Array, sharding: NamedSharding) -> Array:
-        if path_name(path) not in layout.streamed:
+        if path_name(path) not in layout.streamed_names:
             return copy
         zeros = jnp.zeros(param.shape, param.dtype)
         return param if has_host_gradients else jax.lax.with_sharding_constraint(zeros, sharding)
 
     def params_of(leaves: Params) -> Params:
         def param_of(path: KeyPath, leaf: Array, param: Array) -> Array | Streamed:
-            if path_name(path) not in layout.streamed:
+            if path_name(path) not in layout.streamed_names:
                 return leaf
             return streamed_weight(plan, leaf) if has_host_gradients else streamed_weight(plan, param, leaf)
 

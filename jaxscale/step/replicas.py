@@ -29,7 +29,7 @@ from jaxscale.replicas.low_communication import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.state.extra import CompiledProgram, lacks
-from jaxscale.state.layout import REPLICA_AXIS, Layout, Shapes, shardings_of
+from jaxscale.state.layout import REPLICA_AXIS, AbstractArrays, Layout, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
 from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.compiled_checks import bytes_over, check_alone
@@ -138,7 +138,7 @@ class Replicas:
         replica_layout = dataclasses.replace(layout, state_shardings=shardings, abstract=abstract_state)
         return replica_layout.with_extra(self.name, self._abstract_outer_state())
 
-    def _add_replica_dim(self, abstract: Shapes) -> Shapes:
+    def _add_replica_dim(self, abstract: AbstractArrays) -> AbstractArrays:
         """Return abstract arrays with a first dim for the replicas, split over the replica axis."""
 
         def add_to_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -148,7 +148,7 @@ class Replicas:
 
         return jax.tree.map(add_to_leaf, abstract)
 
-    def _abstract_outer_state(self) -> dict[str, Shapes]:
+    def _abstract_outer_state(self) -> dict[str, AbstractArrays]:
         """Return the shapes, dtypes and shardings of the value of this extra."""
         abstract_params = self.plain_layout.abstract.params
         abstract_outer_state = {WEIGHTS: self._add_replica_dim(abstract_params)}

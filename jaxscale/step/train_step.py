@@ -31,7 +31,7 @@ from jaxscale.state.class_counts import class_counts
 from jaxscale.state.ema import averaged
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
-from jaxscale.state.leaks import check_arguments, explaining_leaks
+from jaxscale.state.leaks import check_arguments, with_explained_errors
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
@@ -187,7 +187,7 @@ class TrainStep:
     def describe(self) -> list[str]:
         """Return lines for the user on the effects of the plan, to print before the first step."""
         lines = list(self.parts.lines)
-        whole_names = self.layout.unsplit()
+        whole_names = self.layout.unsplit_names()
         if whole_names:
             more_count = len(whole_names) - 5
             names_text = ", ".join(whole_names[:5]) + f" and {more_count} more" * (more_count > 0)
@@ -304,7 +304,7 @@ class TrainStep:
 
     def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape, dtype and sharding of each array of the canonical form, by the array's name."""
-        return self._canonical.abstract()
+        return self._canonical.abstract_arrays()
 
     @property
     def canonical_copy_bytes(self) -> int:
@@ -409,12 +409,12 @@ class TrainStep:
         """
         check_arguments(state, batch)
         if self._is_serial:
-            explaining_leaks(jax.block_until_ready, self.experiment)(state.watch)
+            with_explained_errors(jax.block_until_ready, self.experiment)(state.watch)
         if not self._is_loss_checked:  # before the first step
             self._coupling.check(lambda: self.module(state), batch)
             self._is_loss_checked = True
         step_fn = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
-        run_step = explaining_leaks(step_fn, self.experiment)
+        run_step = with_explained_errors(step_fn, self.experiment)
         if self.meetings is None:
             return run_step(state, batch)
         step = self.meetings.next_step_number(state)  # before the step, which donates the state
@@ -494,4 +494,4 @@ class TrainStep:
 
     def _with_newest_weights(self, state: TrainState) -> TrainState:
         """Return the state that an evaluation reads: with averaged weights, or an asynchronous pipeline's newest."""
-        return averaged(state) if self.async_pipeline is None else self.async_pipeline.newest(state)
+        return averaged(state) if self.async_pipeline is None else self.async_pipeline.with_newest_weights(state)

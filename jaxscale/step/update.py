@@ -86,7 +86,7 @@ class Update:
                 pure_model.axis_names.get(name),
                 leaf.shape,
                 sharding,
-                pure_model.variables.get(name, ""),
+                pure_model.variable_type_names.get(name, ""),
                 pure_model.tensor_dims.get(name),
             ),
             pure_model.abstract_params,

@@ -169,7 +169,7 @@ def test_every_stage_trains_as_one_device_does(name):
     assert all(np.abs(found[1][k] - before[k]).max() > 1e-3 for k in before), "a batch statistic was not updated"
     if plan.zero:
         assert any("kept whole" in line and "bias" in line for line in found[2].describe())
-        whole = found[2].layout.unsplit()
+        whole = found[2].layout.unsplit_names()
         assert [n for n, p in named_leaves(found[3].params).items() if p.shape == (CLASSES,)] == whole
 
 

@@ -10,10 +10,9 @@ Each stage clips its own gradients, watches for bad updates (it skips an update 
 applies a codec, and counts its updates for the learning rate. Gradients are means over the batch, so the weight of the
 batch (its number of targets) is computed before its loss, and must not depend on the model.
 
-Each stage has its own copy of every shared parameter (outside of the blocks). The first stage reads the
-parameters before the blocks, and the last stage those after the blocks; the other copies stay zero. A model is refused
-if a parameter is read both before and after the blocks (tied weights) or inside the blocks, because its copies would
-become different.
+Each stage has its own copy of every shared parameter (outside of the blocks). The first stage reads the parameters
+before the blocks, and the last stage those after the blocks; the other copies stay zero. A model is refused if a
+parameter is read both before and after the blocks (tied weights) or inside the blocks, because its copies would differ.
 
 Between steps, the train state holds the newest weights, the optimizer's state, and the state in flight: messages
 between stages, batches, values that forward passes keep for backward passes, older weights, sums of gradients, and the
@@ -55,7 +54,7 @@ from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.exchange import describe_codec
 from jaxscale.step.pipelined.forms import Arrays, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
-from jaxscale.step.pipelined.reads import batch_weight_fn, shared_copies
+from jaxscale.step.pipelined.reads import batch_weight_fn, copy_numbers
 from jaxscale.step.planned_model import PlannedModel, positive_divisor
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
@@ -119,11 +118,11 @@ class AsyncPipeline:
         self.remedies = self._remedies()
         self.advance = guarded(optimizer, UpdateGuard(planned.experiment.guard.update))
         self.batch_shapes = batch_shapes(planned.experiment)
-        self.model_with_copies = planned.pure_model.with_copies(shared_copies(self.synchronous, self.batch_shapes))
+        self.model_with_copies = planned.pure_model.with_copies(copy_numbers(self.synchronous, self.batch_shapes))
         self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)
         self.gradient_exchange = self._make_exchange()
-        self._owners = self.layout.owner_names(optimizer)
-        self._row_shards = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
+        self._owner_names = self.layout.owner_names(optimizer)
+        self._row_shard_count = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
         self._state_treedef = jax.tree.structure(self.layout.abstract.optimizer)
         self._batch_weight = batch_weight_fn(planned, self.batch_shapes)
 
@@ -135,8 +134,8 @@ class AsyncPipeline:
         clip_text = "" if self.planned.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
         synchronous_steps = self.plan.synchronous_steps
         start_text = f"the first {synchronous_steps} steps are synchronous, then " if synchronous_steps else ""
-        axes = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
-        copies_text = f"; every device along {axes} holds all that is in flight" if axes else ""
+        axes_text = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
+        copies_text = f"; every device along {axes_text} holds all that is in flight" if axes_text else ""
         if self.stream.has_newest_backward and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             age_text += ", and recomputation reads newer weights than the forward pass did"
         stages_text = f"each stage{clip_text} skips bad updates by itself{copies_text}"
@@ -147,16 +146,13 @@ class AsyncPipeline:
 
         A setting that the plan leaves out has its published value under PipeMare. Under other methods, it is off.
         """
-        plan, is_pipemare, steps = self.plan, self.stream.has_newest_backward, self.planned.experiment.steps
-        anneal = steps // ANNEAL if is_pipemare and plan.anneal is None else plan.anneal or 0
+        plan, is_pipemare, step_count = self.plan, self.stream.has_newest_backward, self.planned.experiment.steps
+        anneal = step_count // ANNEAL if is_pipemare and plan.anneal is None else plan.anneal or 0
         correction = CORRECTION if is_pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
 
     def _make_exchange(self) -> GradientExchange | None:
-        """Return the exchange of one stage's gradients by the codec; `None` if the plan has no codec.
-
-        Each device has the whole gradients of its stage.
-        """
+        """Return the exchange of one stage's gradients, whole on each device, by the codec; `None` without a codec."""
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
@@ -176,22 +172,22 @@ class AsyncPipeline:
         dtype = jnp.dtype(self.planned.plan.precision)
         return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
 
-    def _tick_executor(self, params: StageParams, microbatches: ScaledBatch, key: Key) -> Asynchronous:
+    def _tick_executor(self, params: StageParams, scaled_batch: ScaledBatch, key: Key) -> Asynchronous:
         """Return the executor of the pipeline's ticks, for use inside a region that is manual over `MANUAL`."""
         run_stage = self.synchronous.stage_fn(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
         def run_scaled_stage(
-            stage_params: Arrays, shared_params: Arrays, message: PyTree, microbatch: ScaledBatch, action: At, key: Key
+            stage_params: Arrays, shared_params: Arrays, message: PyTree, scaled_rows: ScaledBatch, action: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
             """Run a stage on a message; return (message to the next stage, scaled objective, sums of the loss)."""
-            rows, scale = microbatch
-            next_message, objective, sums = run_stage(stage_params, shared_params, message, rows, action, key)
-            return next_message, objective * scale, sums
+            rows, scale = scaled_rows
+            next_message, objective, loss_sums = run_stage(stage_params, shared_params, message, rows, action, key)
+            return next_message, objective * scale, loss_sums
 
         stage_params, shared_params = self._cast_for_passes(jax.tree.map(lambda leaf: leaf[0], params))
-        rows, _ = jax.tree.map(lambda leaf: leaf[0], microbatches)
+        microbatch, _ = jax.tree.map(lambda leaf: leaf[0], scaled_batch)
         run_before_blocks = self.synchronous.form.model_parts(self.synchronous.loss).before
-        abstract_message = jax.eval_shape(run_before_blocks, stage_params, shared_params, rows, key, jnp.int32(0))
+        abstract_message = jax.eval_shape(run_before_blocks, stage_params, shared_params, microbatch, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
             run_scaled_stage,
@@ -209,42 +205,40 @@ class AsyncPipeline:
         """Sum one stage's gradients over the data axes, check, clip and apply them; return new parameters and carry."""
         # a codec sums the gradients of replicas
         unsummed_axes = {PIPE_AXIS} if self.gradient_exchange is None else {PIPE_AXIS, REPLICA_AXIS}
-        axes = [axis for axis in MANUAL if axis not in unsummed_axes]
+        sum_axes = [axis for axis in MANUAL if axis not in unsummed_axes]
         stage_gradients, shared_gradients = jax.tree.map(
-            lambda leaf: self.synchronous.reduce(leaf[0], axes, PartitionSpec()), gradients
+            lambda leaf: self.synchronous.reduce(leaf[0], sum_axes, PartitionSpec()), gradients
         )
-        exchange, codes, new_states = self.gradient_exchange, carry["codes"], {}
+        exchange, codec_state, new_states = self.gradient_exchange, carry["codes"], {}
         if exchange is not None:
-            sums = jax.tree.map(lambda leaf: leaf * exchange.replicas, {**stage_gradients, **shared_gradients})
-            averages, new_states = self._average_over_replicas(exchange, sums, codes["states"], codes["updates"])
+            gradient_sums = jax.tree.map(lambda leaf: leaf * exchange.replicas, {**stage_gradients, **shared_gradients})
+            averages, new_states = self._average(exchange, gradient_sums, codec_state["states"], codec_state["updates"])
             stage_gradients = {name: averages[name] for name in stage_gradients}
             shared_gradients = {name: averages[name] for name in shared_gradients}
         means = self.synchronous.join(stage_gradients, shared_gradients)
         norm = optax.tree.norm(means)
         is_good = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
-        state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
+        state_leaves = [carry["owned" if owner_name else "free"][i] for i, owner_name in enumerate(self._owner_names)]
         optimizer_state = self._state_treedef.unflatten(state_leaves)
         joined_params = self.synchronous.join(*jax.tree.map(lambda leaf: leaf[0], params))
         new_params, new_optimizer_state, is_good = self.advance(means, optimizer_state, joined_params, norm, is_good)
         watch = carry["watch"].after(norm, is_good)
-        new_codes, sent_bytes = codes, carry["sent"]
+        new_codec_state, sent_bytes = codec_state, carry["sent"]
         if exchange is not None:
-            new_states = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new_states, codes["states"])
-            new_codes = {"states": new_states, "updates": codes["updates"] + 1}
-            sent_bytes = sent_bytes + exchange.wire_bytes_at(codes["updates"])
-        owned, free = self._divide_state(jax.tree.leaves(new_optimizer_state))
-        squares = carry["squares"] + jnp.square(norm)
-        new_carry = {"owned": owned, "free": free, "watch": watch, "codes": new_codes}
-        new_carry |= {"squares": squares, "sent": sent_bytes}
+            new_states = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new_states, codec_state["states"])
+            new_codec_state = {"states": new_states, "updates": codec_state["updates"] + 1}
+            sent_bytes = sent_bytes + exchange.wire_bytes_at(codec_state["updates"])
+        owned_leaves, free_leaves = self._divide_state(jax.tree.leaves(new_optimizer_state))
+        squared_norm_sum = carry["squares"] + jnp.square(norm)
+        new_carry = {"owned": owned_leaves, "free": free_leaves, "watch": watch, "codes": new_codec_state}
+        new_carry |= {"squares": squared_norm_sum, "sent": sent_bytes}
         return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(new_params)), new_carry
 
-    def _average_over_replicas(
+    def _average(
         self, exchange: GradientExchange, gradients: Arrays, states: PyTree, update_count: Array
     ) -> tuple[Arrays, PyTree]:
-        """Average one stage's gradients over the replicas by the codec; return the means and the codec's new states.
-
-        The kernels of a codec need a region that is manual over all mesh axes.
-        """
+        """Average one stage's gradients over the replicas by the codec; return the means and the codec's new states."""
+        # the kernels of a codec need a region that is manual over all mesh axes
         return jax.shard_map(
             functools.partial(exchange.average_on_device, agreeing_axes=(REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
@@ -259,8 +253,8 @@ class AsyncPipeline:
 
         Both are dicts by the index of the leaf in `leaves`, the list of the leaves of the optimizer's state.
         """
-        owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
-        return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
+        owned_leaves = {i: leaf for i, leaf in enumerate(leaves) if self._owner_names[i]}
+        return owned_leaves, {i: leaf for i, leaf in enumerate(leaves) if not self._owner_names[i]}
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
@@ -273,20 +267,23 @@ class AsyncPipeline:
             """Return this device's state in flight, each array with a first dim of 1."""
             params = jax.tree.map(lambda leaf: leaf[None], stage_params), shared_params
             count, row_count = self.microbatch_count, self.planned.experiment.batch // self.microbatch_count
-            local_rows = row_count // self._row_shards
-            zeros = {
-                name: jnp.zeros((count, local_rows, *leaf.shape[1:]), leaf.dtype)
+            local_row_count = row_count // self._row_shard_count
+            zero_rows = {
+                name: jnp.zeros((count, local_row_count, *leaf.shape[1:]), leaf.dtype)
                 for name, leaf in self.batch_shapes.items()
             }
-            microbatches = ((zeros, jnp.zeros((count, local_rows), jnp.int32)), jnp.zeros((count,), jnp.float32))
+            scaled_batch = (
+                (zero_rows, jnp.zeros((count, local_row_count), jnp.int32)),
+                jnp.zeros((count,), jnp.float32),
+            )
             key = jax.random.key(self.planned.experiment.seed)
-            pipe = self._tick_executor(params, microbatches, key).empty_pipe(params, microbatches, key)
+            pipe = self._tick_executor(params, scaled_batch, key).empty_pipe(params, scaled_batch, key)
             # each stage's norm, on the assumption that all stages have equal norms
             stage_watch = dataclasses.replace(watch, norm=watch.norm / self.rank_count**0.5)
-            codes = {}
+            codec_state = {}
             if self.gradient_exchange is not None:
-                codes = {"states": self.gradient_exchange.initial_device_states(), "updates": update_count}
-            stage_state = {"free": free, "watch": stage_watch, "codes": codes}
+                codec_state = {"states": self.gradient_exchange.initial_device_states(), "updates": update_count}
+            stage_state = {"free": free, "watch": stage_watch, "codes": codec_state}
             return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], stage_state)}
 
         _, free = self._divide_state(jax.tree.leaves(state.optimizer))
@@ -314,7 +311,7 @@ class AsyncPipeline:
 
     def _step_synchronously(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take a synchronous step, after which the pipeline is empty; return the next state and the metrics."""
-        loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
+        loss, gradients, _ = self.synchronous.gradients(self.with_newest_weights(state), batch)
         gradients_with_copies = jax.lax.with_sharding_constraint(
             self.model_with_copies.in_rows(self.planned.pure_model.in_layers(gradients)), self.layout.master_shardings
         )
@@ -331,28 +328,31 @@ class AsyncPipeline:
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.gradient_exchange.exact_bytes)}
         return dataclasses.replace(next_state, extra={IN_FLIGHT: self.in_flight(next_state)}), metrics
 
-    def newest(self, state: TrainState) -> TrainState:
-        """Return the state with the newest weights as a synchronous pipeline reads them, without copies.
+    def with_newest_weights(self, state: TrainState) -> TrainState:
+        """Return the state with the newest weights in a synchronous pipeline's layout: one copy of each shared weight.
 
         The optimizer state stays unconverted, so the result serves only passes that do not read the optimizer state.
         """
         stage_params, copies_by_name = self.synchronous.split(state.params)
-        reading_ranks = {name: numbers.index(0) for name, numbers in self.model_with_copies.copies.items()}
-        shared_params = {name: copies[reading_ranks[name]] for name, copies in copies_by_name.items()}
+        rank_by_name = {name: numbers.index(0) for name, numbers in self.model_with_copies.copy_numbers.items()}
+        shared_params = {name: copies[rank_by_name[name]] for name, copies in copies_by_name.items()}
         return dataclasses.replace(state, params=self.synchronous.join(stage_params, shared_params), extra={})
 
     def _step_in_stream(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the ticks of one batch, in which stages make their updates; return the next state and the metrics."""
-        owned, _ = self._divide_state(jax.tree.leaves(state.optimizer))
-        has_layers = {i: not owner or self.planned.pure_model.is_stacked(owner) for i, owner in enumerate(self._owners)}
+        owned_leaves, _ = self._divide_state(jax.tree.leaves(state.optimizer))
+        layered_flags = {
+            i: not owner_name or self.planned.pure_model.is_stacked(owner_name)
+            for i, owner_name in enumerate(self._owner_names)
+        }
         stage_spec, whole_spec, rows_spec = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
         def advance_stage(
             stage_params: Arrays,
             shared_params: Arrays,
-            owned: dict[int, Array],
+            owned_leaves: dict[int, Array],
             flight: Flight,
-            microbatches: ScaledBatch,
+            scaled_batch: ScaledBatch,
             key: Key,
         ) -> tuple[Arrays, Arrays, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             """Run the ticks on one device; return new values of the first four arguments, and the metrics.
@@ -361,24 +361,24 @@ class AsyncPipeline:
             """
             params = jax.tree.map(lambda leaf: leaf[None], stage_params), shared_params
             stage_state = {name: jax.tree.map(lambda x: x[0], flight[name]) for name in ("free", "watch", "codes")}
-            stage_owned = {i: leaf if has_layers[i] else leaf[0] for i, leaf in owned.items()}
-            carry = {"owned": stage_owned, **stage_state, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
-            executor = self._tick_executor(params, microbatches, key)
-            advanced = executor.advance(params, carry, flight["pipe"], microbatches, key)
-            (stacked_params, new_shared_params), new_carry = advanced.parameters, advanced.optimizer
+            stage_owned_leaves = {i: leaf if layered_flags[i] else leaf[0] for i, leaf in owned_leaves.items()}
+            carry = {"owned": stage_owned_leaves, **stage_state, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
+            executor = self._tick_executor(params, scaled_batch, key)
+            advance_result = executor.advance(params, carry, flight["pipe"], scaled_batch, key)
+            (stacked_params, new_shared_params), new_carry = advance_result.parameters, advance_result.optimizer
             new_stage_params = jax.tree.map(lambda leaf: leaf[0], stacked_params)
-            new_owned = {i: leaf if has_layers[i] else leaf[None] for i, leaf in new_carry["owned"].items()}
+            new_owned_leaves = {i: leaf if layered_flags[i] else leaf[None] for i, leaf in new_carry["owned"].items()}
             new_stage_state = jax.tree.map(lambda leaf: leaf[None], {name: new_carry[name] for name in stage_state})
             norm = jnp.sqrt(jax.lax.psum(new_carry["squares"], PIPE_AXIS))
-            loss_sums = jax.lax.psum(advanced.sums, MANUAL)
+            loss_sums = jax.lax.psum(advance_result.sums, MANUAL)
             codec_metrics = {}
             if self.gradient_exchange is not None:
                 codec_states = new_carry["codes"]["states"]
-                residual_squares = jax.lax.psum(squared_residuals(codec_states), MANUAL) / self._row_shards
+                residual_squares = jax.lax.psum(squared_residuals(codec_states), MANUAL) / self._row_shard_count
                 sent_bytes = jax.lax.pmax(new_carry["sent"], MANUAL)
                 codec_metrics = {"residual_norm": jnp.sqrt(residual_squares), "wire_bytes": sent_bytes}
-            new_flight = {"pipe": advanced.in_flight, **new_stage_state}
-            return new_stage_params, new_shared_params, new_owned, new_flight, (loss_sums, norm, codec_metrics)
+            new_flight = {"pipe": advance_result.in_flight, **new_stage_state}
+            return new_stage_params, new_shared_params, new_owned_leaves, new_flight, (loss_sums, norm, codec_metrics)
 
         scales = jnp.broadcast_to(1.0 / positive_divisor(self._batch_weight(batch)), (self.microbatch_count,))
         with self.planned.tracing():
@@ -386,22 +386,22 @@ class AsyncPipeline:
             out_specs = (stage_spec, stage_spec, stage_spec, DEVICE_SPEC, whole_spec)
             in_specs = (*out_specs[:4], (rows_spec, whole_spec), whole_spec)
             advance_stages = self.planned.shard_map_of(advance_stage, MANUAL, in_specs, out_specs)
-            microbatches = (self.synchronous.microbatches(batch), scales)
-            stage_params, shared_params, owned, flight, (loss, norm, codec_metrics) = advance_stages(
-                *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], microbatches, key
+            scaled_batch = (self.synchronous.microbatches(batch), scales)
+            stage_params, shared_params, owned_leaves, flight, (loss, norm, codec_metrics) = advance_stages(
+                *self.synchronous.split(state.params), owned_leaves, state.extra[IN_FLIGHT], scaled_batch, key
             )
         # all devices of a stage have the same free state and the same watch, so one of them is enough
-        free, watch = jax.tree.map(
+        free_by_rank, watch_by_rank = jax.tree.map(
             lambda leaf: leaf.reshape(self.rank_count, -1)[:, 0], (flight["free"], flight["watch"])
         )
-        state_leaves = {**owned, **jax.tree.map(lambda leaf: leaf[-1], free)}
-        watch_norm = jnp.sqrt(jnp.square(watch.norm).sum())
+        state_leaves = {**owned_leaves, **jax.tree.map(lambda leaf: leaf[-1], free_by_rank)}
+        watch_norm = jnp.sqrt(jnp.square(watch_by_rank.norm).sum())
         next_state = TrainState(
             step=state.step + 1,
             params=self.synchronous.join(stage_params, shared_params),
             optimizer=self._state_treedef.unflatten([state_leaves[i] for i in range(len(state_leaves))]),
             rest=state.rest,
-            watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=watch_norm),
+            watch=dataclasses.replace(jax.tree.map(jnp.max, watch_by_rank), norm=watch_norm),
             extra={IN_FLIGHT: flight},
         )
         mean_loss = jnp.where(loss.weight > 0, loss.total / positive_divisor(loss.weight), jnp.nan)
@@ -460,16 +460,16 @@ class InFlight:
         The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
         """
         pipeline, abstract_flight = self.pipeline, abstract.extra[self.name]
-        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(abstract_flight)]
+        shapes_and_dtypes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(abstract_flight)]
         planned = pipeline.planned
-        dependencies = [
+        hashed_values = [
             version_1_fields(planned.plan),
             pipeline.stages.layer_counts,
             planned.experiment.batch,
             jax.__version__,
-            shapes,
+            shapes_and_dtypes,
         ]
-        plan_hash = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:12]
+        plan_hash = hashlib.sha256(json.dumps(hashed_values, sort_keys=True).encode()).hexdigest()[:12]
         prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), abstract_flight

@@ -86,22 +86,22 @@ class ModelParts:
 
 def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
     """Return this rank's chunks, and after them the copies of other ranks' chunks that the schedule runs here."""
-    for home_chunk, rank_pairs in stages.copies:
-        copy = jax.tree.map(
+    for home_chunk, rank_pairs in stages.copy_transfers:
+        chunk_copy = jax.tree.map(
             lambda leaf, chunk=home_chunk, pairs=rank_pairs: jax.lax.ppermute(leaf[chunk], PIPE_AXIS, pairs)[None],
             chunks,
         )
-        chunks = jax.tree.map(lambda leaf, leaf_copy: jnp.concatenate([leaf, leaf_copy]), chunks, copy)
+        chunks = jax.tree.map(lambda leaf, leaf_copy: jnp.concatenate([leaf, leaf_copy]), chunks, chunk_copy)
     return chunks
 
 
 def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
     """Return the gradients of this rank's chunks, with the gradients of the chunks' copies on other ranks added."""
-    own_chunk_count = len(stages.homes[0])
+    own_chunk_count = len(stages.home_stages[0])
 
     def sum_leaf(leaf: Array) -> Array:
         own_gradients = leaf[:own_chunk_count]
-        for copy_chunk, (home_chunk, rank_pairs) in enumerate(stages.copies, own_chunk_count):
+        for copy_chunk, (home_chunk, rank_pairs) in enumerate(stages.copy_transfers, own_chunk_count):
             copy_to_home = [(copy_rank, home_rank) for home_rank, copy_rank in rank_pairs]
             copy_gradient = jax.lax.ppermute(leaf[copy_chunk], PIPE_AXIS, copy_to_home)
             own_gradients = own_gradients.at[home_chunk].add(copy_gradient)
@@ -140,10 +140,11 @@ def _model_parts(trace: TracedFn, enter: TracedFn, run_stage: TracedFn, leave: T
     the first block, and `args` are the arguments of a part of the model.
 
     Args:
-        trace: (between, *args) -> the model's sums, with `between` in place of the blocks.
-        enter: (run_blocks, first_input) -> the message to the first stage.
-        run_stage: (run_blocks, first_input, message, *args) -> the message to the next stage.
-        leave: (run_blocks, first_input, message) -> the last block's output, from the message of the last stage.
+        trace: function of (between, *args) that returns the model's sums, with `between` in place of the blocks.
+        enter: function of (run_blocks, first_input) that returns the message to the first stage.
+        run_stage: function of (run_blocks, first_input, message, *args) that returns the message to the next stage.
+        leave: function of (run_blocks, first_input, message) that returns the last block's output, from the message of
+            the last stage.
     """
 
     def before(*args: PyTree) -> PyTree:
@@ -184,8 +185,8 @@ class StackForm:
         """Return the model in three parts: before its blocks, with the blocks of one stage, and after its blocks."""
         planned, plan = self.planned, self.planned.plan
         layer_of_stage_row = jnp.asarray(self.stages.layer_of_stage_row)
-        is_gathered = plan.zero == 3 or (plan.zero and plan.offload.weights == "host")
-        gather = self._gather_block if is_gathered else None
+        are_weights_gathered = plan.zero == 3 or (plan.zero and plan.offload.weights == "host")
+        gather_block = self._gather_block if are_weights_gathered else None
 
         def trace(
             between: StageRunner,
@@ -196,7 +197,7 @@ class StackForm:
             stage: Int[Array, ""],
         ) -> PyTree:
             first_layers, has_padding = self.stages.first_layers, -1 in self.stages.layer_of_row
-            view = StageView(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
+            view = StageView(layer_of_stage_row[stage], first_layers, has_padding, between, gather_block)
             return _trace_view(planned, view, score, {**stage_params, **shared_params}, microbatch, key)
 
         def run_stage(run_blocks: TracedFn, first_input: PyTree, message: PyTree, *args: PyTree) -> PyTree:
@@ -219,12 +220,16 @@ class StackForm:
         planned = self.planned
         words_of_names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
         # the words with which all names begin; names within a block start after the last "layers" among these words
-        shortest = min(map(len, words_of_names))
-        common_length = next((n for n in range(shortest) if len({words[n] for words in words_of_names}) > 1), None)
+        min_word_count = min(map(len, words_of_names))
+        common_length = next(
+            (n for n in range(min_word_count) if len({words[n] for words in words_of_names}) > 1), None
+        )
         common_words = words_of_names[0][:common_length]
-        starts = {0, len(common_words) - common_words[::-1].index("layers") if "layers" in common_words else 0}
+        start_indices = {0, len(common_words) - common_words[::-1].index("layers") if "layers" in common_words else 0}
         spec_by_name = {
-            "/".join(words[start:]): planned.read_spec("/".join(words)) for words in words_of_names for start in starts
+            "/".join(words[start:]): planned.read_spec("/".join(words))
+            for words in words_of_names
+            for start in start_indices
         }
 
         def gather(path: KeyPath, leaf: Array) -> Array:
@@ -237,7 +242,7 @@ class StackForm:
         return jax.tree_util.tree_map_with_path(gather, params)
 
     def chunks(self, stage_params: Arrays) -> Arrays:
-        """Return the rows (chunks, depth, ...) of this rank's stages, and after them the copies that this rank runs."""
+        """Return the rows (chunks, depth, ...) of this rank's stages, then those of the copies that it runs."""
         depth = self.stages.depth
         own_chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stage_params)
         return append_copies(self.stages, own_chunks)
@@ -274,7 +279,7 @@ class FlatSlice:
 
 @dataclasses.dataclass(frozen=True)
 class MessageForm:
-    """One form for messages of different shapes: a flat array for each dtype, padded for the longest message.
+    """One form for messages of different shapes: a flat array for each dtype, padded to the longest message's length.
 
     Args:
         abstract_messages: the abstract message at each boundary of stages; boundary 0 is before the first stage.
@@ -291,23 +296,28 @@ class MessageForm:
     abstract_messages: Sequence[PyTree]
 
     @property
-    def lengths(self) -> dict[str, int]:
+    def length_by_dtype(self) -> dict[str, int]:
         """Length of the flat array of each dtype, by the name of the dtype."""
-        lengths: dict[str, int] = {}
-        for message in self.abstract_messages:
+        length_by_dtype: dict[str, int] = {}
+        for abstract_message in self.abstract_messages:
             element_counts: collections.Counter[str] = collections.Counter()
-            for leaf in jax.tree.leaves(message):
+            for leaf in jax.tree.leaves(abstract_message):
                 element_counts[str(leaf.dtype)] += math.prod(leaf.shape)
-            dtypes = {**lengths, **element_counts}
-            lengths = {dtype: max(lengths.get(dtype, 0), element_counts[dtype]) for dtype in dtypes}
-        return dict(sorted(lengths.items()))
+            merged_counts = {**length_by_dtype, **element_counts}
+            length_by_dtype = {
+                dtype: max(length_by_dtype.get(dtype, 0), element_counts[dtype]) for dtype in merged_counts
+            }
+        return dict(sorted(length_by_dtype.items()))
 
     def pack(self, message: PyTree) -> Arrays:
-        """Return a message as flat arrays of `lengths`, by the name of the dtype."""
-        flat_leaves: dict[str, list[Array]] = {dtype: [] for dtype in self.lengths}
+        """Return a message as flat arrays, by the name of the dtype, padded to the lengths of `length_by_dtype`."""
+        flat_leaves_by_dtype: dict[str, list[Array]] = {dtype: [] for dtype in self.length_by_dtype}
         for leaf in jax.tree.leaves(message):
-            flat_leaves[str(leaf.dtype)].append(leaf.reshape(-1))
-        return {dtype: concatenate_padded(flat_leaves[dtype], length, dtype) for dtype, length in self.lengths.items()}
+            flat_leaves_by_dtype[str(leaf.dtype)].append(leaf.reshape(-1))
+        return {
+            dtype: concatenate_padded(flat_leaves_by_dtype[dtype], length, dtype)
+            for dtype, length in self.length_by_dtype.items()
+        }
 
     def unpack(self, flat_arrays: Mapping[str, Array], boundary: int) -> PyTree:
         """Return the message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
@@ -342,41 +352,41 @@ class ChainForm:
     @functools.cached_property
     def flat_slices(self) -> dict[str, FlatSlice]:
         """For each parameter of a block, by name, the slice of the stage's flat array that holds the parameter."""
-        flat_slices, lengths = {}, [0] * len(self.stages.layer_counts)
+        flat_slices, stage_lengths = {}, [0] * len(self.stages.layer_counts)
         for name, leaf in named_leaves(self.planned.pure_model.abstract_params).items():
-            block = self._block_of(name)
-            if block is not None:
-                stage = sum(first_layer <= block for first_layer in self.stages.first_layers) - 1
-                flat_slices[name] = FlatSlice(stage, lengths[stage], leaf.shape)
-                lengths[stage] = flat_slices[name].end
+            block_index = self._block_index_of(name)
+            if block_index is not None:
+                stage = sum(first_layer <= block_index for first_layer in self.stages.first_layers) - 1
+                flat_slices[name] = FlatSlice(stage, stage_lengths[stage], leaf.shape)
+                stage_lengths[stage] = flat_slices[name].end
         return flat_slices
 
-    def _block_of(self, name: str) -> int | None:
-        """Return the index of the block that a parameter belongs to; `None` for a parameter of no block."""
-        chain = enumerate(self.stages.chain)
-        return next((block for block, path in chain if name.startswith(f"{path}/")), None)
+    def _block_index_of(self, name: str) -> int | None:
+        """Return the index of the block that a parameter belongs to; `None` if it belongs to none."""
+        indices_and_paths = enumerate(self.stages.chain)
+        return next((block_index for block_index, path in indices_and_paths if name.startswith(f"{path}/")), None)
 
     def is_staged(self, name: str) -> bool:
         """Return whether a parameter belongs to one stage; if not, all stages share it."""
-        return self._block_of(name) is not None
+        return self._block_index_of(name) is not None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _home_of(self, stage: int) -> tuple[int, int]:
+    def _home_rank_and_chunk(self, stage: int) -> tuple[int, int]:
         """Return the home rank of a stage, and the index of the stage among the chunks of that rank."""
         home_rank = self.stages.schedule.routes[0][stage]
-        return home_rank, self.stages.homes[home_rank].index(stage)
+        return home_rank, self.stages.home_stages[home_rank].index(stage)
 
     def chunks(self, stage_params: Arrays) -> Arrays:
         """Return this rank's stages as flat arrays (chunks, length), and after them the copies that this rank runs."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
         length = max(flat_slice.end for flat_slice in self.flat_slices.values())
-        own_chunks = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
+        own_chunks = [jnp.zeros((length,), dtype)] * len(self.stages.home_stages[0])
         for stage in range(len(self.stages.layer_counts)):
-            home, chunk = self._home_of(stage)
+            home_rank, chunk = self._home_rank_and_chunk(stage)
             names = [name for name, flat_slice in self.flat_slices.items() if flat_slice.stage == stage]
             flat_params = [stage_params[name].astype(dtype).reshape(-1) for name in names]
-            is_home = rank == home
+            is_home = rank == home_rank
             own_chunks[chunk] = jnp.where(is_home, concatenate_padded(flat_params, length, dtype), own_chunks[chunk])
         return append_copies(self.stages, {FLAT: jnp.stack(own_chunks)})
 
@@ -386,15 +396,15 @@ class ChainForm:
         rank = jax.lax.axis_index(PIPE_AXIS)
         gradient_by_name = {}
         for name, flat_slice in self.flat_slices.items():
-            home, chunk = self._home_of(flat_slice.stage)
+            home_rank, chunk = self._home_rank_and_chunk(flat_slice.stage)
             gradient = own_gradients[chunk, flat_slice.begin : flat_slice.end]
-            gradient_by_name[name] = jnp.where(rank == home, gradient, 0.0).reshape(flat_slice.shape)
+            gradient_by_name[name] = jnp.where(rank == home_rank, gradient, 0.0).reshape(flat_slice.shape)
         return gradient_by_name
 
     def _block_params(self, flat_array: Array, stage: int) -> list[Params]:
         """Return a list with the parameters of each block of a stage, from the flat array of the stage."""
         first_block = self.stages.first_layers[stage]
-        paths = self.stages.chain[first_block : first_block + self.stages.layer_counts[stage]]
+        block_paths = self.stages.chain[first_block : first_block + self.stages.layer_counts[stage]]
 
         def read_params(block_path: str) -> Params:
             """Return the parameters of the block at a path; {} for a block without parameters."""
@@ -403,12 +413,12 @@ class ChainForm:
                 flat_slice = self.flat_slices[f"{block_path}/{path_name(path)}"]
                 return flat_array[flat_slice.begin : flat_slice.end].reshape(flat_slice.shape)
 
-            abstract_block: Params = self.planned.pure_model.abstract_params
+            abstract_subtree: Params = self.planned.pure_model.abstract_params
             for word in block_path.split("/"):
-                abstract_block = next((entry for key, entry in abstract_block.items() if str(key) == word), {})
-            return jax.tree_util.tree_map_with_path(read_param, abstract_block)
+                abstract_subtree = next((entry for key, entry in abstract_subtree.items() if str(key) == word), {})
+            return jax.tree_util.tree_map_with_path(read_param, abstract_subtree)
 
-        return [read_params(block_path) for block_path in paths]
+        return [read_params(block_path) for block_path in block_paths]
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
@@ -442,7 +452,7 @@ class ChainForm:
             return MessageForm(abstract_messages)
 
         def run_stage(
-            blocks_runner: TracedFn, first_input: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree
+            blocks_runner: TracedFn, first_input: PyTree, packed_message: Arrays, stage_params: Arrays, *args: PyTree
         ) -> Arrays:
             """Run the stage whose index is the last of `args` on a packed message; return the next packed message."""
             form, traced_stage = message_form(blocks_runner, first_input), args[-1]
@@ -450,22 +460,22 @@ class ChainForm:
             def branch(stage: int) -> Callable[[Array, Arrays], Arrays]:
                 """Return the function that runs one stage, from its flat array and the packed message."""
 
-                def run_packed(flat_array: Array, packed: Arrays) -> Arrays:
+                def run_packed(flat_array: Array, packed_message: Arrays) -> Arrays:
                     block_params = self._block_params(flat_array, stage)
-                    run_message = blocks_runner(boundaries[stage], boundaries[stage + 1], block_params)
-                    return form.pack(run_message(form.unpack(packed, stage)))
+                    run_blocks = blocks_runner(boundaries[stage], boundaries[stage + 1], block_params)
+                    return form.pack(run_blocks(form.unpack(packed_message, stage)))
 
                 return run_packed
 
             branches = [branch(stage) for stage in range(stage_count)]
-            return jax.lax.switch(traced_stage, branches, stage_params[FLAT], packed)
+            return jax.lax.switch(traced_stage, branches, stage_params[FLAT], packed_message)
 
         return _model_parts(
             trace,
             lambda blocks_runner, first_input: message_form(blocks_runner, first_input).pack(first_input),
             run_stage,
-            lambda blocks_runner, first_input, packed: message_form(blocks_runner, first_input).unpack(
-                packed, stage_count
+            lambda blocks_runner, first_input, packed_message: message_form(blocks_runner, first_input).unpack(
+                packed_message, stage_count
             ),
         )
 

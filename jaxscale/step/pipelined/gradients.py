@@ -84,10 +84,10 @@ class Pipelined:
         """Return (parameters of stages, shared parameters), two dicts by name."""
         return self.divide(named_leaves(params))
 
-    def divide(self, entry_of_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    def divide(self, entry_by_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
         """Divide a dict by parameter name; return (entries for parameters of stages, entries for shared parameters)."""
-        stage_entries = {name: entry for name, entry in entry_of_name.items() if self.form.is_staged(name)}
-        return stage_entries, {name: entry for name, entry in entry_of_name.items() if name not in stage_entries}
+        stage_entries = {name: entry for name, entry in entry_by_name.items() if self.form.is_staged(name)}
+        return stage_entries, {name: entry for name, entry in entry_by_name.items() if name not in stage_entries}
 
     def join(self, stage_params: Arrays, shared_params: Arrays) -> Params:
         """Return all parameters as one nested dict: the inverse of `split`."""
@@ -100,7 +100,7 @@ class Pipelined:
             score: function from the module, a microbatch and the settings of the pass to sums.
             objective: function from the sums to the number to differentiate.
         """
-        parts, last_stage = self.form.model_parts(score), self.stages.schedule.stages - 1
+        model_parts, last_stage = self.form.model_parts(score), self.stages.schedule.stages - 1
 
         def run_stage(
             stage_params: Arrays, shared_params: Arrays, message: PyTree, microbatch: Microbatch, action: At, key: Key
@@ -114,12 +114,12 @@ class Pipelined:
                 }
             args = (weights, shared_params, microbatch, key, action.stage)
             # recomputed in the backward pass, because otherwise every stage would need slots for their residuals
-            before, after = jax.checkpoint(parts.before), jax.checkpoint(parts.after)
+            before, after = jax.checkpoint(model_parts.before), jax.checkpoint(model_parts.after)
             input_message = jax.lax.cond(
                 action.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, message, *args
             )
-            output_message = parts.inside(input_message, *args)
-            abstract_sums = jax.eval_shape(parts.after, output_message, *args)
+            output_message = model_parts.inside(input_message, *args)
+            abstract_sums = jax.eval_shape(model_parts.after, output_message, *args)
             sums = jax.lax.cond(
                 action.stage == last_stage,
                 after,
@@ -168,26 +168,26 @@ class Pipelined:
         stage_specs, shared_specs = param_specs
         pipeline = self.planned.plan.pipeline
         assert pipeline is not None
-        host_params = self.split(state.params)[0] if self._has_host_weights else None  # of the stages
+        host_stage_params = self.split(state.params)[0] if self._has_host_weights else None
         rows_spec = PartitionSpec(None, BATCH_AXES)
 
         def run_on_device(
-            stage_params: Arrays, host_params: Arrays | None, shared_params: Arrays, batch: Microbatch, key: Key
+            stage_params: Arrays, host_stage_params: Arrays | None, shared_params: Arrays, batch: Microbatch, key: Key
         ) -> R:
             """Run the pipeline on this device's shards, and return the results of `finish`."""
             if has_replica_weights:
                 stage_params, shared_params = jax.tree.map(lambda leaf: leaf[0], (stage_params, shared_params))
             chunks = self.form.chunks(stage_params)
-            host_chunks = None if host_params is None else self.form.chunks(host_params)
+            host_chunks = None if host_stage_params is None else self.form.chunks(host_stage_params)
             first_chunk, microbatch = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             run_before_blocks, stage_index = self.form.model_parts(self.loss).before, jnp.int32(0)
             abstract_message = jax.eval_shape(
                 run_before_blocks, first_chunk, shared_params, microbatch, key, stage_index
             )
-            readers = None
+            reader_stages = None
             if tables.has_backward:
-                readers = self._readers(abstract_message, first_chunk, shared_params, microbatch, key)
-            executed = execute(
+                reader_stages = self._reader_stages(abstract_message, first_chunk, shared_params, microbatch, key)
+            device_sums = execute(
                 tables,
                 run_stage,
                 chunks,
@@ -198,33 +198,33 @@ class Pipelined:
                 axis=PIPE_AXIS,
                 manual_axes=MANUAL,
                 lowering=pipeline.lowering,
-                readers=readers,
+                readers=reader_stages,
                 hosted_names=blocks.treatment().host_names,
                 frozen=host_chunks,
             )
-            return finish(executed)
+            return finish(device_sums)
 
-        host_specs = None if host_params is None else stage_specs
+        host_specs = None if host_stage_params is None else stage_specs
         input_specs = (stage_specs, host_specs, shared_specs, rows_spec, PartitionSpec())
         return self.planned.shard_map_of(run_on_device, MANUAL, input_specs, output_specs)(
-            stage_params, host_params, shared_params, self.microbatches(batch), self.planned.key(state)
+            stage_params, host_stage_params, shared_params, self.microbatches(batch), self.planned.key(state)
         )
 
-    def _readers(
+    def _reader_stages(
         self, message: PyTree, chunk: Arrays, shared_params: Arrays, microbatch: Microbatch, key: Key
     ) -> tuple[int, ...] | None:
         """Return the indices of the stages that read shared parameters; `None` for all stages, if blocks read some."""
         run_blocks = self.form.model_parts(self.loss).inside
-        leaf_reads = find_leaves_read(run_blocks, message, chunk, shared_params, microbatch, key, jnp.int32(0))
+        read_flags = leaf_read_flags(run_blocks, message, chunk, shared_params, microbatch, key, jnp.int32(0))
         start = len(jax.tree.leaves((message, chunk)))  # index of the first leaf of the shared parameters
-        return None if any(leaf_reads[start : start + len(shared_params)]) else (0, self.stages.schedule.stages - 1)
+        return None if any(read_flags[start : start + len(shared_params)]) else (0, self.stages.schedule.stages - 1)
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Return the sums of the model's loss over a microbatch, with the penalty as an array."""
         loss = self.planned.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
 
-    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, row_indices: Array) -> Array:
         """Return the objective of one microbatch with the blocks of a single stage, or with all blocks of a chain.
 
         Args:
@@ -232,22 +232,24 @@ class Pipelined:
             model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
-            examples: index in the global batch of every row of the microbatch.
+            row_indices: index in the global batch of every row of the microbatch.
         """
         if self.stage_depth is None:
-            return Whole(self.planned).loss_of_masters(params, model_state, batch, key, examples)
+            return Whole(self.planned).loss_of_masters(params, model_state, batch, key, row_indices)
         stage_params, shared_params = self.split(self._copies(self.planned.pure_model.in_rows(params)))
-        parts, rows_spec = self.form.model_parts(self.loss), PartitionSpec(BATCH_AXES)
+        model_parts, rows_spec = self.form.model_parts(self.loss), PartitionSpec(BATCH_AXES)
 
-        def total_loss(stage_params: Arrays, shared_params: Arrays, batch: Batch, examples: Array, key: Key) -> Array:
+        def total_loss(
+            stage_params: Arrays, shared_params: Arrays, batch: Batch, row_indices: Array, key: Key
+        ) -> Array:
             """Return the total loss of this device's rows, with the blocks of its first chunk."""
             first_chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(stage_params))
-            args = (first_chunk, shared_params, (batch, examples), key, jnp.int32(0))
-            return parts.after(parts.inside(parts.before(*args), *args), *args).total
+            args = (first_chunk, shared_params, (batch, row_indices), key, jnp.int32(0))
+            return model_parts.after(model_parts.inside(model_parts.before(*args), *args), *args).total
 
         input_specs = (*self._specs("compute"), rows_spec, rows_spec, PartitionSpec())
-        run = self.planned.shard_map_of(total_loss, MANUAL, input_specs, PartitionSpec())
-        return run(stage_params, shared_params, batch, examples, key)
+        total_loss_on_devices = self.planned.shard_map_of(total_loss, MANUAL, input_specs, PartitionSpec())
+        return total_loss_on_devices(stage_params, shared_params, batch, row_indices, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
         """Return the loss and the gradients of a global batch; the gradients are float32 means over its targets."""
@@ -281,19 +283,24 @@ class Pipelined:
             # with this factor, the mean of the replicas' gradients is the mean over all targets of the global batch
             unsummed_axes, replica_factor = (REPLICA_AXIS,), self.planned.layout.mesh.shape[REPLICA_AXIS]
 
-        def finish(executed: DeviceSums) -> tuple[Loss, Arrays, Arrays]:
+        def finish(device_sums: DeviceSums) -> tuple[Loss, Arrays, Arrays]:
             """Return (sums of the loss, gradients of stages' parameters, gradients of shared parameters)."""
-            loss = jax.lax.psum(executed.sums, MANUAL)
-            gradients = self.form.gradients_at_home(executed.weight_gradients), executed.shared_gradients
-            summed_gradients = [
+            loss = jax.lax.psum(device_sums.sums, MANUAL)
+            stage_and_shared_gradients = (
+                self.form.gradients_at_home(device_sums.weight_gradients),
+                device_sums.shared_gradients,
+            )
+            stage_and_shared_sums = [
                 {
                     name: self.reduce(gradient, self._axes_to_sum(name, unsummed_axes), spec_by_name[name])
                     for name, gradient in gradient_by_name.items()
                 }
-                for gradient_by_name, spec_by_name in zip(gradients, gradient_specs, strict=True)
+                for gradient_by_name, spec_by_name in zip(stage_and_shared_gradients, gradient_specs, strict=True)
             ]
             scale = replica_factor / positive_divisor(loss.weight)
-            return loss, *jax.tree.map(lambda g: (g * scale)[None] if is_by_replica else g * scale, summed_gradients)
+            return loss, *jax.tree.map(
+                lambda g: (g * scale)[None] if is_by_replica else g * scale, stage_and_shared_sums
+            )
 
         output_specs = (PartitionSpec(), *(_with_replica_dim(gradient_specs) if is_by_replica else gradient_specs))
         with self.planned.tracing():
@@ -310,8 +317,8 @@ class Pipelined:
             lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(())
         )
 
-        def finish(executed: DeviceSums) -> Sums:
-            return jax.lax.psum(executed.sums, MANUAL)
+        def finish(device_sums: DeviceSums) -> Sums:
+            return jax.lax.psum(device_sums.sums, MANUAL)
 
         forward_tables = tabulate(self.schedule, forward_only=True)
         with self.planned.tracing(is_forward_only=True):
@@ -332,17 +339,18 @@ class Pipelined:
         """
         layout, dtype = self.planned.layout, jnp.dtype(self.planned.plan.precision)
 
-        def copy(path: KeyPath, param: Array, master: NamedSharding) -> Array:
+        def copy(path: KeyPath, param: Array, master_sharding: NamedSharding) -> Array:
             name = path_name(path)
-            master_on_device = NamedSharding(master.mesh, master.spec)  # masters themselves may lie on the host
-            compute = NamedSharding(layout.mesh, self.planned.read_spec(name))
+            # masters themselves may lie on the host
+            device_master_sharding = NamedSharding(master_sharding.mesh, master_sharding.spec)
+            compute_sharding = NamedSharding(layout.mesh, self.planned.read_spec(name))
             if self._has_host_weights and self.form.is_staged(name):
-                return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
+                return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute_sharding)
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
                 # cast first, so that half the bytes are gathered
-                param = jax.lax.with_sharding_constraint(param.astype(dtype), master_on_device)
+                param = jax.lax.with_sharding_constraint(param.astype(dtype), device_master_sharding)
                 param = jax.lax.optimization_barrier(param)
-            return jax.lax.with_sharding_constraint(param, compute)
+            return jax.lax.with_sharding_constraint(param, compute_sharding)
 
         return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.master_shardings)
 
@@ -379,16 +387,16 @@ class Pipelined:
         """
         if self.planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
-        axes_left = [axis for axis in axes if self.planned.layout.mesh.shape[axis] > 1 or axis in axes_of(spec)]
+        unreduced_axes = [axis for axis in axes if self.planned.layout.mesh.shape[axis] > 1 or axis in axes_of(spec)]
         for dim, axes_of_dim in enumerate(dim_axes(spec)):
             for axis in axes_of_dim:
-                if axis in axes_left:
-                    axes_left.remove(axis)
+                if axis in unreduced_axes:
+                    unreduced_axes.remove(axis)
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        return (jax.lax.psum(gradient, axes_left) if axes_left else gradient).astype(jnp.float32)
+        return (jax.lax.psum(gradient, unreduced_axes) if unreduced_axes else gradient).astype(jnp.float32)
 
 
-def find_leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
+def leaf_read_flags(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
     """Trace a function, and return for each leaf of its arguments whether the function reads it."""
     program = jax.make_jaxpr(function)(*arguments)
     return list(prune(program, [True] * len(program.jaxpr.outvars))[1])

@@ -12,14 +12,14 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.errors import UserError
-from jaxscale.step.pipelined.gradients import Pipelined, find_leaves_read
+from jaxscale.step.pipelined.gradients import Pipelined, leaf_read_flags
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
-def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """Return, by the name of each shared parameter, a number for the copy of every rank, as in `PureModel.copies`.
+def copy_numbers(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
+    """Return the number of every rank's copy of each shared parameter, by the parameter's name, for `PureModel.copies`.
 
     The number is 0 if the stage of the rank reads the parameter, and -1 if not; a copy with number -1 stays zero.
 
@@ -37,27 +37,32 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
         name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
     row_count = planned.experiment.batch // stages.schedule.microbatches
-    microbatch_shapes = {
+    abstract_rows = {
         name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()
     }
-    abstract_microbatch = (microbatch_shapes, jax.ShapeDtypeStruct((row_count,), jnp.int32))
-    key_and_stage = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
-    args = (stage_params, shared_params, abstract_microbatch, *key_and_stage)
-    # the shared parameter of each leaf of `args`, "" for parameters of stages; later arguments have no entry
-    name_of_leaf = jax.tree.leaves(({**dict.fromkeys(stage_params, "")}, {name: name for name in shared_params}))
-    parts = pipeline.form.model_parts(pipeline.loss)
+    abstract_microbatch = (abstract_rows, jax.ShapeDtypeStruct((row_count,), jnp.int32))
+    abstract_key_and_stage = jax.eval_shape(lambda: (jax.random.key(0), jnp.int32(0)))
+    abstract_args = (stage_params, shared_params, abstract_microbatch, *abstract_key_and_stage)
+    # the shared parameter of each leaf of `abstract_args`, "" for parameters of stages; later arguments have no entry
+    leaf_names = jax.tree.leaves(({**dict.fromkeys(stage_params, "")}, {name: name for name in shared_params}))
+    model_parts = pipeline.form.model_parts(pipeline.loss)
 
     def names_read_by(function: Callable[..., PyTree], *message: PyTree) -> set[str]:
         """Return the names of the shared parameters that one part of the model reads."""
-        leaf_reads = find_leaves_read(function, *message, *args)
-        start = len(jax.tree.leaves(message))
-        return {name for name, is_read in zip(name_of_leaf, leaf_reads[start:], strict=False) if name and is_read}
+        read_flags = leaf_read_flags(function, *message, *abstract_args)
+        message_leaf_count = len(jax.tree.leaves(message))
+        return {
+            name for name, is_read in zip(leaf_names, read_flags[message_leaf_count:], strict=False) if name and is_read
+        }
 
     # blocks run without their treatment, which the memory rule chose for the rows of one device
     with planned.tracing(is_forward_only=True):
-        abstract_message = jax.eval_shape(parts.before, *args)
-        names_before, names_inside = names_read_by(parts.before), names_read_by(parts.inside, abstract_message)
-        names_after = names_read_by(parts.after, abstract_message)
+        abstract_message = jax.eval_shape(model_parts.before, *abstract_args)
+        names_before, names_inside = (
+            names_read_by(model_parts.before),
+            names_read_by(model_parts.inside, abstract_message),
+        )
+        names_after = names_read_by(model_parts.after, abstract_message)
     if names_inside:
         raise UserError(
             f"{pipeline_text}: all blocks of this model read {', '.join(sorted(names_inside))}, and each stage would "
@@ -96,9 +101,9 @@ def batch_weight_fn(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Fl
         program = jax.make_jaxpr(weight_of_loss)(
             planned.pure_model.abstract_module_params, planned.pure_model.abstract_model_state, dict(batch)
         )
-    pruned_program, leaf_reads = prune(program, [True])  # leaf_reads: whether it reads each leaf of its arguments
-    model_leaf_count = len(leaf_reads) - len(batch)
-    if any(leaf_reads[:model_leaf_count]):
+    pruned_program, read_flags = prune(program, [True])  # read_flags: whether it reads each leaf of its arguments
+    model_leaf_count = len(read_flags) - len(batch)
+    if any(read_flags[:model_leaf_count]):
         raise UserError(
             f"pipeline {planned.plan.pipeline}: the weight of this model's loss depends on its parameters, but the "
             "first update of a batch needs the weight before the last forward pass; take a synchronous pipeline"
@@ -106,8 +111,8 @@ def batch_weight_fn(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Fl
 
     def compute_weight(batch: Batch) -> Float[Array, ""]:
         """Return the weight of a batch."""
-        leaves_and_reads = zip(jax.tree.leaves(dict(batch)), leaf_reads[model_leaf_count:], strict=True)
-        (weight,) = jex.jaxpr_as_fun(pruned_program)(*[leaf for leaf, is_read in leaves_and_reads if is_read])
+        leaves_and_flags = zip(jax.tree.leaves(dict(batch)), read_flags[model_leaf_count:], strict=True)
+        (weight,) = jex.jaxpr_as_fun(pruned_program)(*[leaf for leaf, is_read in leaves_and_flags if is_read])
         return jnp.asarray(weight)  # a weight that depends only on shapes is a NumPy number
 
     return compute_weight
