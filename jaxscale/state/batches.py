@@ -130,7 +130,7 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
 
 
 def batch_shapes(experiment: Experiment) -> Batch:
-    """Return the shapes of a global batch: those that the data specifies, otherwise those of the data's first batch.
+    """Return the abstract arrays of a global batch, as the data specifies them, or else as in the data's first batch.
 
     Raises:
         UserError: the experiment has no data.

@@ -131,8 +131,8 @@ class Canonical:
             finish = functools.partial(_finished_array, dtype=part.dtype, is_on_host=on_host(leaf))
             if part.layer_dim is not None and part.group_rows is None and leaf.shape == part.shape:
                 for row, name in part.rows_and_names():
-                    layer = jax.lax.index_in_dim(leaf, row, part.layer_dim, keepdims=False)
-                    arrays[name] = finish(to_device(layer))
+                    layer_array = jax.lax.index_in_dim(leaf, row, part.layer_dim, keepdims=False)
+                    arrays[name] = finish(to_device(layer_array))
                 continue
             array = jax.random.key_data(leaf) if part.key_impl else to_device(leaf)
             array = array[jnp.array(part.rows)] if part.rows else array
@@ -146,15 +146,17 @@ class Canonical:
             else:
                 for row, name in part.rows_and_names():
                     arrays[name] = finish(jax.lax.index_in_dim(array, row, part.layer_dim, keepdims=False))
-        for name, groups in groups_by_name.items():
-            arrays[name] = finish_by_name[name](jnp.concatenate([groups[start] for start in sorted(groups)]))
+        for name, array_by_start in groups_by_name.items():
+            arrays[name] = finish_by_name[name](
+                jnp.concatenate([array_by_start[start] for start in sorted(array_by_start)])
+            )
         return arrays
 
     def with_weights(self, params: Params, model_state: Params, weights: Mapping[str, Array]) -> tuple[Params, Params]:
         """Return parameters and the model's other state in which some arrays of the canonical form are replaced.
 
         Args:
-            params: float32 parameters, as they are before the first step.
+            params: the initial float32 parameters.
             model_state: the model's other state.
             weights: new arrays by name, with the shapes and shardings of `abstract_arrays`; a stacked leaf keeps its
                 other layers.

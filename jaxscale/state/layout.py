@@ -392,7 +392,7 @@ def _label_tree(leaf: PyTree, label: Label) -> PyTree[Label]:
 
 
 def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
-    """Create and return (parameters, the model's other state), as they are before the first step.
+    """Create the initial parameters and the model's other initial state, and return both.
 
     Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created sharded, so that
     no device holds all of it.

@@ -337,7 +337,7 @@ def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.Sta
 
 
 def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
-    """Raise the error for a model of which nothing is trained."""
+    """Raise the error for a model without trained parameters."""
     names = sorted({"/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)})
     if not names:
         raise UserError("the model has no parameter to train: expected an nnx.Param")

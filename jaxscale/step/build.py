@@ -260,8 +260,8 @@ class Assembly:
                     exchange = exchange_by_codec(gradient_exchange, update.messages, layout)
                 update_fn = functools.partial(_update_shared_weights, advance)
                 if experiment.optimizer.ema is not None:
-                    average = WeightAverage(experiment.optimizer.ema)
-                    extras, update_fn = (*extras, average), average.update_fn_with_average(update_fn)
+                    weight_average = WeightAverage(experiment.optimizer.ema)
+                    extras, update_fn = (*extras, weight_average), weight_average.update_fn_with_average(update_fn)
             step_function = SynchronousStep(
                 gradient_fn,
                 exchange,

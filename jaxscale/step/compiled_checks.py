@@ -124,7 +124,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
 
     Args:
         layout: layout of the train state, under the plan.
-        decision: what the blocks keep; `None` if the memory rule does not depend on the blocks.
+        decision: the values that the blocks keep; `None` if the memory rule does not depend on the blocks.
         temp_bytes: bytes of temporaries of the compiled step that are on the host.
 
     Raises:

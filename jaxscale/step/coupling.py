@@ -140,12 +140,14 @@ class Coupling:
         graphdef, variables = nnx.split(module)
         planned, replica_count = self._planned, self._planned.layout.mesh.shape[REPLICA_AXIS]
 
-        @functools.partial(jax.jit, static_argnames="count")
-        def loss_of_parts(variables: Params, batch: Batch, count: int) -> Loss:
-            with rows_in_parts(RowParts(None, count)):
+        @functools.partial(jax.jit, static_argnames="part_count")
+        def loss_of_parts(variables: Params, batch: Batch, part_count: int) -> Loss:
+            with rows_in_parts(RowParts(None, part_count)):
                 return planned.loss(nnx.merge(graphdef, variables), batch, planned.context(None))
 
-        whole_loss, parts_loss = (float(loss_of_parts(variables, batch, count).total) for count in (1, replica_count))
+        whole_loss, parts_loss = (
+            float(loss_of_parts(variables, batch, part_count).total) for part_count in (1, replica_count)
+        )
         relative_difference = abs(parts_loss - whole_loss) / max(abs(whole_loss), 1e-30)
         if relative_difference > TOLERANCE:
             raise UserError(

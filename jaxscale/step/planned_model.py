@@ -71,8 +71,8 @@ class PlannedModel:
 
     def _treatment(self, is_forward_only: bool) -> blocks.Treatment:
         """Return how blocks run, with their weights and residuals on the host if the plan places them there."""
-        is_plain = is_forward_only or self.treatment is None
-        treatment = blocks.Treatment(unroll=self.plan.unroll) if is_plain else self.treatment
+        is_plain_treatment = is_forward_only or self.treatment is None
+        treatment = blocks.Treatment(unroll=self.plan.unroll) if is_plain_treatment else self.treatment
         assert treatment is not None
         if self.plan.offload.weights == "host":
             treatment = streaming(treatment)

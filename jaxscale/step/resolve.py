@@ -185,7 +185,7 @@ def with_momentum_codec(experiment: Experiment, plan: Plan) -> Plan:
         plan: the plan, with its mesh settled.
 
     Raises:
-        UserError: the run ends before anything is sent in few bits.
+        UserError: the run ends before momenta would be sent in few bits.
     """
     messages, rule_name = experiment.optimizer.messages(experiment.steps), experiment.optimizer.name
     if messages is None:

@@ -258,13 +258,13 @@ def test_a_fault_of_two_lossy_techniques_together_is_seen(monkeypatch: pytest.Mo
     """In the combination and in its lossy twin alike: stages that reduce an eighth of their gradients."""
     one, reduced = (
         combination(mesh="replica:2,data:2", pipeline="2bw:2x4", reduce="int8"),
-        AsyncPipeline._average_over_replicas,
+        AsyncPipeline._average,
     )
 
     def eighth(self: AsyncPipeline, codec: object, gradients: object, *given: object) -> object:
         return reduced(self, codec, jax.tree.map(lambda leaf: leaf / 8, gradients), *given)
 
-    monkeypatch.setattr(AsyncPipeline, "_average_over_replicas", eighth)
+    monkeypatch.setattr(AsyncPipeline, "_average", eighth)
     compiled.cache_clear()
     figures = compare(one, train(one, one.plan))
     compiled.cache_clear()

@@ -237,7 +237,7 @@ def test_a_fused_kernel_has_no_whole_update() -> None:
     step = step_of("mesh=1", name="muon")
     bounded, fused = (
         dataclasses.replace(step.update, **changes)
-        for changes in ({"is_bounded": True}, {"fused": lambda *trees: trees[2:0:-1]})
+        for changes in ({"is_bounded": True}, {"fused_advance": lambda *trees: trees[2:0:-1]})
     )
     assert [is_judged_whole(step.plan, update) for update in (step.update, bounded, fused)] == [True, False, False]
 
