@@ -50,11 +50,11 @@ def export(
     from jaxscale.checkpoint.restore import read_template, read_tokenizer, restore_parameters
     from jaxscale.models import huggingface
     from jaxscale.models.lora import LoRA
-    from jaxscale.state.ema import averaged
+    from jaxscale.state.ema import with_average
 
     trained = restore_parameters(run, best=best)
     trained_model = trained.experiment.model
-    arrays = trained.step.to_canonical(averaged(trained.state))
+    arrays = trained.step.to_canonical(with_average(trained.state))
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")
     }

@@ -141,10 +141,10 @@ def batch_shapes(experiment: Experiment) -> Batch:
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes_and_dtypes.items()}
     if experiment.data is None:
         raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown; set data")
-    return shapes(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))
+    return abstract_arrays(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))
 
 
-def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and dtype of each array of a batch (of arrays or of shapes), with `sharding` if it is given.
 
     The dtypes are those on devices, where 64-bit numbers of NumPy become 32-bit ones unless `jax_enable_x64` is set.

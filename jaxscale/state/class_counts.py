@@ -34,6 +34,6 @@ def class_counts(pure_model: PureModel, batch: Batch, context: Context) -> dict[
             total_loss,
             pure_model.abstract_module_params,
             pure_model.abstract_model_state,
-            batches.shapes(batch),
+            batches.abstract_arrays(batch),
         )
     return noted_counts

@@ -109,7 +109,7 @@ class WeightAverage:
         """Check nothing, because the step returns the average."""
 
 
-def averaged(state: TrainState) -> TrainState:
+def with_average(state: TrainState) -> TrainState:
     """Return the state with the average as its weights; without an average, the state itself."""
     average = state.extra.get(EMA)
     if average is None:

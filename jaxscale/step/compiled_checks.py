@@ -355,7 +355,7 @@ def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slice_c
         )
 
 
-def check_alone(diloco: Diloco, sent_bytes: int) -> None:
+def check_inner_step(diloco: Diloco, sent_bytes: int) -> None:
     """Check that a compiled inner step of DiLoCo sends only single numbers over the replica axis.
 
     Args:

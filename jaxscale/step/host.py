@@ -64,7 +64,7 @@ def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: in
         )
 
 
-def describe(layout: Layout) -> list[str]:
+def describe_offload(layout: Layout) -> list[str]:
     """Return lines for the user on a plan's offload, to print before the first step; [] without offload."""
     if not layout.plan.offload.any:
         return []

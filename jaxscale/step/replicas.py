@@ -32,7 +32,7 @@ from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import REPLICA_AXIS, AbstractArrays, Layout, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
 from jaxscale.state.train_state import Metrics, TrainState
-from jaxscale.step.compiled_checks import bytes_over, check_alone
+from jaxscale.step.compiled_checks import bytes_over, check_inner_step
 from jaxscale.step.exchange import REDUCE, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.planned_model import Specs
@@ -418,7 +418,7 @@ class Replicas:
     def check(self, program: CompiledProgram) -> None:
         """Check that the compiled step sends only single numbers over the replica axis."""
         sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replica_count, slice_count=program.slice_count)
-        check_alone(self.diloco, sent_bytes)
+        check_inner_step(self.diloco, sent_bytes)
 
 
 def _zero_momentum(params: Params) -> Params:

@@ -28,7 +28,7 @@ from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
 from jaxscale.state.class_counts import class_counts
-from jaxscale.state.ema import averaged
+from jaxscale.state.ema import with_average
 from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Layout, device_of, first_weights, local_bytes
 from jaxscale.state.leaks import check_arguments, with_explained_errors
@@ -38,7 +38,7 @@ from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.coupling import Coupling
 from jaxscale.step.gradients import Objective, accuracy, evaluate, metric
-from jaxscale.step.host import describe
+from jaxscale.step.host import describe_offload
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
@@ -192,7 +192,7 @@ class TrainStep:
             more_count = len(whole_names) - 5
             names_text = ", ".join(whole_names[:5]) + f" and {more_count} more" * (more_count > 0)
             lines.append(f"zero {self.plan.zero}: kept whole, because no dim can be split evenly: {names_text}")
-        return [*lines, *(line for extra in self.extras for line in extra.describe()), *describe(self.layout)]
+        return [*lines, *(line for extra in self.extras for line in extra.describe()), *describe_offload(self.layout)]
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Return the bytes that each device holds in its own memory between steps, by kind of tensor."""
@@ -225,7 +225,7 @@ class TrainStep:
 
     def model_flop(self, batch: Batch) -> int:
         """Return the FLOP of a step's matrix products and convolutions, forward and backward, without recomputation."""
-        abstract_batch = batches.shapes(batch)
+        abstract_batch = batches.abstract_arrays(batch)
         shapes_key = frozenset(abstract_batch.items())
         if shapes_key in self._model_flop_by_shapes:  # counting traces the model and its gradient
             return self._model_flop_by_shapes[shapes_key]
@@ -266,7 +266,7 @@ class TrainStep:
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the abstract arrays of a global batch, with shardings, from its arrays or shapes."""
-        return batches.shapes(batch, self.layout.batch_sharding)
+        return batches.abstract_arrays(batch, self.layout.batch_sharding)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class TrainStep:
 
     def module(self, state: TrainState) -> nnx.Module:
         """Return the user's module with the parameters of a state, or their average, to generate or inspect."""
-        params = averaged(state).params
+        params = with_average(state).params
         if self.plan.offload.masters:
             device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.master_shardings)
             params = jax.device_put(params, device_shardings)
@@ -494,4 +494,4 @@ class TrainStep:
 
     def _with_newest_weights(self, state: TrainState) -> TrainState:
         """Return the state that an evaluation reads: with averaged weights, or an asynchronous pipeline's newest."""
-        return averaged(state) if self.async_pipeline is None else self.async_pipeline.with_newest_weights(state)
+        return with_average(state) if self.async_pipeline is None else self.async_pipeline.with_newest_weights(state)

@@ -18,7 +18,7 @@ from jaxscale.models.resnet import ResNet
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.state.ema import averaged
+from jaxscale.state.ema import with_average
 from jaxscale.step.build import build
 from jaxscale.training.loop import train
 from tests.plans import plan_of
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("shared_steps")
 def weights_of(run, *, average=True):
     """Parameters of a run's newest checkpoint, by name."""
     trained = restore_parameters(run)
-    state = averaged(trained.state) if average else trained.state
+    state = with_average(trained.state) if average else trained.state
     arrays = trained.step.to_canonical(state)
     return {name: np.array(array) for name, array in arrays.items() if name.startswith("params/")}
 

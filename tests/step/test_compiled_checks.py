@@ -253,8 +253,8 @@ def test_single_numbers_beside_codes_take_more_between_slices():
     )
     assert (stage.wire_bytes, stage.exact_bytes) == (3072, 32768)
     sent = stage.wire_bytes + 3 * 512 + 4096
-    check_codec(stage, sent, slices=2)
+    check_codec(stage, sent, slice_count=2)
     with pytest.raises(NoEffect, match="sends 8704 bytes over replica, but the codec should send 3072"):
         check_codec(stage, sent)
     with pytest.raises(NoEffect, match=r"3072 bytes \(float32: 32768\)"):
-        check_codec(stage, sent + stage.exact_bytes, slices=2)
+        check_codec(stage, sent + stage.exact_bytes, slice_count=2)

@@ -16,7 +16,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.low_communication import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.compiled_checks import SCALAR_BYTES, NoEffect, bytes_over, check_alone
+from jaxscale.step.compiled_checks import SCALAR_BYTES, NoEffect, bytes_over, check_inner_step
 from jaxscale.values import override
 from tests.plans import grouped
 from tests.step.residual import Residual, random_batch
@@ -203,9 +203,9 @@ def test_a_gradient_that_crosses_between_meetings_is_found() -> None:
         sent.append(bytes_over(collectives(one.program or "", one.mesh), "replica", 2))
     assert 0 < sent[0] <= SCALAR_BYTES
     assert sent[1] > 4 * plain.parameters / 2
-    check_alone(step.replicas.diloco, sent[0])
+    check_inner_step(step.replicas.diloco, sent[0])
     with pytest.raises(NoEffect, match="train alone"):
-        check_alone(step.replicas.diloco, sent[1])
+        check_inner_step(step.replicas.diloco, sent[1])
 
 
 @pytest.mark.slow

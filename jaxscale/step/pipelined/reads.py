@@ -19,7 +19,7 @@ from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def copy_numbers(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """Return the number of every rank's copy of each shared parameter, by the parameter's name, for `PureModel.copies`.
+    """Return, by the name of each shared parameter, the number of every rank's copy, for `PureModel.copy_numbers`.
 
     The number is 0 if the stage of the rank reads the parameter, and -1 if not; a copy with number -1 stays zero.
 
