@@ -76,7 +76,7 @@ class Generate:
 
         chat = {"auto": None, "yes": True, "no": False}[self.chat]
         model = TextModel.open(self.run_dir, self.best)
-        shown_prompt = "" if model.answers(chat) else self.prompt
+        shown_prompt = "" if model.is_chat_message(chat) else self.prompt
         if self.samples == 1:
             pieces = model_stream(model, self.prompt, make_sampling(self.tokens, settings), chat)
             print(shown_prompt, end="", flush=True)

@@ -1,7 +1,7 @@
-"""Tokens after prompts, in windows of at most as many positions as the model's context.
+"""Decoding of tokens after prompts, in windows of at most as many positions as the model's context.
 
-A window feeds its prompt at once and draws tokens until its text has as many tokens as the model has positions, and one
-more, which is drawn but not fed. If more tokens are to be drawn, the newer half of such a text becomes the prompt of
+A window feeds its prompt at once and draws tokens until its text fills the model's positions. One more token is drawn,
+but not fed. If more tokens are to be drawn, the newer half of such a text becomes the prompt of
 the next window. So the model never runs at a position that it was not trained on, and every token is drawn from the
 whole text, or from at least half a context of it. A row's windows do not depend on the other rows.
 """
@@ -22,11 +22,11 @@ class _Row:
     """A continuation in progress.
 
     Args:
-        prompt_index, sample_index: the prompt, and the number of this sample of it.
+        prompt_index, sample_index: index of the prompt, and index of this sample among the prompt's samples.
         ids: int32 ids of the prompt and of the tokens drawn so far.
         prompt_length: number of ids of the prompt.
-        final_length: largest number of ids.
-        start: index of the first id of the row's window.
+        final_length: largest number of ids that the row may have.
+        start: index in `ids` of the first id of the row's window.
         is_done: whether no more tokens are drawn.
     """
 
@@ -44,12 +44,12 @@ class _Row:
         return self.ids[self.prompt_length :]
 
     @property
-    def window(self) -> np.ndarray:
+    def window_ids(self) -> np.ndarray:
         """The ids that the next window begins with."""
         return self.ids[self.start :]
 
     def extend(self, drawn_ids: np.ndarray, stop_ids: Sequence[int]) -> np.ndarray:
-        """Append ids up to the first stop id, and return those that were appended."""
+        """Append ids up to the first stop id or -1, which marks no draw; return the ids that were appended."""
         if self.is_done:
             return drawn_ids[:0]
         stop_indices = np.flatnonzero(np.isin(drawn_ids, (*stop_ids, -1)))
@@ -90,8 +90,8 @@ class Decoding:
         for prompt in prompts:
             check_prompt(generator.model, len(prompt))
         longest_length = max(len(prompt) for prompt in prompts)
-        slots = min(longest_length + sampling.tokens - 1, generator.model.context)
-        check_memory(generator, len(prompts) * sampling.samples, slots)
+        slot_count = min(longest_length + sampling.tokens - 1, generator.model.context)
+        check_memory(generator, len(prompts) * sampling.samples, slot_count)
         self.rows = [
             _Row(prompt_index, sample_index, np.asarray(prompt, np.int32), len(prompt), len(prompt) + sampling.tokens)
             for prompt_index, prompt in enumerate(prompts)
@@ -103,44 +103,49 @@ class Decoding:
         self.rows[row_index].is_done = True
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
-        is_first = True
+        is_first_window = True
         while not all(row.is_done for row in self.rows):
-            yield from self._window(is_first)
-            is_first = False
+            yield from self._run_window(is_first_window)
+            is_first_window = False
 
-    def _window(self, is_first: bool) -> Iterator[list[np.ndarray]]:
-        """Draw tokens until a row that goes on fills its window; `is_first`: the samples of a prompt share it."""
+    def _run_window(self, is_first_window: bool) -> Iterator[list[np.ndarray]]:
+        """Draw tokens until a row that is not done fills its window, and yield the new ids of every row.
+
+        In the first window, the samples of a prompt share its forward pass.
+        """
         context, sampling = self.generator.model.context, self.sampling
         for row in self.rows:
-            if len(row.window) > context:
+            if len(row.window_ids) > context:
                 row.start = len(row.ids) - max(context // 2, 1)
         open_rows = [row for row in self.rows if not row.is_done]
-        room = min(context - len(row.window) for row in open_rows) + 1
-        token_count = min(room, max(row.final_length - len(row.ids) for row in open_rows))
-        copies = sampling.samples if is_first else 1
-        # a row that is done takes part with a prompt of one token
-        windows = [row.window[:1] if row.is_done else row.window for row in self.rows]
-        offsets = np.array([row.start for row in self.rows], np.int32)
-        indices = [(row.prompt_index, row.sample_index) for row in self.rows]
-        session = self.generator.start(windows[::copies], copies, token_count, (sampling, self.choice_count))
-        yield self._extend(session.prefill(indices, offsets)[None])
+        max_token_count = min(context - len(row.window_ids) for row in open_rows) + 1
+        token_count = min(max_token_count, max(row.final_length - len(row.ids) for row in open_rows))
+        copy_count = sampling.samples if is_first_window else 1
+        # a row that is done stays in the batch, with a prompt of one token
+        row_prompts = [row.window_ids[:1] if row.is_done else row.window_ids for row in self.rows]
+        row_offsets = np.array([row.start for row in self.rows], np.int32)
+        prompt_and_sample_indices = [(row.prompt_index, row.sample_index) for row in self.rows]
+        session = self.generator.start(
+            row_prompts[::copy_count], copy_count, token_count, (sampling, self.choice_count)
+        )
+        yield self._extend_rows(session.prefill(prompt_and_sample_indices, row_offsets)[None])
         remaining_count = token_count - 1
         while remaining_count and not all(row.is_done for row in self.rows):
             step_count = min(remaining_count, self.burst or remaining_count)
-            yield self._extend(session.advance(step_count))
+            yield self._extend_rows(session.advance(step_count))
             remaining_count -= step_count
 
-    def _extend(self, drawn_ids: np.ndarray) -> list[np.ndarray]:
-        """Append drawn ids [steps, B] to the rows, and return the new ids of each row."""
-        return [row.extend(drawn_ids[:, index], self.sampling.stop_ids) for index, row in enumerate(self.rows)]
+    def _extend_rows(self, drawn_ids: np.ndarray) -> list[np.ndarray]:
+        """Append drawn ids [steps, B] to the rows, and return the ids that were appended to each row."""
+        return [row.extend(drawn_ids[:, row_index], self.sampling.stop_ids) for row_index, row in enumerate(self.rows)]
 
 
-def check_prompt(model: Any, length: int, name: str = "prompt") -> None:
-    """Raise UserError unless a prompt of `length` ids fits in the model's positions."""
-    if not length:
+def check_prompt(model: Any, id_count: int, name: str = "prompt") -> None:
+    """Raise UserError unless a prompt of `id_count` ids fits in the model's positions."""
+    if not id_count:
         raise UserError(f"{name}: got no tokens, expected at least one, such as a line break")
-    if length > model.context:
+    if id_count > model.context:
         raise UserError(
-            f"{name}: got {length} tokens, expected at most {model.context}, the positions of the model: shorten it; "
+            f"{name}: got {id_count} tokens, expected at most {model.context}, the positions of the model: shorten it; "
             "a text goes on from the newer half of its tokens when it exceeds the positions"
         )

@@ -38,7 +38,7 @@ class DrawSettings(NamedTuple):
     Args:
         temperature, top_p, min_p: float32 scalars.
         top_k: int32 scalar.
-        stop_ids: int32 [n], ids of tokens that end a row, filled up with -1.
+        stop_ids: int32 [n], ids of tokens that end a row, padded with -1.
     """
 
     temperature: Any
@@ -51,13 +51,15 @@ class DrawSettings(NamedTuple):
 def kind_of(sampling: Sampling, choice_count: int) -> DrawKind:
     """Return the static settings of the draws that `sampling` describes."""
     is_greedy = sampling.temperature == 0
-    has_filter = [not is_greedy and value is not None for value in (sampling.top_k, sampling.top_p, sampling.min_p)]
-    return DrawKind(is_greedy, has_filter[0], has_filter[1], has_filter[2], choice_count)
+    filter_flags = [
+        not is_greedy and threshold is not None for threshold in (sampling.top_k, sampling.top_p, sampling.min_p)
+    ]
+    return DrawKind(is_greedy, filter_flags[0], filter_flags[1], filter_flags[2], choice_count)
 
 
 def settings_of(sampling: Sampling) -> DrawSettings:
-    """Return the other settings of the draws that `sampling` describes."""
-    stop_id_count = -(-max(len(sampling.stop_ids), 1) // 8) * 8  # few different shapes, so few compilations
+    """Return the settings of the draws of `sampling` that a compiled program takes as arguments."""
+    stop_id_count = -(-max(len(sampling.stop_ids), 1) // 8) * 8  # few different shapes need few compilations
     stop_ids = np.full(stop_id_count, -1, np.int32)
     stop_ids[: len(sampling.stop_ids)] = sampling.stop_ids
     # the filters of `Sampling` may exceed int32 or be absent
@@ -74,47 +76,52 @@ def draw(logits: Float[Array, "B V"], keys: Any, kind: DrawKind, settings: DrawS
         logits: logits of the next token.
         keys: random keys, one for each row [B].
         kind: static settings.
-        settings: the other settings.
+        settings: the settings that are arguments of the program.
     """
     choice_logits = logits[:, : kind.choice_count].astype(jnp.float32)
     if kind.is_greedy:
         return jnp.argmax(choice_logits, axis=-1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(keys, filtered(choice_logits, kind, settings)).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, filtered_logits(choice_logits, kind, settings)).astype(jnp.int32)
 
 
-def filtered(logits: Float[Array, "B V"], kind: DrawKind, settings: DrawSettings) -> Float[Array, "B V"]:
-    """Return the logits divided by the temperature, and minus infinity for tokens that the filters remove."""
+def filtered_logits(logits: Float[Array, "B V"], kind: DrawKind, settings: DrawSettings) -> Float[Array, "B V"]:
+    """Return the logits divided by the temperature, with minus infinity for tokens that the filters remove."""
     scaled_logits = logits / jnp.maximum(settings.temperature, 1e-6)
     if kind.has_top_k:
-        keys = _ordered_bits(scaled_logits)
-        is_likely = keys >= _threshold(keys, lambda selected: jnp.sum(selected, -1) >= settings.top_k)
-        scaled_logits = jnp.where(is_likely, scaled_logits, -jnp.inf)
+        order_keys = _order_keys(scaled_logits)
+        is_in_top_k = order_keys >= _threshold(
+            order_keys, lambda is_selected: jnp.sum(is_selected, -1) >= settings.top_k
+        )
+        scaled_logits = jnp.where(is_in_top_k, scaled_logits, -jnp.inf)
     if kind.has_top_p:
         probabilities = jax.nn.softmax(scaled_logits, -1)
-        keys = _ordered_bits(probabilities)
+        order_keys = _order_keys(probabilities)
 
-        def has_mass(selected: Any) -> Any:
-            return jnp.sum(jnp.where(selected, probabilities, 0.0), -1) >= settings.top_p
+        def has_mass(is_selected: Any) -> Any:
+            return jnp.sum(jnp.where(is_selected, probabilities, 0.0), -1) >= settings.top_p
 
-        scaled_logits = jnp.where(keys >= _threshold(keys, has_mass), scaled_logits, -jnp.inf)
+        scaled_logits = jnp.where(order_keys >= _threshold(order_keys, has_mass), scaled_logits, -jnp.inf)
     if kind.has_min_p:
         least_logits = jnp.max(scaled_logits, -1, keepdims=True) + jnp.log(settings.min_p)
         scaled_logits = jnp.where(scaled_logits >= least_logits, scaled_logits, -jnp.inf)
     return scaled_logits
 
 
-def _ordered_bits(numbers: Float[Array, "B V"]) -> Any:
-    """Return uint32 keys in the order of the float32 numbers."""
-    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+def _order_keys(floats: Float[Array, "B V"]) -> Any:
+    """Return a uint32 key for each float32 number; the keys have the same order as the numbers."""
+    bits = jax.lax.bitcast_convert_type(floats, jnp.uint32)
     sign_bit = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign_bit, ~bits, bits | sign_bit)
 
 
-def _threshold(keys: Any, is_enough: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]]) -> Any:
-    """Return the largest threshold (B, 1) for which the keys at or above it are enough; 0 if all keys are too few."""
+def _threshold(order_keys: Any, is_enough: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]]) -> Any:
+    """Return the largest threshold of each row, (B, 1), such that the keys at or above it are enough.
 
-    def add_bit(index: Any, thresholds: Any) -> Any:
-        candidates = thresholds | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
-        return jnp.where(is_enough(keys >= candidates)[:, None], candidates, thresholds)
+    The threshold is 0 if even all keys of the row are not enough.
+    """
 
-    return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros((keys.shape[0], 1), jnp.uint32))
+    def add_bit(bit_index: Any, thresholds: Any) -> Any:
+        candidate_thresholds = thresholds | (jnp.uint32(1 << 31) >> bit_index.astype(jnp.uint32))
+        return jnp.where(is_enough(order_keys >= candidate_thresholds)[:, None], candidate_thresholds, thresholds)
+
+    return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros((order_keys.shape[0], 1), jnp.uint32))

@@ -12,22 +12,22 @@ from flax import nnx
 from jaxscale.blocks import Context
 from jaxscale.generation.draw import DrawKind, kind_of, settings_of
 from jaxscale.generation.layer_programs import LayeredModule, layer_programs, layered_params
-from jaxscale.generation.programs import Programs, RowKeys, chunk_sizes, padded_length, programs
+from jaxscale.generation.programs import Programs, RowKeys, chunk_count_and_length, module_programs, padded_length
 from jaxscale.generation.sampling import Sampling
 from jaxscale.generation.unrolled import (
+    copy_to_first_device,
     has_few_layers,
     is_on_cpus,
     join_projections,
-    on_first_device,
+    layer_group_paths,
     split_layers,
-    stack_paths,
 )
 from jaxscale.sharding.partition import shard_count
 from jaxscale.sharding.place import MeshAndRules
 
 
 class Generator:
-    """A model that decodes: its parameters, and how a forward pass runs and is placed.
+    """A model that decodes: its parameters, and the settings and the layout of its forward pass.
 
     Args:
         module: the model's module with its parameters.
@@ -40,37 +40,37 @@ class Generator:
         self, module: Any, model: Any, context: Context = Context(), layout: MeshAndRules | None = None
     ) -> None:
         self.model, self.context, self.layout = model, context, layout
-        if context.matmul is None:  # the scales of a narrow type are those of one projection
+        if context.matmul is None:  # in a narrow type, each projection has scales of its own
             module = join_projections(module)
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
-        self.split_paths, self.is_unrolled = stack_paths(module), has_few_layers(module)
+        self.split_paths, self.is_unrolled = layer_group_paths(module), has_few_layers(module)
         can_call_layers = layout is None and bool(self.split_paths)
-        self.layered = LayeredModule.of(module) if can_call_layers else None
+        self.layered_module = LayeredModule.of(module) if can_call_layers else None
         self.dtype = jnp.dtype(context.dtype or jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
 
     @classmethod
     def of_step(cls, step: Any, state: Any) -> "Generator":
         """Return the generator of a train state, with the step's precision and mesh.
 
-        The CPUs of a process are one device to it: one device computes a row on all cores, and several would each
-        compute it, or gather the weights for each token.
+        On CPUs, the generator uses one device of the process. One device computes a row on all cores; several devices
+        would each compute the row, or gather the weights for each token.
         """
         context, module = step.objective.planned.context(None), step.module(state)
         layout = (step.layout.mesh, step.layout.rules)
         if is_on_cpus(module):
-            module, layout = on_first_device(module), None
+            module, layout = copy_to_first_device(module), None
         return cls(module, step.experiment.model, context, layout)
 
     @functools.cached_property
     def split_params(self) -> Any:
-        """The parameters, of the layers one by one if they are views of the stacked arrays."""
+        """The parameters, with those of the layers split by layer if each layer can be a view of the stacked arrays."""
         return split_layers(self.params, self.split_paths)
 
     @property
     def prefill_params(self) -> Any:
         """The parameters as `Programs.prefill` takes them."""
-        return self.params if self.layered is None else layered_params(self.split_params)
+        return self.params if self.layered_module is None else layered_params(self.split_params)
 
     @property
     def step_params(self) -> Any:
@@ -78,37 +78,41 @@ class Generator:
         return self.split_params if self.is_unrolled else self.prefill_params
 
     def programs(self, kind: DrawKind) -> Programs:
-        """Return the programs that run the model: by layers, of layers one after another, or with a loop over them."""
+        """Return the programs of the model: one program per layer, one with all layers unrolled, or one with a loop."""
         paths = self.split_paths if self.is_unrolled else ()
-        whole = programs(self.graphdef, self.model, self.context, self.layout, self.dtype, kind, paths)
-        if self.layered is None:
-            return whole
-        by_layers = layer_programs(self.layered, self.model, self.context, self.dtype, kind)
-        return by_layers._replace(advance=whole.advance) if self.is_unrolled else by_layers
+        whole_programs = module_programs(self.graphdef, self.model, self.context, self.layout, self.dtype, kind, paths)
+        if self.layered_module is None:
+            return whole_programs
+        layerwise_programs = layer_programs(self.layered_module, self.model, self.context, self.dtype, kind)
+        return layerwise_programs._replace(advance=whole_programs.advance) if self.is_unrolled else layerwise_programs
 
     @property
     def devices(self) -> list[Any]:
         """The devices that hold the parameters."""
-        leaves = [leaf for leaf in jax.tree.leaves(self.params) if isinstance(leaf, jax.Array)]
-        return list(leaves[0].devices()) if self.layout is None else list(self.layout[0].local_devices)
+        arrays = [leaf for leaf in jax.tree.leaves(self.params) if isinstance(leaf, jax.Array)]
+        return list(arrays[0].devices()) if self.layout is None else list(self.layout[0].local_devices)
 
     @property
-    def row_shards(self) -> int:
-        """Number of parts of the rows that lie on different devices, if the number of rows is a multiple of it."""
+    def row_shard_count(self) -> int:
+        """Number of shards into which the layout divides the rows, if the number of rows is a multiple of it."""
         return 1 if self.layout is None else shard_count(self.layout[0], self.layout[1].batch)
 
     def start(
-        self, prompts: Sequence[np.ndarray], copies: int, token_count: int, draws: tuple[Sampling, int]
+        self,
+        prompts: Sequence[np.ndarray],
+        copy_count: int,
+        token_count: int,
+        sampling_and_choice_count: tuple[Sampling, int],
     ) -> "Session":
-        """Return a session that draws `token_count` tokens after each prompt, for `copies` rows of each prompt.
+        """Return a session that draws `token_count` tokens after each prompt, for `copy_count` rows of each prompt.
 
         Args:
             prompts: int32 ids of each prompt.
-            copies: number of rows of each prompt.
+            copy_count: number of rows of each prompt.
             token_count: number of tokens to draw.
-            draws: what to draw, and the exclusive upper limit of the drawn ids.
+            sampling_and_choice_count: what to draw, and the exclusive upper limit of the drawn ids.
         """
-        return Session(self, prompts, copies, token_count, draws)
+        return Session(self, prompts, copy_count, token_count, sampling_and_choice_count)
 
 
 class Session:
@@ -117,56 +121,63 @@ class Session:
     Args:
         generator: the model.
         prompts: int32 ids of each prompt.
-        copies: number of rows of each prompt.
+        copy_count: number of rows of each prompt.
         token_count: number of tokens to draw.
-        draws: what to draw, and the exclusive upper limit of the drawn ids.
+        sampling_and_choice_count: what to draw, and the exclusive upper limit of the drawn ids.
     """
 
     def __init__(
         self,
         generator: Generator,
         prompts: Sequence[np.ndarray],
-        copies: int,
+        copy_count: int,
         token_count: int,
-        draws: tuple[Sampling, int],
+        sampling_and_choice_count: tuple[Sampling, int],
     ) -> None:
-        sampling, choice_count = draws
-        self.generator, self.copies = generator, copies
-        self.settings, self.seed = settings_of(sampling), sampling.seed
+        sampling, choice_count = sampling_and_choice_count
+        self.generator, self.copy_count = generator, copy_count
+        self.draw_settings, self.seed = settings_of(sampling), sampling.seed
         self.kind = kind_of(sampling, choice_count)
         self.programs = generator.programs(self.kind)
-        self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        longest_length = int(self.lengths.max())
-        chunk_count, chunk_length = chunk_sizes(longest_length, generator.model.context)
-        self.slots = max(padded_length(longest_length + token_count - 1), chunk_count * chunk_length)
+        self.prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        longest_length = int(self.prompt_lengths.max())
+        chunk_count, chunk_length = chunk_count_and_length(longest_length, generator.model.context)
+        self.slot_count = max(padded_length(longest_length + token_count - 1), chunk_count * chunk_length)
         padded_prompts = np.zeros((len(prompts), chunk_count * chunk_length), np.int32)
         for padded_prompt, prompt in zip(padded_prompts, prompts, strict=True):
             padded_prompt[: len(prompt)] = prompt
-        self.prompts = padded_prompts.reshape(len(prompts), chunk_count, chunk_length).swapaxes(0, 1)
+        self.prompt_chunks = padded_prompts.reshape(len(prompts), chunk_count, chunk_length).swapaxes(0, 1)
 
-    def prefill(self, indices: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+    def prefill(self, prompt_and_sample_indices: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
         """Feed the prompts and return the first drawn id of each row.
 
         Args:
-            indices: for each row, the number of its prompt and of its sample, which determine its random draws.
+            prompt_and_sample_indices: for each row, the index of its prompt and that of its sample. They
+                determine the random draws.
             offsets: int32 [B], number of tokens of each text before the window.
         """
-        keys = None if self.kind.is_greedy else row_keys(self.seed, np.asarray(indices, np.int32))
+        keys = None if self.kind.is_greedy else row_keys(self.seed, np.asarray(prompt_and_sample_indices, np.int32))
         self.row_keys = RowKeys(keys, offsets)
-        named = {"slots": self.slots, "copies": self.copies}
-        arguments = (self.generator.prefill_params, self.prompts, self.lengths, self.row_keys, self.settings)
-        self.rows = self.programs.prefill(*arguments, **named)
+        size_arguments = {"slot_count": self.slot_count, "copy_count": self.copy_count}
+        arguments = (
+            self.generator.prefill_params,
+            self.prompt_chunks,
+            self.prompt_lengths,
+            self.row_keys,
+            self.draw_settings,
+        )
+        self.rows = self.programs.prefill(*arguments, **size_arguments)
         return np.asarray(self.rows.tokens)
 
     def advance(self, step_count: int) -> np.ndarray:
         """Draw at most `step_count` more tokens and return their ids [step_count, B], with -1 where none was drawn."""
-        arguments = (self.generator.step_params, self.rows, self.row_keys, self.settings, np.int32(step_count))
+        arguments = (self.generator.step_params, self.rows, self.row_keys, self.draw_settings, np.int32(step_count))
         self.rows, drawn_ids = self.programs.advance(*arguments)
         return np.asarray(drawn_ids)[:step_count]
 
 
 @jax.jit
-def row_keys(seed: Any, indices: Any) -> Any:
-    """Return the random key of each row, from the seed and the row's indices [B, 2]."""
-    prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), indices[:, 0])
-    return jax.vmap(jax.random.fold_in)(prompt_keys, indices[:, 1])
+def row_keys(seed: Any, prompt_and_sample_indices: Any) -> Any:
+    """Return the random key of each row, from the seed and the indices of its prompt and sample [B, 2]."""
+    prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), prompt_and_sample_indices[:, 0])
+    return jax.vmap(jax.random.fold_in)(prompt_keys, prompt_and_sample_indices[:, 1])

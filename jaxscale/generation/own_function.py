@@ -22,7 +22,7 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.typing import Array, Float, Int, Key
 
 LogitsFunction = Callable[[Any, Int[Array, "B T"]], Float[Array, "B T V"]]
-"""`logits(weights, tokens)`: the logits of the token after each position; a position reads none behind itself."""
+"""`logits(weights, tokens)`: the logits of the token after each position, which do not depend on later tokens."""
 
 
 def sample(
@@ -66,9 +66,14 @@ def sample(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     if not logits.ndim or not logits.shape[-1]:
         raise UserError(f"sample: got logits of shape {logits.shape}, expected the tokens as their last dim")
-    rows = jnp.reshape(logits, (-1, logits.shape[-1]))
-    ids = draw(rows, jax.random.split(key, len(rows)), kind_of(sampling, rows.shape[-1]), settings_of(sampling))
-    return jnp.reshape(ids, logits.shape[:-1])
+    logit_rows = jnp.reshape(logits, (-1, logits.shape[-1]))
+    drawn_ids = draw(
+        logit_rows,
+        jax.random.split(key, len(logit_rows)),
+        kind_of(sampling, logit_rows.shape[-1]),
+        settings_of(sampling),
+    )
+    return jnp.reshape(drawn_ids, logits.shape[:-1])
 
 
 def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Sampling = Sampling()) -> list[np.ndarray]:
@@ -76,7 +81,7 @@ def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Samplin
 
     Args:
         model: a function `logits(weights, tokens)` from int32 tokens [B, T] to the logits [B, T, V] of the tokens that
-            follow, in which no position reads one behind it; or a model value that decodes with a cache, such as a
+            follow, which do not depend on later tokens; or a model value that decodes with a cache, such as a
             `models.Decoder`.
         weights: the first argument of the function, any tree of arrays; or the module of the model value.
         prompts: ids of each prompt, at least one.
@@ -88,8 +93,8 @@ def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Samplin
         position alone.
 
     Raises:
-        UserError: there is no prompt, one is empty or no sequence of ids, or is longer than the model's context; or
-            `sampling` has texts as stops, which need a tokenizer.
+        UserError: there is no prompt; one is empty, is not a sequence of ids, or is longer than the model's context; or
+            `sampling` has stop texts, which need a tokenizer.
 
     Example:
         >>> def logits(table, tokens):
@@ -124,7 +129,7 @@ def _checked_prompts(prompts: Sequence[Any]) -> list[np.ndarray]:
     """Return the ids of each prompt as int32 [T]."""
     if not len(prompts):
         raise UserError("prompts: got none, expected at least one list of ids")
-    arrays = []
+    prompt_ids = []
     for index, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -132,61 +137,75 @@ def _checked_prompts(prompts: Sequence[Any]) -> list[np.ndarray]:
                 f"prompts[{index}]: got {prompt!r:.80}, expected a list of at least one id; a text is encoded by a "
                 "tokenizer first"
             )
-        arrays.append(ids.astype(np.int32))
-    return arrays
+        prompt_ids.append(ids.astype(np.int32))
+    return prompt_ids
 
 
 def _continue(
     function: LogitsFunction, weights: Any, prompts: list[np.ndarray], sampling: Sampling
 ) -> list[np.ndarray]:
-    """Return the continuations that a function of one's own gives; see `generate`."""
-    rows = [prompt for prompt in prompts for _ in range(sampling.samples)]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    texts = np.zeros((len(rows), lengths.max() + sampling.tokens), np.int32)
-    for text, row in zip(texts, rows, strict=True):
-        text[: len(row)] = row
-    samples = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.samples)]
-    keys = row_keys(sampling.seed, np.array(samples, np.int32))
-    shape = jax.eval_shape(function, weights, texts).shape
-    if len(shape) != 3 or shape[:2] != texts.shape:
+    """Return the ids of each continuation, as `generate` describes them, drawn from a function of one's own."""
+    row_prompts = [prompt for prompt in prompts for _ in range(sampling.samples)]
+    prompt_lengths = np.array([len(row_prompt) for row_prompt in row_prompts], np.int32)
+    row_ids = np.zeros((len(row_prompts), prompt_lengths.max() + sampling.tokens), np.int32)
+    for ids, row_prompt in zip(row_ids, row_prompts, strict=True):
+        ids[: len(row_prompt)] = row_prompt
+    prompt_and_sample_indices = [
+        (prompt_index, sample_index) for prompt_index in range(len(prompts)) for sample_index in range(sampling.samples)
+    ]
+    keys = row_keys(sampling.seed, np.array(prompt_and_sample_indices, np.int32))
+    logits_shape = jax.eval_shape(function, weights, row_ids).shape
+    if len(logits_shape) != 3 or logits_shape[:2] != row_ids.shape:
         raise UserError(
-            f"generate: the function returns {shape} for tokens {texts.shape}, expected logits of "
-            f"{(*texts.shape, 'V')}, those of the token after each position"
+            f"generate: the function returns {logits_shape} for tokens {row_ids.shape}, expected logits of "
+            f"{(*row_ids.shape, 'V')}, those of the token after each position"
         )
-    kind = kind_of(sampling, shape[-1])
-    texts, ends = _fill(function, kind, weights, texts, lengths, keys, settings_of(sampling), sampling.tokens)
-    return [text[length:end] for text, length, end in zip(np.asarray(texts), lengths, np.asarray(ends), strict=True)]
+    kind = kind_of(sampling, logits_shape[-1])
+    row_ids, end_indices = _fill_rows(
+        function, kind, weights, row_ids, prompt_lengths, keys, settings_of(sampling), sampling.tokens
+    )
+    return [
+        ids[prompt_length:end_index]
+        for ids, prompt_length, end_index in zip(
+            np.asarray(row_ids), prompt_lengths, np.asarray(end_indices), strict=True
+        )
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 7))
-def _fill(
+def _fill_rows(
     function: LogitsFunction,
     kind: DrawKind,
     weights: Any,
-    texts: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    padded_prompts: Int[Array, "B T"],
+    prompt_lengths: Int[Array, "B"],
     keys: Any,
     settings: DrawSettings,
-    count: int,
+    token_count: int,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """Return texts with drawn ids behind the prompts, and the length of each text before the id that ended it."""
-    rows = jnp.arange(len(texts))
+    """Return (ids of each row with the drawn ids after its prompt, length of each row before the id that ended it)."""
+    row_indices = jnp.arange(len(padded_prompts))
 
-    def is_open(carry: Any) -> Any:
-        """Return whether any text goes on."""
-        number, _, _, is_done = carry
-        return (number < count) & ~is_done.all()
+    def is_any_open(carry: Any) -> Any:
+        """Return whether some row is not done and may get more tokens."""
+        step_index, _, _, is_done = carry
+        return (step_index < token_count) & ~is_done.all()
 
-    def add(carry: Any) -> Any:
-        """Draw a token for each text that goes on."""
-        number, texts, ends, is_done = carry
-        positions = lengths + number - 1  # of the last token of each text
-        logits = function(weights, texts)[rows, positions]
-        ids = draw(logits, jax.vmap(jax.random.fold_in)(keys, positions), kind, settings)
-        is_done = is_done | (ids[:, None] == settings.stop_ids[None, :]).any(-1)
-        texts = texts.at[rows, positions + 1].set(jnp.where(is_done, 0, ids))
-        return number + 1, texts, ends + ~is_done, is_done
+    def add_tokens(carry: Any) -> Any:
+        """Draw a token for each row that is not done."""
+        step_index, row_ids, end_indices, is_done = carry
+        positions = prompt_lengths + step_index - 1  # of the last token of each row
+        logits = function(weights, row_ids)[row_indices, positions]
+        drawn_ids = draw(logits, jax.vmap(jax.random.fold_in)(keys, positions), kind, settings)
+        is_done = is_done | (drawn_ids[:, None] == settings.stop_ids[None, :]).any(-1)
+        row_ids = row_ids.at[row_indices, positions + 1].set(jnp.where(is_done, 0, drawn_ids))
+        return step_index + 1, row_ids, end_indices + ~is_done, is_done
 
-    start = (jnp.int32(0), jnp.asarray(texts), jnp.asarray(lengths), jnp.zeros(len(texts), bool))
-    _, texts, ends, _ = jax.lax.while_loop(is_open, add, start)
-    return texts, ends
+    first_carry = (
+        jnp.int32(0),
+        jnp.asarray(padded_prompts),
+        jnp.asarray(prompt_lengths),
+        jnp.zeros(len(padded_prompts), bool),
+    )
+    _, row_ids, end_indices, _ = jax.lax.while_loop(is_any_open, add_tokens, first_carry)
+    return row_ids, end_indices

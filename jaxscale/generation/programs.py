@@ -60,47 +60,47 @@ class RowKeys(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The functions `prefill` and `advance`, compiled for each shape at its first use.
+    """The functions `prefill` and `advance`; each is compiled at its first use with arrays of new shapes.
 
     Args:
-        prefill: `prefill(params, prompts, lengths, row_keys, settings, slots=, copies=)` returns the `DecodingRows`
-            after the first draw.
+        prefill: `prefill(params, prompts, lengths, row_keys, settings, slot_count=, copy_count=)` returns the
+            `DecodingRows` after the first draw.
         advance: `advance(params, rows, row_keys, settings, step_count)` returns the rows after at most `step_count`
-            draws, and the drawn ids int32 [slots, B], with -1 where nothing was drawn.
+            draws, and the drawn ids int32 [slot_count, B], with -1 where nothing was drawn.
     """
 
     prefill: Callable[..., DecodingRows]
     advance: Callable[..., tuple[DecodingRows, Any]]
 
 
-def padded_length(count: int) -> int:
-    """Return a number of positions, rounded up to one of few values: by at most 15 or an eighth.
+def padded_length(position_count: int) -> int:
+    """Return a number of positions, rounded up to one of few values. At most 15 positions or an eighth are added.
 
     Example:
         >>> [padded_length(count) for count in (1, 40, 130, 1025)]
         [16, 48, 144, 1152]
     """
-    step = max(16, 1 << max((count - 1).bit_length() - 4, 0))
-    return -(-count // step) * step
+    multiple = max(16, 1 << max((position_count - 1).bit_length() - 4, 0))
+    return -(-position_count // multiple) * multiple
 
 
-def chunk_sizes(longest_length: int, context: int) -> tuple[int, int]:
+def chunk_count_and_length(longest_length: int, context: int) -> tuple[int, int]:
     """Return (number of chunks, positions in each) for prompts of at most `longest_length` ids."""
-    count = -(-longest_length // CHUNK)
-    if count == 1:
+    chunk_count = -(-longest_length // CHUNK)
+    if chunk_count == 1:
         return 1, min(padded_length(longest_length), context)
-    return count, -(-padded_length(longest_length) // count)
+    return chunk_count, -(-padded_length(longest_length) // chunk_count)
 
 
 @functools.lru_cache(maxsize=32)
-def programs(
+def module_programs(
     graphdef: Any,
     model: Any,
     context: Context,
     layout: MeshAndRules | None,
     dtype: Any,
     kind: DrawKind,
-    paths: Paths,
+    layer_paths: Paths,
 ) -> Programs:
     """Return the programs of a model.
 
@@ -111,107 +111,127 @@ def programs(
         layout: the mesh and the rules that place rows and caches; `None` for one device.
         dtype: type of the cached keys and values: the one that the model computes in.
         kind: static settings of the draws.
-        paths: paths of the layers that `advance` takes one by one (`unrolled.stack_paths`); `()` scans over them.
+        layer_paths: paths of the layers that `advance` unrolls (`unrolled.layer_group_paths`); with `()`, it scans over
+            the layers.
     """
 
-    def traced(function: Callable[..., Any], **settings: Any) -> Any:
+    def jit_under_layout(function: Callable[..., Any], **jit_settings: Any) -> Any:
         """Return the jitted function, traced under the layout."""
 
         @functools.wraps(function)
-        def run(*arguments: Any, **named: Any) -> Any:
+        def run(*arguments: Any, **named_arguments: Any) -> Any:
             with contextlib.nullcontext() if layout is None else place.layout(*layout):
-                return function(*arguments, **named)
+                return function(*arguments, **named_arguments)
 
-        return jax.jit(run, **settings)
+        return jax.jit(run, **jit_settings)
 
-    def carried(cache: Any) -> Any:
-        """Return the cache as the loop carries it: a tuple with a cache for each layer, or one for all layers."""
-        if not paths:
-            return _placed(cache)
-        layer_caches = [_placed(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0])]
-        if layout is None or layout[0].size == 1:  # two dims that axes may shard cannot be one
+    def carried_cache(cache: Any) -> Any:
+        """Return the cache that the loop carries: a tuple with a cache for each layer, or one cache of all layers."""
+        if not layer_paths:
+            return _place_cache(cache)
+        layer_caches = [_place_cache(layer_cache) for layer_cache in unstack(cache, cache.length.shape[0])]
+        if layout is None or layout[0].size == 1:  # two dims cannot be merged if mesh axes may shard them
             layer_caches = [layer_cache.with_heads_as_rows() for layer_cache in layer_caches]
         return with_slots_once(layer_caches)
 
     def prefill(
-        params: Any, prompts: Any, lengths: Any, row_keys: RowKeys, settings: DrawSettings, *, slots: int, copies: int
+        params: Any,
+        prompts: Any,
+        lengths: Any,
+        row_keys: RowKeys,
+        settings: DrawSettings,
+        *,
+        slot_count: int,
+        copy_count: int,
     ) -> DecodingRows:
-        """Feed the prompts, int32 [chunks, R, T], and draw the first token of each of R * copies rows."""
+        """Feed the prompts, int32 [chunks, R, T], and draw the first token of each of R * copy_count rows."""
         module = nnx.merge(graphdef, params, copy=True)
         chunk_count, prompt_count, chunk_length = prompts.shape
-        cache = _placed(model.init_cache(prompt_count, slots, dtype))
+        cache = _place_cache(model.init_cache(prompt_count, slot_count, dtype))
         starts = jnp.arange(chunk_count, dtype=jnp.int32) * chunk_length
 
-        def fed(tokens: Any, start: Any, cache: Any) -> tuple[Any, Any]:
-            """Return the states after a chunk of tokens [R, T], and the cache with them."""
+        def feed_chunk(tokens: Any, start: Any, old_cache: Any) -> tuple[Any, Any]:
+            """Return the states of a chunk of tokens [R, T], and the cache after it."""
             positions = start + jnp.arange(chunk_length, dtype=jnp.int32)[None, :]
-            settings = {
+            state_arguments = {
                 "positions": jnp.minimum(positions, model.context - 1),
                 "segments": (positions < lengths[:, None]).astype(jnp.int32),
                 "context": context,
             }
-            states, cache = _states(module, tokens, cache=cache, **settings)
-            return states, _placed(cache)
+            states, new_cache = _states(module, tokens, cache=old_cache, **state_arguments)
+            return states, _place_cache(new_cache)
 
-        def feed(carry: Any, inputs: Any) -> tuple[Any, None]:
+        def scan_chunk(carry: Any, chunk_inputs: Any) -> tuple[Any, None]:
             """Feed a chunk; the carry is the cache and the state after the last token of each prompt."""
-            (cache, last_states), (tokens, start) = carry, inputs
-            states, cache = fed(tokens, start, cache)
+            (old_cache, last_states), (tokens, start) = carry, chunk_inputs
+            states, new_cache = feed_chunk(tokens, start, old_cache)
             indices = jnp.clip(lengths - 1 - start, 0, chunk_length - 1)
             chunk_states = jnp.take_along_axis(states, indices[:, None, None], 1)
-            is_here = (lengths > start)[:, None, None]
-            return (cache, jnp.where(is_here, chunk_states, last_states)), None
+            reaches_chunk = (lengths > start)[:, None, None]
+            return (new_cache, jnp.where(reaches_chunk, chunk_states, last_states)), None
 
         if chunk_count == 1:
-            states, cache = fed(prompts[0], starts[0], cache)
+            states, cache = feed_chunk(prompts[0], starts[0], cache)
             last_states = jnp.take_along_axis(states, (lengths - 1)[:, None, None], 1)
         else:
-            shape = jax.eval_shape(lambda: fed(prompts[0], starts[0], cache)[0])
-            no_states = jnp.zeros((prompt_count, 1, shape.shape[-1]), shape.dtype)
-            (cache, last_states), _ = jax.lax.scan(feed, (cache, no_states), (prompts, starts))
+            abstract_states = jax.eval_shape(lambda: feed_chunk(prompts[0], starts[0], cache)[0])
+            initial_states = jnp.zeros((prompt_count, 1, abstract_states.shape[-1]), abstract_states.dtype)
+            (cache, last_states), _ = jax.lax.scan(scan_chunk, (cache, initial_states), (prompts, starts))
         # what is drawn follows the longest prompt, in the slots of its padding
         cache = dataclasses.replace(cache, length=jnp.full_like(cache.length, jnp.max(lengths)))
         logits = _logits(module, last_states)[:, 0]
-        if copies > 1:
-            cache, logits, lengths = _copied(cache, copies), jnp.repeat(logits, copies, 0), jnp.repeat(lengths, copies)
+        if copy_count > 1:
+            cache, logits, lengths = (
+                _repeat_rows(cache, copy_count),
+                jnp.repeat(logits, copy_count, 0),
+                jnp.repeat(lengths, copy_count),
+            )
         tokens, is_done = draw_next(logits, lengths - 1, row_keys, kind, settings)
-        return DecodingRows(carried(cache), tokens, lengths.astype(jnp.int32), is_done)
+        return DecodingRows(carried_cache(cache), tokens, lengths.astype(jnp.int32), is_done)
 
     def advance(
         params: Any, rows: DecodingRows, row_keys: RowKeys, settings: DrawSettings, step_count: Any
     ) -> tuple[DecodingRows, Any]:
         """Draw at most `step_count` tokens for each row; fewer if every row draws a stop id."""
-        slots = (rows.cache[0] if paths else rows.cache).valid.shape[-1]
+        slot_count = (rows.cache[0] if layer_paths else rows.cache).valid.shape[-1]
 
         def is_going_on(carry: Any) -> Any:
-            index, rows, _ = carry
-            return (index < step_count) & ~jnp.all(rows.is_done)
+            step_index, carried_rows, _ = carry
+            return (step_index < step_count) & ~jnp.all(carried_rows.is_done)
 
         def step(carry: Any) -> Any:
             """Feed the newest tokens, and draw the next ones."""
-            index, rows, drawn_ids = carry
-            module = merge_unrolled(graphdef, params, paths)
-            fed = {"positions": jnp.minimum(rows.positions, model.context - 1)[:, None], "segments": None}
-            cache = _stacked(rows.cache) if paths else rows.cache
-            with blocks.wrapping(_traced_once):
-                states, cache = _states(module, rows.tokens[:, None], cache=cache, context=context, **fed)
+            step_index, old_rows, drawn_ids = carry
+            module = merge_unrolled(graphdef, params, layer_paths)
+            state_arguments = {
+                "positions": jnp.minimum(old_rows.positions, model.context - 1)[:, None],
+                "segments": None,
+            }
+            cache = _stack_caches(old_rows.cache) if layer_paths else old_rows.cache
+            with blocks.wrapping(_jit_unrolled):
+                states, cache = _states(
+                    module, old_rows.tokens[:, None], cache=cache, context=context, **state_arguments
+                )
             logits = _logits(module, states)[:, -1]
-            tokens, is_stop = draw_next(logits, rows.positions, row_keys, kind, settings)
-            drawn_ids = jax.lax.dynamic_update_index_in_dim(drawn_ids, tokens, index, 0)
-            rows = DecodingRows(carried(cache), tokens, rows.positions + 1, rows.is_done | is_stop)
-            return index + 1, rows, drawn_ids
+            tokens, is_stop = draw_next(logits, old_rows.positions, row_keys, kind, settings)
+            drawn_ids = jax.lax.dynamic_update_index_in_dim(drawn_ids, tokens, step_index, 0)
+            new_rows = DecodingRows(carried_cache(cache), tokens, old_rows.positions + 1, old_rows.is_done | is_stop)
+            return step_index + 1, new_rows, drawn_ids
 
-        first_carry = (jnp.int32(0), rows, jnp.full((slots, rows.tokens.shape[0]), -1, jnp.int32))
+        first_carry = (jnp.int32(0), rows, jnp.full((slot_count, rows.tokens.shape[0]), -1, jnp.int32))
         _, rows, drawn_ids = jax.lax.while_loop(is_going_on, step, first_carry)
         return rows, drawn_ids
 
-    return Programs(traced(prefill, static_argnames=("slots", "copies")), traced(advance, donate_argnums=(1,)))
+    return Programs(
+        jit_under_layout(prefill, static_argnames=("slot_count", "copy_count")),
+        jit_under_layout(advance, donate_argnums=(1,)),
+    )
 
 
 def draw_next(
     logits: Any, positions: Any, row_keys: RowKeys, kind: DrawKind, settings: DrawSettings
 ) -> tuple[Any, Any]:
-    """Draw the tokens that follow those at `positions` of the windows; return them and whether each is a stop id."""
+    """Draw the tokens that follow those at `positions` of the windows; return (tokens, whether each is a stop id)."""
     keys = row_keys.keys
     if not kind.is_greedy:
         keys = jax.vmap(jax.random.fold_in)(keys, row_keys.offsets + positions)
@@ -221,46 +241,48 @@ def draw_next(
 
 
 def with_slots_once(layer_caches: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the caches of the layers, of which the first alone describes the slots."""
-    no_slots = dict.fromkeys(_SLOT_FIELDS)
-    return layer_caches[0], *(dataclasses.replace(layer_cache, **no_slots) for layer_cache in layer_caches[1:])
+    """Return the caches of the layers; those after the first have `None` in the fields that describe the slots."""
+    empty_slot_fields = dict.fromkeys(_SLOT_FIELDS)
+    return layer_caches[0], *(dataclasses.replace(layer_cache, **empty_slot_fields) for layer_cache in layer_caches[1:])
 
 
-def _states(module: Any, tokens: Any, **settings: Any) -> tuple[Any, Any]:
-    """Return what `_logits` takes for each token, and the new cache."""
-    return module.hidden(tokens, **settings) if hasattr(module, "hidden") else module(tokens, **settings)
+def _states(module: Any, tokens: Any, **arguments: Any) -> tuple[Any, Any]:
+    """Return the hidden states of the tokens, or their logits if the module has no `hidden`, and the new cache."""
+    return module.hidden(tokens, **arguments) if hasattr(module, "hidden") else module(tokens, **arguments)
 
 
 def _logits(module: Any, states: Any) -> Any:
-    """Return the logits of what `_states` returned: a module without a `hidden` method has computed them there."""
+    """Return the logits of the states; a module without a `hidden` method has returned logits as its states."""
     return module.logits(states) if hasattr(module, "hidden") else states
 
 
-def _traced_once(block: Any, rolled: bool) -> Any:
-    """Return a block that is traced and lowered once for all layers that are equal."""
+def _jit_unrolled(block: Any, rolled: bool) -> Any:
+    """Return a block, jitted if its layers are unrolled, so that equal layers are traced and lowered once."""
     return block if rolled else jax.jit(block)
 
 
-def _placed(cache: Any) -> Any:
-    """Return the cache of all layers, or of one, with its rows and heads placed by the layout in force."""
+def _place_cache(cache: Any) -> Any:
+    """Return the cache of all layers, or of one, with its rows and heads constrained to the layout in force."""
     layer_axes = ("layers",) if cache.k.ndim == 5 else ()
     axes = (*layer_axes, "batch", "kv_heads", "head_dim", "kv_seq")
-    arrays = {name: constrain(getattr(cache, name), *axes) for name in ("k", "v")}
-    arrays |= {name: constrain(getattr(cache, name), *layer_axes, "batch", "kv_seq") for name in ("positions", "valid")}
-    return dataclasses.replace(cache, **arrays)
+    array_by_name = {name: constrain(getattr(cache, name), *axes) for name in ("k", "v")}
+    array_by_name |= {
+        name: constrain(getattr(cache, name), *layer_axes, "batch", "kv_seq") for name in ("positions", "valid")
+    }
+    return dataclasses.replace(cache, **array_by_name)
 
 
 _SLOT_FIELDS = ("positions", "valid", "length")
 """The fields of a cache that describe its slots, and that are the same in all layers."""
 
 
-def _stacked(layer_caches: Any) -> Any:
-    """Return the cache of all layers, of which the first describes the slots of all."""
-    slot_fields = {name: getattr(layer_caches[0], name) for name in _SLOT_FIELDS}
-    return restack([dataclasses.replace(layer_cache, **slot_fields) for layer_cache in layer_caches])
+def _stack_caches(layer_caches: Any) -> Any:
+    """Return one cache of all layers from one cache for each, of which the first describes the slots of all."""
+    slot_array_by_name = {name: getattr(layer_caches[0], name) for name in _SLOT_FIELDS}
+    return restack([dataclasses.replace(layer_cache, **slot_array_by_name) for layer_cache in layer_caches])
 
 
-def _copied(cache: Any, copies: int) -> Any:
-    """Return the cache with `copies` rows for each row, next to one another."""
-    arrays = {name: jnp.repeat(getattr(cache, name), copies, 1) for name in ("k", "v", "positions", "valid")}
-    return dataclasses.replace(cache, **arrays)
+def _repeat_rows(cache: Any, copy_count: int) -> Any:
+    """Return the cache with `copy_count` rows for each row, next to one another."""
+    array_by_name = {name: jnp.repeat(getattr(cache, name), copy_count, 1) for name in ("k", "v", "positions", "valid")}
+    return dataclasses.replace(cache, **array_by_name)

@@ -57,7 +57,7 @@ class Sampling:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
+            object.__setattr__(self, field.name, _plain_value(getattr(self, field.name)))
         check_types(self)
         for name, advice in {
             "tokens": "",
@@ -87,8 +87,8 @@ class Sampling:
                 raise UserError(f"stop_ids: got {stop_id!r}, expected ids of tokens, whole numbers >= 0")
 
 
-def _plain(value: Any) -> Any:
-    """Return a list as a tuple, and numbers of NumPy as Python's."""
+def _plain_value(value: Any) -> Any:
+    """Return a list as a tuple, and a NumPy number as a Python number; other values are returned unchanged."""
     if isinstance(value, list | tuple):
         return tuple(item.item() if getattr(item, "shape", None) == () else item for item in value)
     return value.item() if getattr(value, "shape", None) == () else value

@@ -1,8 +1,9 @@
-"""What generates text: the model of a run or of a Hugging Face folder, its tokenizer, its chat template, and its stops.
+"""A model that generates text, of a run or of a Hugging Face folder, with its tokenizer, chat template and stops.
 
-A model that was trained on chats, and a folder with a chat template, answer: a prompt is the message of a user, which
-the template renders. Any other model continues its prompt. Of a folder, a prompt that is continued begins with the
-special tokens that tokenizer.json puts there, since some families are lost without them.
+If a model was trained on chats, or its folder has a chat template, a prompt is the message of a user. The template
+renders the message, and the model answers it. Any other model continues its prompt. For a model folder, a prompt that
+is continued begins with the special tokens that tokenizer.json adds, because some families generate nonsense without
+them.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.models.huggingface import is_model_folder
 
 Stops = tuple[tuple[int, ...], tuple[str, ...]]
-"""Ids and texts that end what a model generates."""
+"""The pair (ids, texts) of what ends a text that a model generates."""
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
@@ -27,7 +28,7 @@ def can_generate(model: Any, tokenizer: Any) -> bool:
 
 
 def check_can_generate(model: Any, tokenizer: Any) -> None:
-    """Raise UserError for a model without a KV cache for decoding, or data without a tokenizer."""
+    """Raise UserError for a model without a KV cache for decoding, or without a tokenizer."""
     if not can_generate(model, tokenizer):
         raise UserError(
             f"{type(model).__name__} with this data cannot generate text: that needs a KV cache and a tokenizer"
@@ -35,16 +36,16 @@ def check_can_generate(model: Any, tokenizer: Any) -> None:
 
 
 def data_stops(data: Any, tokenizer: Any, template: ChatTemplate | None) -> Stops:
-    """Return what ends a text of a run: the text with which its data ends documents, or the end of an answer.
+    """Return what ends a text of a run: the end of an answer, or the text with which its data ends documents.
 
     Args:
         data: the data of the experiment.
         tokenizer: the run's tokenizer.
-        template: the run's chat template; `None` without one.
+        template: the run's chat template; `None` if there is none.
     """
     if template is not None:
-        ids, texts = answer_stops(template, tokenizer)
-        return tuple(ids), tuple(texts)
+        answer_ids, answer_texts = answer_stops(template, tokenizer)
+        return tuple(answer_ids), tuple(answer_texts)
     ending = getattr(data, "ending", None)
     if not isinstance(ending, str) or not ending:
         return (), ()
@@ -59,10 +60,10 @@ class TextModel:
     Args:
         generator: the model and its parameters (`generation.generator.Generator`).
         tokenizer: its tokenizer.
-        template: its chat template; `None` without one.
+        template: its chat template; `None` if there is none.
         stops: ids and texts that end a text.
         place: the run or folder, for messages.
-        begins_texts: whether a prompt that is continued begins with the special tokens of tokenizer.json.
+        begins_texts: whether a prompt that is continued begins with the special tokens that tokenizer.json adds.
     """
 
     generator: Any
@@ -86,44 +87,47 @@ class TextModel:
             if best:
                 raise UserError(f"{place} is a model folder, which has no checkpoints: leave best out")
             tokenizer, template = folder_tokenizer(place), find_template(place)
-            model = open_folder(place)
-            check_can_generate(model.experiment.model, tokenizer)
-            ids, texts = data_stops(None, tokenizer, template)
-            stops = (*ids, *(i for i in stop_ids(place, tokenizer) if i not in ids)), texts
-            generator = Generator.of_step(model.step, model.state)
+            trained_folder = open_folder(place)
+            check_can_generate(trained_folder.experiment.model, tokenizer)
+            template_ids, template_texts = data_stops(None, tokenizer, template)
+            stops = (
+                (*template_ids, *(token_id for token_id in stop_ids(place, tokenizer) if token_id not in template_ids)),
+                template_texts,
+            )
+            generator = Generator.of_step(trained_folder.step, trained_folder.state)
             return cls(generator, tokenizer, template, stops, str(place), begins_texts=True)
-        trained = restore_parameters(place, best=best)
+        trained_run = restore_parameters(place, best=best)
         tokenizer, template = read_tokenizer(place), read_template(place)
-        check_can_generate(trained.experiment.model, tokenizer)
-        stops = data_stops(trained.experiment.data, tokenizer, template)
-        return cls(Generator.of_step(trained.step, trained.state), tokenizer, template, stops, str(place))
+        check_can_generate(trained_run.experiment.model, tokenizer)
+        stops = data_stops(trained_run.experiment.data, tokenizer, template)
+        return cls(Generator.of_step(trained_run.step, trained_run.state), tokenizer, template, stops, str(place))
 
-    def answers(self, chat: bool | None) -> bool:
-        """Return whether a prompt is the message of a user; `chat` requires it or not, `None` if there is a template.
+    def is_chat_message(self, chat: bool | None) -> bool:
+        """Return whether to treat a prompt as a chat message. If `chat` is `None`, it is one if there is a template.
 
         Raises:
             UserError: `chat` is true, and there is no template.
         """
         if chat and self.template is None:
-            raise UserError(
-                f"chat: {self.place} has no chat template, so that it has no form for messages: leave chat out"
-            )
+            raise UserError(f"chat: {self.place} has no chat template to render a message with: leave chat out")
         return self.template is not None and chat is not False
 
-    def rendered(self, prompt: str | Sequence[str], chat: bool | None) -> Any:
+    def render_prompts(self, prompt: str | Sequence[str], chat: bool | None) -> Any:
         """Return a prompt, or several, as the text that the model continues."""
-        if not self.answers(chat):
+        if not self.is_chat_message(chat):
             return prompt
         assert self.template is not None
         return self.template.prompt(prompt) if isinstance(prompt, str) else [*map(self.template.prompt, prompt)]
 
     def encode(self, text: str, chat: bool | None) -> np.ndarray:
-        """Return the ids of a text that `rendered` returned."""
-        if self.begins_texts and not self.answers(chat):
+        """Return the ids of a text that `render_prompts` returned."""
+        if self.begins_texts and not self.is_chat_message(chat):
             return self.tokenizer.encode_beginning(text)
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
-    def stopping(self, sampling: Sampling) -> Sampling:
-        """Return `sampling`, which stops also at what ends a text of this model."""
-        ids, texts = self.stops
-        return dataclasses.replace(sampling, stop_ids=(*sampling.stop_ids, *ids), stop=(*sampling.stop, *texts))
+    def with_stops(self, sampling: Sampling) -> Sampling:
+        """Return `sampling` with the ids and texts that end a text of this model added to its stops."""
+        ending_ids, ending_texts = self.stops
+        return dataclasses.replace(
+            sampling, stop_ids=(*sampling.stop_ids, *ending_ids), stop=(*sampling.stop, *ending_texts)
+        )

@@ -8,11 +8,11 @@ import numpy as np
 from jaxscale.errors import UserError
 
 _INCOMPLETE = "\ufffd"
-"""What tokenizers decode the first bytes of a character to."""
+"""The character to which tokenizers decode the bytes of an incomplete character."""
 
 
 class TextStream:
-    """Turns ids into text that ends before the first stop text.
+    """Decodes ids into text as they are drawn; the text ends before the first stop text.
 
     A piece is held back while it may be the beginning of a character or of a stop text. All pieces joined are the text
     of all ids, cut before the first stop text.
@@ -29,37 +29,37 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer, self._stop_texts = tokenizer, tuple(stop)
         self._ids: list[int] = []
         self.text = ""
         self.is_stopped = False
 
     def push(self, ids: Sequence[int] | np.ndarray, *, is_last: bool = False) -> str:
-        """Append ids, and return the text that has become certain; with `is_last`, all the rest."""
+        """Append ids, and return the new text that later ids cannot change; with `is_last`, all the remaining text."""
         if self.is_stopped:
             return ""
         self._ids += [int(token_id) for token_id in ids]
         whole_text = self._tokenizer.decode(self._ids)
-        stop_index = min((index for index in map(whole_text.find, self._stop) if index >= 0), default=-1)
+        stop_index = min((index for index in map(whole_text.find, self._stop_texts) if index >= 0), default=-1)
         if stop_index >= 0:
             self.is_stopped = True
             certain_text = whole_text[:stop_index]
         else:
-            certain_text = whole_text if is_last else self._certain(whole_text)
+            certain_text = whole_text if is_last else self._certain_text(whole_text)
         piece = certain_text[len(self.text) :]
         self.text += piece
         return piece
 
-    def _certain(self, text: str) -> str:
+    def _certain_text(self, text: str) -> str:
         """Return the text without an end that may be a part of a character or of a stop text."""
         text = text.rstrip(_INCOMPLETE)
-        overlaps = (
+        overlap_lengths = (
             length
-            for stop in self._stop
-            for length in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:length])
+            for stop_text in self._stop_texts
+            for length in range(1, min(len(stop_text), len(text) + 1))
+            if text.endswith(stop_text[:length])
         )
-        return text[: len(text) - max(overlaps, default=0)]
+        return text[: len(text) - max(overlap_lengths, default=0)]
 
 
 def check_stop_texts(tokenizer: Any, stop: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ def check_stop_texts(tokenizer: Any, stop: Sequence[str]) -> None:
             raise UserError(f"stop: {stop_text!r}: {error}") from None
         if stop_text in decoded_text:
             continue
-        try:  # a tokenizer of words may drop the space before the first one
+        try:  # a tokenizer of words may drop the space before the first word
             decoded_text = tokenizer.decode(tokenizer.encode(f"a{stop_text}a"))
         except UserError:
             decoded_text = ""

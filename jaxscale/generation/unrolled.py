@@ -1,4 +1,4 @@
-"""Weights as the steps of generation read them fastest on a CPU: layer by layer, and in large products.
+"""Weights in the layout that a generation step reads fastest on a CPU: layer by layer, and in large products.
 
 XLA:CPU computes a product of one row on all cores if the weights have about 540,000 numbers or more, and otherwise on
 one core. So queries, keys and values are projected by one product.
@@ -25,19 +25,19 @@ from jaxscale.lowbit.few_bit_weight import FewBitWeight
 MAX_LAYERS = 16
 """Largest number of layers that are compiled one after another; more would take long to compile."""
 Paths = tuple[tuple[Any, ...], ...]
-"""Paths of parts of nested dicts: names, and numbers of modules in lists."""
+"""Paths of parts of nested dicts; a path consists of names and, for modules in lists, of indices."""
 
 
-def stack_paths(module: Any) -> Paths:
-    """Return the paths of the stacked layers in the pure state of a module: of each group of each `Stack`.
+def layer_group_paths(module: Any) -> Paths:
+    """Return the path of each group of layers of each `Stack` in the module's pure state.
 
-    Returns `()`, for a scan, if the layers are not in the memory of CPUs, or are sharded along the dim of layers.
+    If the layers are not in CPU memory, or are sharded along the layer dim, return `()`, so that a scan runs them.
     """
-    stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Stack)]
-    leaves = [leaf for _, stack in stacks for leaf in jax.tree.leaves(nnx.state(stack))]
-    if not all(map(_has_layer_views, leaves)):
+    paths_and_stacks = [(path, node) for path, node in nnx.iter_modules(module) if isinstance(node, Stack)]
+    arrays = [leaf for _, stack in paths_and_stacks for leaf in jax.tree.leaves(nnx.state(stack))]
+    if not all(map(_has_layer_views, arrays)):
         return ()
-    return tuple((*path, name) for path, stack in stacks for name in stack.group_names)
+    return tuple((*path, name) for path, stack in paths_and_stacks for name in stack.group_names)
 
 
 def has_few_layers(module: Any) -> bool:
@@ -50,29 +50,33 @@ def is_on_cpus(module: Any) -> bool:
     return all(map(_is_on_cpus, jax.tree.leaves(nnx.state(module))))
 
 
-def on_first_device(module: Any) -> Any:
-    """Return a module with the arrays of another one on its first device; arrays that it holds whole are shared."""
+def copy_to_first_device(module: Any) -> Any:
+    """Return a copy of a module with all arrays on its first device; arrays that the device holds whole are shared."""
     graphdef, state = nnx.split(module)
     device = jax.tree.leaves(state)[0].addressable_shards[0].device
 
-    def placed(leaf: Any) -> Any:
-        if not leaf.is_fully_replicated or device not in leaf.devices():
-            return jax.device_put(leaf, device)
-        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+    def place(array: Any) -> Any:
+        if not array.is_fully_replicated or device not in array.devices():
+            return jax.device_put(array, device)
+        return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
-    return nnx.merge(graphdef, jax.tree.map(placed, state))
+    return nnx.merge(graphdef, jax.tree.map(place, state))
 
 
 def join_projections(module: Any) -> Any:
     """Return a module with the same weights, in which queries, keys and values are one product where that is possible.
 
-    It is possible on CPUs whose devices hold all of the weights, and for projections without adapters and in plain
-    arrays.
+    It is possible if the devices are CPUs that each hold all of the weights, and if every projection has a plain array
+    as its weight and no adapter.
     """
-    layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
-    projections = [part for layer in layers for part in (layer.q, layer.k, layer.v) if part]
-    is_whole = is_on_cpus(module) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module)))
-    if not is_whole or any(part.lora is not None or isinstance(part.weight, FewBitWeight) for part in projections):
+    attention_layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
+    projections = [part for layer in attention_layers for part in (layer.q, layer.k, layer.v) if part]
+    is_whole_on_cpus = is_on_cpus(module) and all(
+        leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module))
+    )
+    if not is_whole_on_cpus or any(
+        part.lora is not None or isinstance(part.weight, FewBitWeight) for part in projections
+    ):
         return module
     joined_module = nnx.merge(*nnx.split(module), copy=True)
     for _, part in nnx.iter_modules(joined_module):
@@ -82,65 +86,67 @@ def join_projections(module: Any) -> Any:
 
 
 def split_layers(params: Any, paths: Paths) -> Any:
-    """Return parameters in which the layers at `paths` are tuples with a tree for each layer."""
+    """Return parameters in which each group of stacked layers, at `paths`, is a tuple with a tree for each layer."""
 
     def split(group: Any) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(group)
         return tuple(structure.unflatten(layer_leaves) for layer_leaves in zip(*map(_layer_views, leaves), strict=True))
 
-    return _replaced(params, paths, split)
+    return _replace_parts(params, paths, split)
 
 
 def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
-    """Return the module of split parameters, which runs its layers one after another, to be traced."""
+    """Return a module that runs its layers one after another, from split parameters; the caller traces it."""
     if not paths:
         return nnx.merge(graphdef, params, copy=True)
-    module = nnx.merge(graphdef, _replaced(params, paths, restack), copy=True)
+    module = nnx.merge(graphdef, _replace_parts(params, paths, restack), copy=True)
     for _, part in nnx.iter_modules(module):
         if isinstance(part, Stack):
-            part.scan = False  # XLA reduces a layer of the stacked layers to that layer
+            part.scan = False  # XLA simplifies an index into the restacked layers to the layer itself
     return module
 
 
-def _is_on_cpus(leaf: Any) -> bool:
+def _is_on_cpus(array: Any) -> bool:
     """Return whether an array is in the memory of CPUs of this process."""
-    if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+    if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return False
-    return all(device.platform == "cpu" for device in leaf.devices())
+    return all(device.platform == "cpu" for device in array.devices())
 
 
-def _has_layer_views(leaf: Any) -> bool:
+def _has_layer_views(array: Any) -> bool:
     """Return whether each device is a CPU and holds all layers of a stacked array."""
-    if not _is_on_cpus(leaf) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not _is_on_cpus(array) or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return False
-    return leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0]
+    return array.sharding.shard_shape(array.shape)[0] == array.shape[0]
 
 
-def _layer_views(leaf: Any) -> list[Any]:
-    """Return the layers of a stacked array, as arrays that share its memory where the alignment allows it."""
-    if not leaf.committed:  # such an array may still go to any device
-        return [jax.device_put(layer) for layer in np.asarray(leaf)]
-    sharding = leaf.sharding
+def _layer_views(array: Any) -> list[Any]:
+    """Return the array of each layer of a stacked array; it shares the memory if the alignment allows that."""
+    if not array.committed:  # such an array may still go to any device
+        return [jax.device_put(layer) for layer in np.asarray(array)]
+    sharding = array.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
-    shards = [(np.asarray(shard.data), shard.device) for shard in leaf.addressable_shards]
+    shard_arrays_and_devices = [(np.asarray(shard.data), shard.device) for shard in array.addressable_shards]
     return [
         jax.make_array_from_single_device_arrays(
-            leaf.shape[1:], sharding, [jax.device_put(layers[layer], device) for layers, device in shards]
+            array.shape[1:],
+            sharding,
+            [jax.device_put(shard_array[layer_index], device) for shard_array, device in shard_arrays_and_devices],
         )
-        for layer in range(leaf.shape[0])
+        for layer_index in range(array.shape[0])
     ]
 
 
-def _replaced(tree: Any, paths: Paths, replace: Callable[[Any], Any]) -> Any:
+def _replace_parts(tree: Any, paths: Paths, replace: Callable[[Any], Any]) -> Any:
     """Return nested dicts in which the parts at `paths` are replaced by `replace(part)`."""
     for path in paths:
-        tree = _replaced_part(tree, path, replace)
+        tree = _replace_part(tree, path, replace)
     return tree
 
 
-def _replaced_part(tree: Any, path: tuple[Any, ...], replace: Callable[[Any], Any]) -> Any:
+def _replace_part(tree: Any, path: tuple[Any, ...], replace: Callable[[Any], Any]) -> Any:
     """Return nested dicts in which one part is replaced by `replace(part)`."""
     if not path:
         return replace(tree)
-    return {**tree, path[0]: _replaced_part(tree[path[0]], path[1:], replace)}
+    return {**tree, path[0]: _replace_part(tree[path[0]], path[1:], replace)}

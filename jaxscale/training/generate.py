@@ -79,14 +79,14 @@ def stream(
 
 def model_continuations(model: TextModel, prompt: str | Sequence[str], sampling: Sampling, chat: bool | None) -> Any:
     """Return the continuation of a prompt, or those of several, as `generate` does."""
-    text, encode = model.rendered(prompt, chat), functools.partial(model.encode, chat=chat)
-    return continuations(model.generator, model.tokenizer, text, model.stopping(sampling), encode)
+    text, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
+    return continuations(model.generator, model.tokenizer, text, model.with_stops(sampling), encode)
 
 
 def model_stream(model: TextModel, prompt: str, sampling: Sampling, chat: bool | None) -> Iterator[str]:
     """Return an iterator of the pieces of a prompt's continuation, as `stream` does."""
-    text, encode = model.rendered(prompt, chat), functools.partial(model.encode, chat=chat)
-    return stream_text(model.generator, model.tokenizer, text, model.stopping(sampling), encode)
+    text, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
+    return stream_text(model.generator, model.tokenizer, text, model.with_stops(sampling), encode)
 
 
 def make_sampling(tokens: int, settings: dict[str, Any]) -> Sampling:

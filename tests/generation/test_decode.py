@@ -106,7 +106,7 @@ def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, changes, sampling
     monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
     called_ids = drawn_ids()
     monkeypatch.setattr(generators, "stack_paths", lambda module: ())
-    assert Generator(module, model).layered is None
+    assert Generator(module, model).layered_module is None
     assert drawn_ids() == unrolled_ids == called_ids
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.generation.draw import filtered, kind_of, settings_of
+from jaxscale.generation.draw import filtered_logits, kind_of, settings_of
 from jaxscale.generation.sampling import Sampling
 
 
@@ -39,7 +39,7 @@ FILTERS = [
 def test_the_filters_keep_the_tokens_that_numpy_keeps(filters):
     sampling = Sampling(temperature=1.3, **filters)
     logits = np.random.default_rng(0).normal(0, 3, (5, 61)).astype(np.float32)
-    is_possible = np.isfinite(filtered(jnp.asarray(logits), kind_of(sampling, 61), settings_of(sampling)))
+    is_possible = np.isfinite(filtered_logits(jnp.asarray(logits), kind_of(sampling, 61), settings_of(sampling)))
     assert [set(np.flatnonzero(row).tolist()) for row in is_possible] == [
         expected_support(row, sampling) for row in logits
     ]
@@ -48,7 +48,7 @@ def test_the_filters_keep_the_tokens_that_numpy_keeps(filters):
 def test_draws_have_the_frequencies_of_the_filtered_distribution():
     sampling = Sampling(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02)
     logits = np.random.default_rng(1).normal(0, 2, (1, 40)).astype(np.float32)
-    kept_logits = filtered(jnp.asarray(logits), kind_of(sampling, 40), settings_of(sampling))[0]
+    kept_logits = filtered_logits(jnp.asarray(logits), kind_of(sampling, 40), settings_of(sampling))[0]
     support = sorted(expected_support(logits[0], sampling))
     weights = np.exp(logits[0, support] / 0.9)
     drawn_ids = np.asarray(jax.random.categorical(jax.random.key(0), kept_logits, shape=(20_000,)))
