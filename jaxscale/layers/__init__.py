@@ -87,5 +87,5 @@ __all__ = [
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME)
 
-# axes of layers are logical: a step gives them to its mesh; `nnx.use_eager_sharding` would hold in this thread alone
+# layers name logical axes, which a step maps to its mesh; `nnx.use_eager_sharding` would affect only this thread
 flax.config.update("flax_always_shard_variable", False)

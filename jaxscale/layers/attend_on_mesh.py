@@ -1,6 +1,6 @@
 """attend: attention by one of several implementations, and the selection of the implementation.
 
-| implementation | file | stores | for |
+| implementation | file | stores | used for |
 |---|---|---|---|
 | plain | attend_on_mesh | T x S scores per head | short sequences, decoding; defines the results |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
@@ -51,7 +51,7 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Compute attention: `softmax(cap(scale * q k^T)) v` over the keys that each query sees, `cap(s) = c tanh(s / c)`.
 
-    Query head n reads key head n // (N / K). A query that sees no key gives zeros, and zero gradients.
+    Query head n reads key head n // (N / K). A query that sees no key has zeros as output and as gradients.
 
     Args:
         q, k, v: queries, keys, values, of any float type. Scores and softmax are computed in float32.
@@ -71,7 +71,7 @@ def attend(
         The attention output, in the type of `q`.
 
     Raises:
-        UserError: the implementation is unknown or does not support the call, or the sizes are incompatible.
+        UserError: the implementation is unknown or does not support the call, or the array shapes are incompatible.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,16 +97,16 @@ def attend(
         raise UserError(f"attention: got chunk {chunk}, expected at least 1 position")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
-    settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    selection, reason = _choose_implementation(implementation, q, k, v, visibility, settings)
+    score_settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    selection, reason = _choose_implementation(implementation, q, k, v, visibility, score_settings)
     if selection in KERNELS:
-        return attend_kernel(q, k, v, visibility, implementation=selection, **settings)
+        return attend_kernel(q, k, v, visibility, implementation=selection, **score_settings)
     note_selection("attention", selection, reason)
     if selection == "splash":
         platform = traced_device()[0]
         if platform != "tpu":
             raise UserError(f"attention 'splash': got platform {platform}, expected tpu; use 'chunked' or 'auto'")
-        return attend_splash(q, k, v, visibility, **settings)
+        return attend_splash(q, k, v, visibility, **score_settings)
     if selection == "plain":
         return _attend_plain(q, k, v, visibility, scale, soft_cap)
     scaled_q, remaining_scale = _scale_queries(q, scale)
@@ -172,9 +172,9 @@ _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def _choose_implementation(
-    implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
+    implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, score_settings: dict[str, Any]
 ) -> tuple[str, str]:
-    """Return (selected implementation, reason), where the reason explains why the platform's kernel is not selected."""
+    """Return (selected implementation, reason why the platform's kernel is not selected)."""
     if implementation not in get_args(AttentionImplementation):
         raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":
@@ -182,7 +182,7 @@ def _choose_implementation(
     platform, (query_count, key_count) = traced_device()[0], (q.shape[1], k.shape[1])
     reason = "kernels are for TPU and GPU"
     if platform in ("tpu", "gpu"):
-        refusal = why_not_kernel(platform, q, k, v, visibility, **settings)
+        refusal = why_not_kernel(platform, q, k, v, visibility, **score_settings)
         if refusal is None:
             return platform, ""
         reason = refusal.removeprefix(f"attention: implementation '{platform}' cannot run: ").removesuffix(".")

@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         out_bias: whether `out` has a bias.
         qk_norm: eps of the RMSNorms over each head of queries and keys, before rotation; `None` for no norms.
         soft_cap: cap of the scores; `None` for no cap.
-        window: number of most recent positions that a query sees, its own included; `None` for all.
+        window: number of most recent positions that a query sees, including its own; `None` for all.
         scale: factor of the scores; 1 / sqrt(head_dim) by default.
         dropout: rate of the dropout of the output.
         init: initializer of `q`, `k` and `v`.
@@ -136,7 +136,7 @@ class Attention(nnx.Module):
             assert positions is not None
             q, k = self.rotary.apply(q, positions), self.rotary.apply(k, positions)
         q = constrain(q, "batch", "inner_seq", "heads", "head_dim")
-        settings: dict[str, Any] = {
+        attend_settings: dict[str, Any] = {
             "causal": causal,
             "window": window,
             "soft_cap": self.soft_cap,
@@ -144,34 +144,35 @@ class Attention(nnx.Module):
             "implementation": context.attention,
         }
         if cache is None:
-            settings |= {"q_segments": segments, "kv_segments": segments}
+            attend_settings |= {"q_segments": segments, "kv_segments": segments}
         else:
             is_token = jnp.ones((1, length), bool) if segments is None else segments != 0
             cache = cache.append(k, v, positions, is_token)
             k, v = (array.astype(q.dtype) for array in cache.heads(batch_size))
-            settings |= {"q_positions": positions, "kv_positions": cache.positions}
-            settings |= {"q_segments": is_token.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
+            attend_settings |= {"q_positions": positions, "kv_positions": cache.positions}
+            attend_settings |= {"q_segments": is_token.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
             if context.attention not in ("plain", "chunked"):
-                settings["implementation"] = "auto"  # kernels support no cache, and a plan that names one still samples
+                # kernels do not support a cache, but a plan that selects one must still be able to sample
+                attend_settings["implementation"] = "auto"
         # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients
         k, v = (move(array, _PROJECTED_KEY_AXES, _KEY_AXES) for array in (k, v))
-        head_outputs = constrain(attend(q, k, v, **settings), "batch", "inner_seq", "heads", "head_dim")
+        head_outputs = constrain(attend(q, k, v, **attend_settings), "batch", "inner_seq", "heads", "head_dim")
         y = self.out(head_outputs.reshape(batch_size, length, self.heads * self.head_dim), context)
         y = constrain(y, "batch", "seq", "embed")
         y = self.dropout(y, context)
         return y if cache is None else (y, cache)
 
     def _project(self, x: Any, context: Context) -> list[Any]:
-        """Return the projections of `x` to queries, keys and values, before their heads are apart."""
+        """Return the projections of `x` to queries, keys and values, before they are split into heads."""
         if self.k is not None and self.v is not None:
             return [self.q(x, context), self.k(x, context), self.v(x, context)]
         query_width, key_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return jnp.split(self.q(x, context), [query_width, query_width + key_width], -1)
 
     def join_projections(self) -> None:
-        """Make `q` project to queries, keys and values in one product, without `k` and `v`, which become `None`.
+        """Make `q` project to queries, keys and values in one product; `k` and `v` become `None`.
 
-        The weights are copied on the host; all devices that have some of them must have all of them.
+        The weights are concatenated on the host. A device that holds a part of a weight must hold all of it.
 
         Example:
             >>> from flax import nnx
@@ -183,15 +184,17 @@ class Attention(nnx.Module):
         """
         if self.k is None or self.v is None:
             return
-        parts = (self.q, self.k, self.v)
-        # the last dim is that of the output, with or without a dim of layers before the others
-        self.q.weight.set_value(_joined([part.weight[...] for part in parts]))
+        projections = (self.q, self.k, self.v)
+        # the last dim is that of the output, whether or not the first is a dim of layers
+        self.q.weight.set_value(_join_arrays([projection.weight[...] for projection in projections]))
         if self.q.bias is not None:
-            self.q.bias.set_value(_joined([part.bias[...] for part in parts if part.bias is not None]))
+            self.q.bias.set_value(
+                _join_arrays([projection.bias[...] for projection in projections if projection.bias is not None])
+            )
         self.k = self.v = None
 
 
-def _joined(arrays: list[Any]) -> Any:
-    """Return arrays joined along their last dim, without a program, placed as the first one is."""
+def _join_arrays(arrays: list[Any]) -> Any:
+    """Concatenate arrays along their last dim on the host, and return the array with the first one's sharding."""
     host_array = np.concatenate([np.asarray(array) for array in arrays], -1)
     return jax.device_put(host_array, arrays[0].sharding if arrays[0].committed else None)

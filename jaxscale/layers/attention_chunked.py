@@ -3,8 +3,8 @@
 Under a layout that shards the sequence, every device loops over its queries and all keys, which are gathered once; the
 gradients of the keys and values are reduced and scattered once, in float32. The loops are manual over the sequence's
 axes alone, so a device skips the chunks that its queries cannot see; the compiler partitions batch and heads. Left
-out: an order of positions that balances causal work (the device of the last positions sees most keys), and ring
-attention.
+out: an order of positions that balances causal work, since the device of the last positions sees the most keys; and
+ring attention.
 """
 
 import functools
@@ -29,7 +29,7 @@ class _Call(NamedTuple):
     chunking: Chunking
     layout: MeshAndRules | None  # the layout in force, which the backward pass also uses
     query_axes: tuple[str, ...]  # mesh axes that shard the positions of the queries
-    query_shards: int  # number of shards of the positions of the queries
+    query_shard_count: int  # number of shards of the positions of the queries
 
 
 def attend_chunked(
@@ -55,14 +55,16 @@ def attend_chunked(
     batch_size, query_count, head_count, head_dim = q.shape
     key_count, kv_head_count = k.shape[1:3]
     query_axes = axes_by_dim((batch_size, query_count), "batch", "inner_seq")[1]
-    query_shards = shard_count(query_axes)
-    chunking = Chunking(min(chunk, query_count // query_shards), min(chunk, key_count), scale, soft_cap)
+    query_shard_count = shard_count(query_axes)
+    chunking = Chunking(min(chunk, query_count // query_shard_count), min(chunk, key_count), scale, soft_cap)
     grouped_q = q.reshape(batch_size, query_count, kv_head_count, head_count // kv_head_count, head_dim)
-    output: Any = _attend(_Call(chunking, current(), query_axes, query_shards), grouped_q, k, v, visibility)
+    output: Any = _attend(_Call(chunking, current(), query_axes, query_shard_count), grouped_q, k, v, visibility)
     return output.reshape(batch_size, query_count, head_count, head_dim)
 
 
-def _map_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: Any, out_dims: tuple[int, ...]) -> Any:
+def _map_shards(
+    call: _Call, function: Any, sharded_arrays: Any, whole_arrays: Any, concatenation_dims: tuple[int, ...]
+) -> Any:
     """Call `function(chunking, start, *sharded_arrays, *whole_arrays)` on every shard of the queries.
 
     `start` (1,) holds the index of the shard's first query. Returns the results, concatenated over shards.
@@ -72,10 +74,10 @@ def _map_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: A
         function: `chunked.attend` or `_gradients`.
         sharded_arrays: arrays (B, T, ...), sharded along the queries.
         whole_arrays: arrays that every shard gets whole.
-        out_dims: for each result, the dim along which its shards are concatenated.
+        concatenation_dims: for each result, the dim along which its shards are concatenated.
     """
     shard_function = functools.partial(function, call.chunking)
-    starts = jnp.arange(call.query_shards) * (sharded_arrays[0].shape[1] // call.query_shards)
+    starts = jnp.arange(call.query_shard_count) * (sharded_arrays[0].shape[1] // call.query_shard_count)
     if call.layout is None or not call.query_axes:
         return shard_function(starts, *sharded_arrays, *whole_arrays)
     spec_by_dim = PartitionSpec(call.query_axes), PartitionSpec(None, call.query_axes)
@@ -84,7 +86,7 @@ def _map_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: A
         mesh=call.layout[0],
         axis_names=frozenset(call.query_axes),
         in_specs=(spec_by_dim[0], *(spec_by_dim[1],) * len(sharded_arrays), *(PartitionSpec(),) * len(whole_arrays)),
-        out_specs=tuple(spec_by_dim[dim] for dim in out_dims),
+        out_specs=tuple(spec_by_dim[dim] for dim in concatenation_dims),
         check_vma=False,
     )
     return mapped_function(starts, *sharded_arrays, *whole_arrays)

@@ -4,7 +4,7 @@ Under a layout, the axis rules shard rows, heads and query positions, and keys a
 Each device passes the index of its first query to the kernel; the gradients of keys and values are summed over the
 devices that share a sequence, in the type of keys and values. Queries and keys must be in the order of their indices.
 Left out: an order of positions that balances causal work. The device of the last positions sees the most keys: with n
-devices, this device works 2 - 1 / n times as long as the mean device, and the others wait.
+devices, it works 2 - 1 / n times as long as the mean device, and the others wait for it.
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ from pallas_kernels.attention.visibility import Visibility
 
 KERNELS = ("tpu", "gpu", "cudnn")
 """Implementations of `pallas_kernels.attention` that are kernels."""
-_QUERY_DIMS = ("batch", "inner_seq", "heads", "head_dim")
+_QUERY_AXES = ("batch", "inner_seq", "heads", "head_dim")
+"""Logical axes of the dims of queries."""
 
 
 def why_not_static(visibility: Visibility) -> str | None:
@@ -42,7 +43,7 @@ def why_not_kernel(
 
     Args:
         name: name of the kernel, one of KERNELS.
-        q, k, v: queries, keys, values, or their shapes and types.
+        q, k, v: queries, keys, values, as arrays or as `jax.ShapeDtypeStruct`.
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: cap of the scores; `None` for no cap.
@@ -51,13 +52,13 @@ def why_not_kernel(
         return reason
     from pallas_kernels.attention.api import explain
 
-    query_shards = shard_count(axes_by_dim(q.shape, *_QUERY_DIMS)[1])
-    abstract_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // query_shards, *q.shape[2:]), q.dtype)
+    query_shard_count = shard_count(axes_by_dim(q.shape, *_QUERY_AXES)[1])
+    abstract_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // query_shard_count, *q.shape[2:]), q.dtype)
     abstract_segment_ids = None
     if visibility.q_segments is not None:
         abstract_segment_ids = tuple(jax.ShapeDtypeStruct(array.shape[:2], jnp.int32) for array in (abstract_q, k))
     settings = _kernel_settings(visibility, scale, soft_cap)
-    if query_shards > 1:
+    if query_shard_count > 1:
         settings["query_offset"] = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         platform = " ".join(traced_device())
@@ -127,11 +128,11 @@ def _run_on_devices(run_shard: Any, q: Any, k: Any, v: Any, segment_ids: Any) ->
     """Call `run_shard` on every device of the current layout, with its shard of rows, query positions and heads."""
     if current() is None:
         return run_shard(None, q, k, v, segment_ids)
-    row_axes, position_axes, head_axes, _ = axes_by_dim(q.shape, *_QUERY_DIMS)
+    row_axes, position_axes, head_axes, _ = axes_by_dim(q.shape, *_QUERY_AXES)
     k, v = repeat_key_heads(k, v, q.shape[2], shard_count(head_axes), dim=2)
-    query_shards, starts = shard_count(position_axes), None
-    if query_shards > 1:
-        starts = jnp.arange(query_shards, dtype=jnp.int32) * (q.shape[1] // query_shards)
+    query_shard_count, starts = shard_count(position_axes), None
+    if query_shard_count > 1:
+        starts = jnp.arange(query_shard_count, dtype=jnp.int32) * (q.shape[1] // query_shard_count)
     query_spec = PartitionSpec(row_axes, position_axes, head_axes)
     key_spec = PartitionSpec(row_axes, None, head_axes)
     in_specs = (

@@ -20,7 +20,7 @@ from jaxscale.typing import Array, Float
 from pallas_kernels.attention.visibility import Visibility
 
 LANES = 128
-"""Width of a TPU vector register; the lengths of the kernel's tiles are multiples of this width."""
+"""Number of lanes of a TPU vector register; the lengths of the kernel's tiles are multiples of it."""
 TILES = (512, 256, 128)
 """Tile lengths; the kernel gets the longest one that divides the number of queries on a device."""
 
@@ -64,9 +64,9 @@ def attend_splash(
     head_dim = q.shape[-1]
     scaled_q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     padded_q, padded_k, padded_v = (_pad_heads(jnp.swapaxes(x, 1, 2)) for x in (scaled_q, k, v))
-    segments = None if visibility.q_segments is None else (visibility.q_segments, visibility.kv_segments)
-    run = functools.partial(_run_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
-    output = jnp.swapaxes(run(padded_q, padded_k, padded_v, segments), 1, 2)[..., :head_dim]
+    q_and_kv_segments = None if visibility.q_segments is None else (visibility.q_segments, visibility.kv_segments)
+    run_kernel = functools.partial(_run_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
+    output = jnp.swapaxes(run_kernel(padded_q, padded_k, padded_v, q_and_kv_segments), 1, 2)[..., :head_dim]
     if visibility.q_segments is not None:
         # the kernel has no padding: it treats segment 0 as one more document
         output = jnp.where((visibility.q_segments != 0)[:, :, None, None], output, jnp.zeros((), output.dtype))
@@ -83,8 +83,8 @@ def _make_kernel(
     visibility: Visibility,
     head_count: int,
     query_count: int,
-    head_shards: int,
-    q_shards: int,
+    head_shard_count: int,
+    q_shard_count: int,
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
@@ -93,7 +93,7 @@ def _make_kernel(
     Args:
         visibility: mask of the keys that each query sees.
         head_count, query_count: numbers of heads and of queries, on all devices together.
-        head_shards, q_shards: numbers of shards of the heads and of the queries.
+        head_shard_count, q_shard_count: numbers of shards of the heads and of the queries.
         soft_cap: cap of the scores; `None` for no cap.
         interpret: whether the kernel runs step by step in plain JAX.
     """
@@ -101,56 +101,58 @@ def _make_kernel(
 
     mask_shape = (query_count, query_count)
     if visibility.window is not None:
-        mask: Any = splash.LocalMask(mask_shape, (int(visibility.window) - 1, 0), 0, shard_count=q_shards)
+        mask: Any = splash.LocalMask(mask_shape, (int(visibility.window) - 1, 0), 0, shard_count=q_shard_count)
     elif visibility.causal:
-        mask = splash.CausalMask(mask_shape, shard_count=q_shards)
+        mask = splash.CausalMask(mask_shape, shard_count=q_shard_count)
     else:
         mask = splash.FullMask(mask_shape)
-    tile = next(tile for tile in TILES if query_count // q_shards % tile == 0)
+    tile = next(tile for tile in TILES if query_count // q_shard_count % tile == 0)
     array_names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    block_lengths: dict[str, Any] = {f"block_{array}": tile for array in array_names}
+    block_lengths: dict[str, Any] = {f"block_{array_name}": tile for array_name in array_names}
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * head_count),
         block_sizes=splash.BlockSizes(**block_lengths),
         attn_logits_soft_cap=soft_cap,
-        head_shards=head_shards,
-        q_seq_shards=q_shards,
+        head_shards=head_shard_count,
+        q_seq_shards=q_shard_count,
         residual_checkpoint_name="attention_out",
         interpret=interpret,
     )
 
 
-def _run_rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
+def _run_rows(kernel: Any, q: Any, k: Any, v: Any, q_and_kv_segments: Any) -> Any:
     """Run the kernel on every row of a batch, and return the attention output (B, N, T, H)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    if segments is None:
+    if q_and_kv_segments is None:
         return jax.vmap(lambda q, k, v: kernel(q, k, v))(q, k, v)
-    return jax.vmap(lambda q, k, v, row_segments: kernel(q, k, v, splash.SegmentIds(*row_segments)))(q, k, v, segments)
+    return jax.vmap(lambda q, k, v, row_segments: kernel(q, k, v, splash.SegmentIds(*row_segments)))(
+        q, k, v, q_and_kv_segments
+    )
 
 
 def _run_on_devices(
-    q: Any, k: Any, v: Any, segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
+    q: Any, k: Any, v: Any, q_and_kv_segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
 ) -> Any:
     """Run the kernel on every device of the current layout, and return the attention output (B, N, T, H)."""
     head_count, query_count = q.shape[1:3]
     layout = current()
     if layout is None or layout[0].size == 1:
         return _run_rows(
-            _make_kernel(visibility, head_count, query_count, 1, 1, soft_cap, interpret), q, k, v, segments
+            _make_kernel(visibility, head_count, query_count, 1, 1, soft_cap, interpret), q, k, v, q_and_kv_segments
         )
     mesh = layout[0]
     row_axes, head_axes, position_axes, _ = axes_by_dim(q.shape, "batch", "heads", "inner_seq", "head_dim")
-    head_shards, q_shards = shard_count(head_axes), shard_count(position_axes)
-    k, v = repeat_key_heads(k, v, head_count, head_shards, dim=1)
-    kernel = _make_kernel(visibility, head_count, query_count, head_shards, q_shards, soft_cap, interpret)
-    auto_axes = (AxisType.Auto,) * len(mesh.axis_names)
-    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto_axes) if mesh.manual_axes else mesh
+    head_shard_count, q_shard_count = shard_count(head_axes), shard_count(position_axes)
+    k, v = repeat_key_heads(k, v, head_count, head_shard_count, dim=1)
+    kernel = _make_kernel(visibility, head_count, query_count, head_shard_count, q_shard_count, soft_cap, interpret)
+    auto_axis_types = (AxisType.Auto,) * len(mesh.axis_names)
+    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto_axis_types) if mesh.manual_axes else mesh
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(head_axes, position_axes)))
     q_spec = PartitionSpec(row_axes, head_axes, position_axes, None)
     kv_spec = PartitionSpec(row_axes, head_axes, None, None)
     segments_spec = (
-        None if segments is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes, None))
+        None if q_and_kv_segments is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes, None))
     )
     in_specs = (kernel_spec, q_spec, kv_spec, kv_spec, segments_spec)
-    return map_over_devices(_run_rows, in_specs, q_spec)(kernel, q, k, v, segments)
+    return map_over_devices(_run_rows, in_specs, q_spec)(kernel, q, k, v, q_and_kv_segments)

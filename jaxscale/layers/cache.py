@@ -13,13 +13,13 @@ from jax import lax
 class KVCache:
     """The cache of one attention layer: B rows of S slots.
 
-    All layers of a `Stack` share one cache, whose arrays have a leading dim of layers. A slot may
-    hold a different position in each row: prompts of unequal lengths are padded, left or right, to the same number of
-    slots, and the slots of padding are not `valid`. Appending beyond S silently overwrites the last slots: the caller
-    must ensure room.
+    All layers of a `Stack` share one cache, whose arrays have a leading dim of layers. A slot may hold a different
+    position in each row: prompts of unequal lengths are padded, left or right, to the same number of slots, and the
+    slots of padding are not `valid`. Appending beyond S silently overwrites the last slots: the caller must ensure that
+    there are free slots.
 
-    The slots are the last dim, as XLA:CPU takes keys and values in the products of attention: in another order, it
-    copies all slots for each new token.
+    The slots are the last dim, the order in which XLA:CPU reads keys and values in the products of attention. In
+    another order, it copies all slots for each new token.
 
     Args:
         k, v: keys and values, float (B, K, H, S), or with the first two dims as one, float (B * K, H, S).
@@ -77,29 +77,29 @@ class KVCache:
             """Write keys or values (B, T, K, H)."""
             return write(slots, jnp.moveaxis(entries, 1, 3).reshape(*slots.shape[:-1], entries.shape[1]))
 
-        row_shape = (self.valid.shape[0], k.shape[1])
+        entries_shape = (self.valid.shape[0], k.shape[1])
         return KVCache(
             k=write_heads(self.k, k),
             v=write_heads(self.v, v),
-            positions=write(self.positions, jnp.broadcast_to(positions, row_shape)),
-            valid=write(self.valid, jnp.broadcast_to(valid, row_shape)),
+            positions=write(self.positions, jnp.broadcast_to(positions, entries_shape)),
+            valid=write(self.valid, jnp.broadcast_to(valid, entries_shape)),
             length=self.length + k.shape[1],
         )
 
     def heads(self, batch: int) -> tuple[Any, Any]:
         """Return the keys and the values of `batch` rows, float (B, S, K, H)."""
-        shape = (batch, -1, *self.k.shape[-2:])
-        return jnp.moveaxis(self.k.reshape(shape), 3, 1), jnp.moveaxis(self.v.reshape(shape), 3, 1)
+        heads_shape = (batch, -1, *self.k.shape[-2:])
+        return jnp.moveaxis(self.k.reshape(heads_shape), 3, 1), jnp.moveaxis(self.v.reshape(heads_shape), 3, 1)
 
     def with_heads_as_rows(self) -> "KVCache":
         """Return the cache of a layer with the rows and heads of keys and values as one dim.
 
-        A product of attention takes them so. XLA:CPU writes a new token into the slots in place if the product takes
-        the array that was written, and copies all slots if it takes a reshaped one.
+        The products of attention take this shape. XLA:CPU writes a new token into the slots in place if the product
+        reads the array that was written, and copies all slots if it reads a reshaped array.
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8).with_heads_as_rows().k.shape
             (8, 8, 16)
         """
-        arrays = {name: getattr(self, name).reshape(-1, *self.k.shape[-2:]) for name in ("k", "v")}
-        return dataclasses.replace(self, **arrays)
+        array_by_name = {name: getattr(self, name).reshape(-1, *self.k.shape[-2:]) for name in ("k", "v")}
+        return dataclasses.replace(self, **array_by_name)

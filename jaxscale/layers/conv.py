@@ -22,18 +22,17 @@ from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
 Padding = str | int | Sequence[tuple[int, int]]
-"""Numbers of rows and columns of zeros around an image: "SAME", "VALID", one number for all sides, or (low, high) per
-dim."""
+"""Rows and columns of zeros around an image: "SAME", "VALID", one number for all sides, or (low, high) per dim."""
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
-"""Dims of images, kernel and output."""
+"""Order of the dims of images, of kernels and of outputs."""
 _TO_KERNEL = jax.lax.ConvDimensionNumbers(lhs_spec=(3, 0, 1, 2), rhs_spec=(3, 0, 1, 2), out_spec=(2, 3, 0, 1))
-"""Dims of the convolution that gives the kernel's gradient: the input's channels serve as batch, and the output's
-gradient serves as kernel."""
+"""Order of the dims in the convolution that computes the kernel's gradient. The input's channels serve as the batch,
+and the output's gradient serves as the kernel."""
 
 
 def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
-    """Return the numbers of padding rows and of padding columns, each as (low, high)."""
+    """Return the numbers of padding rows and of padding columns, each as the pair (low, high)."""
     if isinstance(padding, str):
         if padding not in ("SAME", "VALID"):
             raise UserError(f"padding: got {padding!r}, expected SAME, VALID, a number, or (low, high) per dim")
@@ -131,13 +130,13 @@ class Conv(nnx.Module):
         init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        for name, value in (("window", window), ("stride", stride)):
-            if value < 1:
-                raise UserError(f"convolution: got {name} {value}, expected at least 1")
+        for name, length in (("window", window), ("stride", stride)):
+            if length < 1:
+                raise UserError(f"convolution: got {name} {length}, expected at least 1")
         init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal") if init is None else init
-        shape = (window, window, in_channels, out_channels)
+        kernel_shape = (window, window, in_channels, out_channels)
         self.stride, self.padding = stride, padding
-        self.weight = nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes)
+        self.weight = nnx.Param(init(rngs.params(), kernel_shape, jnp.float32), out_sharding=axes)
         self.bias = nnx.Param(jnp.zeros((out_channels,), jnp.float32), out_sharding=axes[-1:]) if bias else None
 
     def __call__(self, x: Float[Array, "B I J C"]) -> Float[Array, "B P Q O"]:
@@ -151,7 +150,7 @@ class BatchNorm(nnx.Module):
     """`(x - mean) / sqrt(var + eps) * w + b` per channel, with statistics in float32 over all other dims.
 
     In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices.
-    So the result depends on the number of microbatches, unlike that of any other layer; it does not depend on the mesh.
+    So, unlike in any other layer, the result depends on the number of microbatches; it does not depend on the mesh.
     Once per microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax
     (PyTorch's is the unbiased one). Evaluation uses the running statistics.
 

@@ -32,7 +32,7 @@ class Dropout(nnx.Module):
         self.rate, self.site = rate, site
 
     def __call__(self, x: Float[Array, "B *_"], context: Context) -> Float[Array, "B *_"]:
-        """Return `x` with a share of its values zeroed."""
+        """Return `x` with a share of its values zeroed and the others scaled up."""
         if self.rate == 0 or context.key is None:
             return x
         keep_rate = 1 - self.rate

@@ -32,11 +32,11 @@ def _look_up(table: Any, indices: Any) -> Any:
     index_axes = set(axes_of(index_spec))
     if not index_axes:
         return _take_rows(table, indices)
-    replicated = PartitionSpec()
+    replicated_spec = PartitionSpec()
     return jax.shard_map(
         _take_rows,
         mesh=mesh,
-        in_specs=(replicated, index_spec),
+        in_specs=(replicated_spec, index_spec),
         out_specs=index_spec,
         axis_names=index_axes,
         check_vma=False,

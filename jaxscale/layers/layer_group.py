@@ -1,4 +1,4 @@
-"""LayerGroup: neighboring layers of a stack with the same wrapper, which run in a scan or one by one."""
+"""LayerGroup: neighboring layers of a stack with the same wrapper, run in a scan or one by one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -63,48 +63,53 @@ class LayerGroup:
         """Return one `Call` per layer, to run the layers one by one."""
         wrapped_blocks = [self.wrapper(block, False) for block in self.cycle]
         return [
-            Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, per_layer))
-            for layer, (params, state, index, per_layer) in enumerate(unstack(inputs, layer_count))
+            Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, layer_arguments))
+            for layer, (params, state, index, layer_arguments) in enumerate(unstack(inputs, layer_count))
         ]
 
     def scan_layers(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
-        """Scan whole cycles of layers and run the other layers one by one; return the last `x` and all results."""
-        full_count = layer_count - layer_count % len(self.cycle)
-        part_results = []
-        if full_count:
+        """Scan whole cycles of layers and run the other layers one by one; return the last `x` and stacked results."""
+        full_layer_count = layer_count - layer_count % len(self.cycle)
+        results_by_part = []
+        if full_layer_count:
             run_full_layers = self._scan_cycles if self.segment is None else self._scan_segments
-            x, full_results = run_full_layers(x, slice_layers(inputs, slice(0, full_count), layer_count), full_count)
-            part_results.append(full_results)
-        if full_count < layer_count:
+            x, full_results = run_full_layers(
+                x, slice_layers(inputs, slice(0, full_layer_count), layer_count), full_layer_count
+            )
+            results_by_part.append(full_results)
+        if full_layer_count < layer_count:
             tail_calls = self.calls(
-                slice_layers(inputs, slice(full_count, layer_count), layer_count), layer_count - full_count
+                slice_layers(inputs, slice(full_layer_count, layer_count), layer_count), layer_count - full_layer_count
             )
             x, tail_results = blocks.one_after_another(tail_calls, x)
-            part_results.append(restack(tail_results))
-        return x, concatenate_layers(part_results)
+            results_by_part.append(restack(tail_results))
+        return x, concatenate_layers(results_by_part)
 
     def _scan_cycles(self, x: Any, inputs: PyTree, layer_count: int, is_in_loop: bool = False) -> tuple[Any, PyTree]:
         """Scan over whole cycles; `is_in_loop` is true if the scan is inside the body of another loop."""
         period = len(self.cycle)
         cycle_count = layer_count // period
         cycles_per_iteration = min(cycle_count, max(1, self.unroll // period))
-        # a loop of one iteration is no loop to XLA
+        # XLA removes a loop of one iteration
         is_rolled = (is_in_loop or cycle_count > 1) and self.unroll == 1
         wrapped_blocks = [self.wrapper(block, is_rolled) for block in self.cycle]
 
-        def run_cycle(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
+        def run_cycle(x: Any, cycle_inputs: PyTree) -> tuple[Any, PyTree]:
             """Run one cycle of layers, and return the next `x` and the layers' results."""
             layer_results = []
-            inputs_by_layer = [inputs] if period == 1 else unstack(inputs, period)
+            inputs_by_layer = [cycle_inputs] if period == 1 else unstack(cycle_inputs, period)
             for block, layer_inputs in zip(wrapped_blocks, inputs_by_layer, strict=True):
                 x, layer_result = block(*layer_inputs[:2], x, *layer_inputs[2:])
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
 
         x, scan_results = jax.lax.scan(
-            run_cycle, x, inputs if period == 1 else _fold(inputs, cycle_count), unroll=cycles_per_iteration
+            run_cycle,
+            x,
+            inputs if period == 1 else _split_leading_dim(inputs, cycle_count),
+            unroll=cycles_per_iteration,
         )
-        return x, scan_results if period == 1 else _unfold(scan_results)
+        return x, scan_results if period == 1 else _merge_leading_dims(scan_results)
 
     def _scan_segments(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
         """Scan over segments, which the backward pass recomputes; the remaining layers form a shorter segment."""
@@ -112,20 +117,23 @@ class LayerGroup:
         period = len(self.cycle)
         layers_per_segment = min(layer_count, max(1, self.segment // period) * period)
         segment_count = layer_count // layers_per_segment
-        full_count = segment_count * layers_per_segment
+        full_layer_count = segment_count * layers_per_segment
 
-        def make_segment(segment_layers: int, is_rolled: bool) -> Callable[..., Any]:
-            """Return a function of (x, inputs) that runs a segment of `segment_layers` layers."""
+        def make_segment(segment_layer_count: int, is_rolled: bool) -> Callable[..., Any]:
+            """Return a function of (x, inputs) that runs a segment of `segment_layer_count` layers."""
             return blocks.run_again(
-                lambda x, inputs: self._scan_cycles(x, inputs, segment_layers, is_rolled), rolled=is_rolled
+                lambda x, segment_inputs: self._scan_cycles(x, segment_inputs, segment_layer_count, is_rolled),
+                rolled=is_rolled,
             )
 
-        scanned_inputs = _fold(slice_layers(inputs, slice(0, full_count), layer_count), segment_count)
+        scanned_inputs = _split_leading_dim(
+            slice_layers(inputs, slice(0, full_layer_count), layer_count), segment_count
+        )
         x, folded_results = jax.lax.scan(make_segment(layers_per_segment, segment_count > 1), x, scanned_inputs)
-        results = _unfold(folded_results)
-        if full_count < layer_count:
-            x, tail_results = make_segment(layer_count - full_count, False)(
-                x, slice_layers(inputs, slice(full_count, layer_count), layer_count)
+        results = _merge_leading_dims(folded_results)
+        if full_layer_count < layer_count:
+            x, tail_results = make_segment(layer_count - full_layer_count, False)(
+                x, slice_layers(inputs, slice(full_layer_count, layer_count), layer_count)
             )
             results = concatenate_layers([results, tail_results])
         return x, results
@@ -139,7 +147,8 @@ def stage_runner(
     Args:
         view: description of the stage.
         cycle: block functions of the first layers; the later layers repeat them in order.
-        inputs: the inputs of a `LayerGroup`, with the rows of this stage; the layer index of a padding row is negative.
+        inputs: the inputs of a `LayerGroup`, with a row for each layer of this stage. A padding row has a negative
+            layer index.
         is_scanned: whether a scan may run the layers.
     """
     treatment, row_count = blocks.treatment(), len(view.layer_numbers)
@@ -168,16 +177,16 @@ def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
     if view.gather is None:
         return block
     gather = view.gather
-    return lambda params, *inputs: block(gather(params), *inputs)
+    return lambda params, *arguments: block(gather(params), *arguments)
 
 
 def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
     """Return a wrapper like `wrapper`, except that a block with a negative layer index returns `x` unchanged."""
 
-    def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
-        wrapped_block = wrapper(block, rolled)
+    def wrap(block: BlockFunction, is_rolled: bool) -> BlockFunction:
+        wrapped_block = wrapper(block, is_rolled)
 
-        def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
+        def run(params: Any, state: Any, x: Any, index: Any, layer_arguments: Any) -> Any:
             return jax.lax.cond(
                 index >= 0,
                 wrapped_block,
@@ -186,7 +195,7 @@ def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
                 state,
                 x,
                 index,
-                per_layer,
+                layer_arguments,
             )
 
         return run
@@ -194,11 +203,11 @@ def _with_padding_skipped(wrapper: Wrapper) -> Wrapper:
     return wrap
 
 
-def _fold(tree: PyTree, count: int) -> PyTree:
-    """Reshape leaves (n, ...) to (count, n / count, ...)."""
-    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), tree)
+def _split_leading_dim(tree: PyTree, part_count: int) -> PyTree:
+    """Reshape leaves (n, ...) to (part_count, n / part_count, ...)."""
+    return jax.tree.map(lambda leaf: leaf.reshape(part_count, leaf.shape[0] // part_count, *leaf.shape[1:]), tree)
 
 
-def _unfold(tree: PyTree) -> PyTree:
-    """Reshape leaves (count, n / count, ...) to (n, ...): the inverse of `_fold`."""
+def _merge_leading_dims(tree: PyTree) -> PyTree:
+    """Reshape leaves (part_count, n / part_count, ...) to (n, ...): the inverse of `_split_leading_dim`."""
     return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)

@@ -56,7 +56,7 @@ def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> 
     if x.dtype == w.dtype:
         is_x_left = x.shape[-1] <= dy.shape[-1]
     else:
-        is_x_left = w_dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
+        is_x_left = w_dim == 0  # XLA:CPU cannot transpose the wide result of a product of narrow types
     left_operand, right_operand = (x, dy) if is_x_left else (dy, x)
     dw = jax.lax.dot_general(
         left_operand, right_operand, ((batch_dims, batch_dims), ((), ())), preferred_element_type=w.dtype
@@ -93,12 +93,13 @@ def matmul(
 
 @jax.custom_vjp
 def _add_narrow(x: Any, b: Any) -> Any:
-    """Compute `x + b` for `x` and `b` of different types."""
+    """Compute `x + b` in the type of `x`, for `x` and `b` of different types."""
     return x + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + b.shape)
 
 
-def _add_narrow_backward(b: Any, dy: Any) -> Any:
-    return dy, jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=b.dtype)
+def _add_narrow_backward(typed_zero: Any, dy: Any) -> Any:
+    """Return the gradients of `x` and `b`; `typed_zero` is a zero in the type of `b`."""
+    return dy, jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=typed_zero.dtype)
 
 
 _add_narrow.defvjp(lambda x, b: (_add_narrow(x, b), jnp.zeros((), b.dtype)), _add_narrow_backward)
@@ -129,7 +130,7 @@ class Linear(nnx.Module):
     """
 
     lora: Any = None
-    """The layer's `layers.lora.Adapter`, which is a function of `x`; `None` without one."""
+    """The layer's `layers.lora.Adapter`, which is a function of `x`; `None` if the layer has none."""
     weight: Any
     """The matrix `W`, which may be a `FewBitWeight`."""
 
@@ -148,7 +149,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
 
     def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
-        """Return `x W + b` in the type of `x`; the context's recipe, if any, rounds the operands of the product."""
+        """Return `x W + b` in the type of `x`; if the context has a low-bit recipe, it rounds the operands."""
         if isinstance(self.weight, FewBitWeight):
             y = self.weight.multiply(x)
         else:

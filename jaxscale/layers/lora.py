@@ -1,9 +1,10 @@
-"""Adapters of low rank: what `Linear` adds to its product if it has one.
+"""Adapters of low rank: a `Linear` with an adapter adds the adapter's product to its own.
 
-    y = x W + (alpha / r) (x A) B,    A in R^(I x r), B in R^(r x O)
+    y = x W + (α / r) (x A) B,    A in R^(I x r), B in R^(r x O)
 
-`B` is zero at first, so that the adapted model is the model. `add_adapters` gives them to the layers of a module that
-is built already, whose own weights it leaves as they are. `store_weights` puts these weights into few bits.
+`B` is zero at first, so that the adapted model initially computes the same as the original one. `add_adapters` adds
+adapters to the layers of a built module, and leaves the weights unchanged. `store_weights` stores these weights in few
+bits.
 
 References:
     Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
@@ -49,68 +50,71 @@ class Adapter(nnx.Module):
 
 
 def add_adapters(module: nnx.Module, rank: int, alpha: float, on: str, key: Key) -> None:
-    """Give each `Linear` whose path has the pattern `on` an adapter, in place.
+    """Give an adapter to each `Linear` whose path matches the pattern `on`, in place.
 
     Args:
         module: the module.
         rank: rank r of the adapters.
-        alpha: scale times the rank.
+        alpha: α of the formula; the adapters are scaled by α / r.
         on: regular expression that is searched for in the paths of layers.
-        key: key from which every `A` is drawn; the draw of a layer depends on neither the groups nor the number of
+        key: key from which every `A` is drawn; the draw of a layer does not depend on the groups or on the number of
             layers of a stack.
 
     Raises:
-        UserError: no layer's path has the pattern, or a layer is narrower than the rank.
+        UserError: the pattern matches no layer's path, or a layer is narrower than the rank.
     """
     for path, layer in _layers_on(module, on, "on").items():
         weight = layer.weight
-        *layer_shape, in_size, out_size = weight.shape
+        *stack_shape, in_size, out_size = weight.shape
         if rank > min(in_size, out_size):
             raise UserError(f"rank: got {rank}, but {path} is {in_size} x {out_size}: expected at most the smaller one")
         stack_path, first_layer = in_one_stack(path)
-        layer_key = jax.random.fold_in(key, zlib.crc32(stack_path.encode()) & 0x7FFFFFFF)
-        count = math.prod(layer_shape)
-        keys = jax.vmap(lambda index, key=layer_key: jax.random.fold_in(key, index))(first_layer + jnp.arange(count))
-        draw = jax.vmap(lambda key, shape=(in_size, rank): jax.random.normal(key, shape, jnp.float32))
-        a = draw(keys).reshape(*layer_shape, in_size, rank) / math.sqrt(in_size)
-        b = jnp.zeros((*layer_shape, rank, out_size), jnp.float32)
+        stack_key = jax.random.fold_in(key, zlib.crc32(stack_path.encode()) & 0x7FFFFFFF)
+        layer_count = math.prod(stack_shape)
+        layer_keys = jax.vmap(lambda index, key=stack_key: jax.random.fold_in(key, index))(
+            first_layer + jnp.arange(layer_count)
+        )
+        draw_a = jax.vmap(lambda key, shape=(in_size, rank): jax.random.normal(key, shape, jnp.float32))
+        a = draw_a(layer_keys).reshape(*stack_shape, in_size, rank) / math.sqrt(in_size)
+        b = jnp.zeros((*stack_shape, rank, out_size), jnp.float32)
         layer.lora = Adapter(a, b, alpha / rank, _axes_of(weight))
 
 
 def store_weights(module: nnx.Module, format: str, block: int, on: str) -> None:
-    """Store the weight of each `Linear` whose path has the pattern `on` in few bits, in place.
+    """Store the weight of each `Linear` whose path matches the pattern `on` in few bits, in place.
 
     Args:
         module: the module; adapters, if any, were added before.
         format: key of `lowbit.few_bit_weight.FORMATS`.
-        block: largest number of inputs that share a scale; a layer takes the largest divisor of its inputs up to it.
+        block: largest number of inputs that share a scale; a layer uses the largest divisor of its number of inputs up
+            to it.
         on: regular expression that is searched for in the paths of layers.
 
     Raises:
-        UserError: no layer's path has the pattern, or the inputs of a layer have no divisor to take.
+        UserError: the pattern matches no layer's path, or the number of inputs of a layer has no suitable divisor.
     """
     for path, layer in _layers_on(module, on, "base_on").items():
         weight, in_size = layer.weight, layer.weight.shape[-2]
         layer_block = FORMATS[format].block_of(in_size, block)
         if layer_block is None:
-            even = "an even number of " if FORMATS[format].codes_per_byte == 2 else ""
+            evenness_text = "an even number of " if FORMATS[format].codes_per_byte == 2 else ""
             raise UserError(
-                f"base {format}: the {in_size} inputs of {path} cannot be split into equal blocks of {even}"
+                f"base {format}: the {in_size} inputs of {path} cannot be split into equal blocks of {evenness_text}"
                 f"{LEAST_BLOCK} to {block} numbers; choose layers without it by base_on, or leave base out"
             )
         layer.weight = FewBitWeight(weight[...], format, layer_block, _axes_of(weight))
 
 
 def _layers_on(module: nnx.Module, on: str, field: str) -> dict[str, Linear]:
-    """Return the `Linear` layers whose path has the pattern `on`, by path; `field` is the pattern's name in errors."""
+    """Return the `Linear` layers whose path matches the pattern `on`, by path; `field` names the pattern in errors."""
     layer_by_path = {
         "/".join(map(str, path)): node for path, node in nnx.iter_graph(module) if isinstance(node, Linear)
     }
-    chosen_layers = {path: layer for path, layer in layer_by_path.items() if re.search(on, path)}
-    if not chosen_layers:
-        names = ", ".join(sorted(layer_by_path)) or "none"
-        raise UserError(f"{field}: {on!r} is found in no path of a Linear layer; the paths are {names}")
-    return chosen_layers
+    chosen_layer_by_path = {path: layer for path, layer in layer_by_path.items() if re.search(on, path)}
+    if not chosen_layer_by_path:
+        path_texts = ", ".join(sorted(layer_by_path)) or "none"
+        raise UserError(f"{field}: {on!r} is found in no path of a Linear layer; the paths are {path_texts}")
+    return chosen_layer_by_path
 
 
 def _axes_of(weight: nnx.Param) -> tuple[str | None, ...]:

@@ -17,7 +17,7 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.layers.shards import axes_by_dim, shard_count
-from jaxscale.layers.targets import counted
+from jaxscale.layers.targets import zero_ignored_targets
 from jaxscale.layers.traced_device import note_selection
 from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
 from jaxscale.typing import Array, Float, Int
@@ -81,7 +81,7 @@ def cross_entropy(
     Args:
         hidden: last hidden states.
         head: output projection with a row per token; rows from `vocab` on pad the vocabulary and are ignored.
-        targets: tokens to predict; a target that is no token, such as -100, has weight 0.
+        targets: tokens to predict; a target that is not a token, such as -100, has weight 0.
         weights: weights of the targets; all ones by default.
         vocab: number of tokens.
         chunk: number of positions of a row to score at a time (on every device, if the sequence is sharded); `None`
@@ -112,7 +112,7 @@ def cross_entropy(
     elif implementation == "chunked":
         chunk = min(chunk or CHUNK, hidden.shape[1])
     terms, can_gather = Terms(vocab, soft_cap, z_loss), not axes_by_dim(head.shape, "vocab", None)[0]
-    targets, weights = counted(targets, vocab, weights)
+    targets, weights = zero_ignored_targets(targets, vocab, weights)
     weight_sum = jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
     if implementation == "tpu":
@@ -130,41 +130,43 @@ def cross_entropy(
         penalty = jnp.sum(penalties * weights) if z_loss else jnp.zeros(())
         return Loss(jnp.sum(losses * weights), weight_sum, penalty)
     note_selection("cross_entropy", "chunked")
-    row_shards, position_shards = map(shard_count, axes_by_dim(targets.shape, "batch", "inner_seq"))
-    chunking = Chunking(chunk, row_shards, position_shards, can_gather, hidden.dtype, _place_logits, _place_head)
+    row_shard_count, position_shard_count = map(shard_count, axes_by_dim(targets.shape, "batch", "inner_seq"))
+    chunking = Chunking(
+        chunk, row_shard_count, position_shard_count, can_gather, hidden.dtype, _place_logits, _place_head_gradients
+    )
     total_and_penalty, penalty = _chunked_sums(_Call(terms, chunking, current()), hidden, head, targets, weights)
     penalty = lax.stop_gradient(penalty)
     return Loss(total_and_penalty - penalty, weight_sum, penalty)
 
 
-def _place_logits(logits: Any) -> Any:
+def _place_logits(chunk_logits: Any) -> Any:
     """Constrain the logits of a chunk, (row shards, rows, position shards, positions, V), to the layout."""
-    return constrain(logits, "batch", None, "inner_seq", None, "vocab")
+    return constrain(chunk_logits, "batch", None, "inner_seq", None, "vocab")
 
 
-def _place_head(gradients: Any) -> Any:
+def _place_head_gradients(head_gradients: Any) -> Any:
     """Constrain the head's gradients of all shards, (row shards, position shards, V, D), to the layout."""
-    return constrain(gradients, "batch", "inner_seq", "vocab", None)
+    return constrain(head_gradients, "batch", "inner_seq", "vocab", None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_sums(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
-    """Return the total plus the penalty, and the penalty, computed by chunks."""
+    """Return the pair (total + penalty, penalty), computed by chunks."""
     return chunked.loss(hidden, head.astype(hidden.dtype), targets, weights, call.terms, call.chunking)
 
 
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
-    """Return the two sums, and as residuals the gradients of the first sum, which every shard sums separately."""
+    """Return the two sums, and as residuals the gradients of the first sum."""
     inputs = (hidden, head.astype(hidden.dtype), targets, weights)
     with reopened_layout(call.layout):
         sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*inputs, call.terms, call.chunking)
     return sums, (d_hidden, d_head.astype(head.dtype), d_weights)
 
 
-def _chunked_backward(call: _Call, gradients: Any, d_sums: Any) -> tuple[Any, ...]:
+def _chunked_backward(call: _Call, first_sum_gradients: Any, d_sums: Any) -> tuple[Any, ...]:
     """Scale the residuals (the gradients of the first sum) by the gradient of the loss with respect to that sum."""
     d_hidden, d_head, d_weights = (
-        (gradient.astype(jnp.float32) * d_sums[0]).astype(gradient.dtype) for gradient in gradients
+        (gradient.astype(jnp.float32) * d_sums[0]).astype(gradient.dtype) for gradient in first_sum_gradients
     )
     return d_hidden, d_head, None, d_weights
 

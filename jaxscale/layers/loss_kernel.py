@@ -1,6 +1,6 @@
 """Cross-entropy by the TPU kernel of `pallas_kernels.cross_entropy`, which never stores logits.
 
-The kernel saves memory, but computes each logit three times ("chunked" only once), so it runs only if it is named.
+The kernel saves memory, but computes each logit three times ("chunked" only once). So it runs only if it is named.
 Under a layout, the axis rules shard the rows and positions of a batch, and the rows of the head.
 """
 
@@ -47,11 +47,18 @@ def kernel_sums(
     layout = current()
     platform = jax.default_backend() if layout is None else None  # under a layout, the mesh determines the platform
 
-    def run_kernel(hidden: Any, head: Any, targets: Any, weights: Any, vocab_axis: Any = None) -> tuple[Any, Any]:
+    def run_kernel(
+        local_hidden: Any, local_head: Any, local_targets: Any, local_weights: Any, vocab_axis: Any = None
+    ) -> tuple[Any, Any]:
         """Run the kernel on arrays of one device; `vocab_axis` is the mesh axis that shards the head's rows, if any."""
-        arrays = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
+        flat_arrays = (
+            local_hidden.reshape(-1, local_hidden.shape[-1]),
+            local_head,
+            local_targets.reshape(-1),
+            local_weights.reshape(-1),
+        )
         try:
-            return cross_entropy(*arrays, axis=vocab_axis, platform=platform, **settings)
+            return cross_entropy(*flat_arrays, axis=vocab_axis, platform=platform, **settings)
         except (NotImplementedError, ValueError) as error:
             reason = str(error).removesuffix(". Pass implementation=None to take one that can.")
             raise UserError(f"{reason}; or set a chunk instead of this kernel") from error
@@ -64,9 +71,9 @@ def kernel_sums(
     if len(vocab_axes) > 1:
         raise UserError(f"cross_entropy: got a vocabulary sharded over {', '.join(vocab_axes)}, expected one axis")
 
-    def run_on_device(*arrays: Any) -> tuple[Any, Any]:
+    def run_on_device(*local_arrays: Any) -> tuple[Any, Any]:
         """Run the kernel on a device's shards, and add up both sums over the devices that split the batch."""
-        local_sums = run_kernel(*arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
+        local_sums = run_kernel(*local_arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
         return jax.lax.psum(local_sums, (*row_axes, *position_axes)) if row_axes or position_axes else local_sums
 
     row_spec, vocab_spec = PartitionSpec(row_axes, position_axes), PartitionSpec(vocab_axes)

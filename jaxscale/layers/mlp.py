@@ -23,7 +23,7 @@ class _Kind(NamedTuple):
     """A kind of MLP.
 
     Args:
-        activation: elementwise function of the values; for gated kinds of the gate and the values.
+        activation: elementwise function of the values, or of the gate and the values for gated kinds.
         is_gated: whether the activation of a gate multiplies the values; otherwise it is applied to the values.
     """
 
@@ -31,12 +31,12 @@ class _Kind(NamedTuple):
     is_gated: bool
 
 
-def _plain(function: Callable[[Any], Any]) -> _Kind:
+def _plain_kind(function: Callable[[Any], Any]) -> _Kind:
     """Return the kind that applies a function to the values."""
     return _Kind(with_kept_slope(function), False)
 
 
-def _gated(function: Callable[[Any], Any]) -> _Kind:
+def _gated_kind(function: Callable[[Any], Any]) -> _Kind:
     """Return the kind in which a function of the gate multiplies the values."""
     return _Kind(gate_with_kept_slope(function), True)
 
@@ -45,7 +45,7 @@ def with_kept_slope(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return an elementwise function that keeps one array for its gradient: its derivative f'(x).
 
     JAX keeps the operands of each step by which f(x) is computed: three arrays of the GELU, and five of its tanh
-    approximation. The values are the same, and the gradients up to rounding.
+    approximation. The values are the same, and the gradients are equal up to rounding.
 
     Args:
         function: an elementwise function of one array.
@@ -104,16 +104,16 @@ def _gelu_tanh(x: Any) -> Any:
 
 
 _KINDS: dict[str, _Kind] = {
-    "swiglu": _gated(jax.nn.silu),
-    "geglu": _gated(_gelu),
-    "geglu_tanh": _gated(_gelu_tanh),
-    "reglu": _gated(jax.nn.relu),
-    "gelu": _plain(_gelu),
-    "gelu_tanh": _plain(_gelu_tanh),
-    "quick_gelu": _plain(lambda x: x * jax.nn.sigmoid(1.702 * x)),
+    "swiglu": _gated_kind(jax.nn.silu),
+    "geglu": _gated_kind(_gelu),
+    "geglu_tanh": _gated_kind(_gelu_tanh),
+    "reglu": _gated_kind(jax.nn.relu),
+    "gelu": _plain_kind(_gelu),
+    "gelu_tanh": _plain_kind(_gelu_tanh),
+    "quick_gelu": _plain_kind(lambda x: x * jax.nn.sigmoid(1.702 * x)),
     "relu": _Kind(jax.nn.relu, False),
-    "relu_squared": _plain(lambda x: jax.numpy.square(jax.nn.relu(x))),
-    "silu": _plain(jax.nn.silu),
+    "relu_squared": _plain_kind(lambda x: jax.numpy.square(jax.nn.relu(x))),
+    "silu": _plain_kind(jax.nn.silu),
 }
 assert set(_KINDS) == set(get_args(Nonlinearity))
 

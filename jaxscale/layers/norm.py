@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and gain are in
 float32; the result has the type of the input.
 
-A norm keeps its input for the backward pass, which computes the norm again. JAX would keep two arrays in float32.
+For the backward pass, a norm keeps only its input and computes the norm again. JAX would keep two float32 arrays.
 """
 
 import functools
@@ -71,8 +71,8 @@ class LayerNorm(nnx.Module):
         return _norm(x, as_row(self.weight[...], x), bias, self.eps, True)
 
 
-def _normalized(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
-    """Return `x / sqrt(mean(x^2) + eps) * gain + bias` in the type of `x`; `is_centered`: of `x - mean(x)`."""
+def _normalize(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
+    """Return `x / sqrt(mean(x^2) + eps) * gain + bias` in the type of `x`; `is_centered` first subtracts the mean."""
     x_float32 = x.astype(jnp.float32)
     if is_centered:
         x_float32 = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
@@ -82,17 +82,17 @@ def _normalized(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _norm(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
-    """Compute `_normalized`, which keeps its arguments alone for the backward pass."""
-    return _normalized(x, gain, bias, eps, is_centered)
+    """Compute `_normalized`, which keeps only its arguments for the backward pass."""
+    return _normalize(x, gain, bias, eps, is_centered)
 
 
 def _norm_forward(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
-    return _normalized(x, gain, bias, eps, is_centered), (x, gain, bias)
+    return _normalize(x, gain, bias, eps, is_centered), (x, gain, bias)
 
 
 def _norm_backward(eps: float, is_centered: bool, inputs: Any, dy: Any) -> Any:
-    """Return the gradients of `x`, `gain` and `bias`, which are `inputs`; `dy` is the gradient of the result."""
-    return jax.vjp(lambda x, gain, bias: _normalized(x, gain, bias, eps, is_centered), *inputs)[1](dy)
+    """Return the gradients of `inputs`, which are (x, gain, bias); `dy` is the gradient of the output."""
+    return jax.vjp(lambda x, gain, bias: _normalize(x, gain, bias, eps, is_centered), *inputs)[1](dy)
 
 
 _norm.defvjp(_norm_forward, _norm_backward)

@@ -19,7 +19,7 @@ def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ..
 
     Args:
         shape: shape of the array.
-        names: logical axis of each dim, `None` for a dim without one.
+        names: logical axis of each dim, `None` for a dim without a logical axis.
     """
     layout = current()
     return dim_axes(() if layout is None else spec(shape, names, *layout), len(shape))
@@ -46,21 +46,21 @@ def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any
     )
 
 
-def repeat_key_heads(k: Any, v: Any, query_head_count: int, query_head_shards: int, dim: int) -> tuple[Any, Any]:
-    """Return keys and values with heads repeated so that each shard of the query heads has its key heads on its device.
+def repeat_key_heads(k: Any, v: Any, query_head_count: int, query_head_shard_count: int, dim: int) -> tuple[Any, Any]:
+    """Return the keys and values, with heads repeated if a shard of the query heads would lack its key heads.
 
     Args:
         k, v: keys and values.
         query_head_count: number of query heads.
-        query_head_shards: number of shards of the query heads.
+        query_head_shard_count: number of shards of the query heads.
         dim: dim of `k` and `v` that holds the heads.
     """
     key_head_count = k.shape[dim]
-    if key_head_count % query_head_shards == 0:
+    if key_head_count % query_head_shard_count == 0:
         return k, v
     copies_per_head = (
-        query_head_shards // key_head_count
-        if query_head_shards % key_head_count == 0
+        query_head_shard_count // key_head_count
+        if query_head_shard_count % key_head_count == 0
         else query_head_count // key_head_count
     )
     return jnp.repeat(k, copies_per_head, dim), jnp.repeat(v, copies_per_head, dim)

@@ -32,7 +32,7 @@ def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
 
 
 def _call_merged(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Merge a module, and return the output of `call(module)` and the module's other state after the call."""
+    """Merge a module, and return (output of `call(module)`, the module's other state after the call)."""
     nonempty_states = (params, other_state) if other_state else (params,)
     module = nnx.merge(graphdef, *nonempty_states, copy=True)
     output = call(module)
@@ -129,10 +129,10 @@ class Stack(nnx.Module):
         def block_function(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
             """Return the pure function of a block with this structure, called with these keyword arguments."""
 
-            def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
+            def run(params: Any, state: Any, x: Any, index: Any, layer_arguments: Any) -> Any:
                 def call(block: Any) -> Any:
                     layer_context = context.at_layer(index)
-                    return block(x, *shared, context=layer_context, **per_layer, **settings, **shared_by_name)
+                    return block(x, *shared, context=layer_context, **layer_arguments, **settings, **shared_by_name)
 
                 block_result, new_state = _call_merged(graphdef, params, state, call)
                 x_next, output = block_result if outputs else (block_result, None)
@@ -148,7 +148,7 @@ class Stack(nnx.Module):
                     "only x to the next stage; put them into x, or train without a pipeline"
                 )
             block_makers = [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
-            return view.run_stage(self._stage(view, block_makers), x)
+            return view.run_stage(self._stage_function(view, block_makers), x)
 
         wrapped_ranges = treatment.wrapped_ranges(self.count)
         for span in self._spans():
@@ -190,7 +190,9 @@ class Stack(nnx.Module):
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, stacked_outputs) if outputs else x
 
-    def _stage(self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
+    def _stage_function(
+        self, view: StageView, block_makers: Sequence[Callable[[Any], BlockFunction]]
+    ) -> Callable[[Any], Any]:
         """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of this stage only.
 
         Args:
@@ -282,8 +284,10 @@ class Chain(nnx.Module):
                 """Return a function that runs blocks `start` to `stop - 1`, by default with their own parameters."""
                 calls = [make_call(self.layers[index], context.at_layer(index)) for index in range(start, stop)]
                 if params_by_block is not None:
-                    pairs = zip(calls, params_by_block, strict=True)
-                    calls = [call._replace(before=(block_params, call.before[1])) for call, block_params in pairs]
+                    calls_and_params = zip(calls, params_by_block, strict=True)
+                    calls = [
+                        call._replace(before=(block_params, call.before[1])) for call, block_params in calls_and_params
+                    ]
                 return lambda x: blocks.run(calls, x)[0]
 
             return view.run_stage(make_stage, x)
@@ -295,14 +299,19 @@ class Chain(nnx.Module):
         return x
 
 
-def chains_in(module: nnx.Module) -> list[tuple[str, ...]]:
+def chain_block_paths(module: nnx.Module) -> list[tuple[str, ...]]:
     """Return, for each `Chain` in a module, the paths of its blocks.
 
     Example:
         >>> from jaxscale.layers.mlp import MLP
         >>> chain = Chain([MLP(4, 8, rngs=nnx.Rngs(0)), MLP(4, 8, rngs=nnx.Rngs(0))])
-        >>> chains_in(nnx.Dict(blocks=chain))
+        >>> chain_block_paths(nnx.Dict(blocks=chain))
         [('blocks/layers/0', 'blocks/layers/1')]
     """
-    chains = [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(module) if isinstance(node, Chain)]
-    return [tuple(f"{path}/layers/{block}" for block in range(len(node.layers))) for path, node in chains]
+    paths_and_chains = [
+        ("/".join(map(str, path)), chain) for path, chain in nnx.iter_graph(module) if isinstance(chain, Chain)
+    ]
+    return [
+        tuple(f"{path}/layers/{block_index}" for block_index in range(len(chain.layers)))
+        for path, chain in paths_and_chains
+    ]

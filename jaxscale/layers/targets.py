@@ -1,7 +1,7 @@
-"""Targets that the loss ignores, and how many classes the targets of a batch may name.
+"""Targets that the loss ignores, and the number of classes that the targets of a batch may have.
 
-A target that is no class, such as `IGNORED`, has weight 0 in the loss. Batches on the host are checked before a step
-(`state/batches.py`), so that a wrong label raises an error there, and is never silently ignored.
+A target that is not a class, such as `IGNORED`, has weight 0 in the loss. Batches on the host are checked before a step
+(`state/batches.py`), so that a wrong label raises an error there, and is not silently ignored.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ from jaxscale.typing import Array, Bool, Float, Int, Integer
 IGNORED = -100
 """Class of a target that the loss ignores, as in PyTorch and transformers."""
 
-_counts: contextvars.ContextVar[dict[str, int] | None] = contextvars.ContextVar("class_counts", default=None)
+_class_count_by_name: contextvars.ContextVar[dict[str, int] | None] = contextvars.ContextVar(
+    "class_counts", default=None
+)
 
 
 def is_class(targets: Integer[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
@@ -23,7 +25,7 @@ def is_class(targets: Integer[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
     return (targets >= 0) & (targets < classes)
 
 
-def counted(
+def zero_ignored_targets(
     targets: Integer[Array, "*S"], classes: int, weights: Float[Array, "*S"] | None = None
 ) -> tuple[Int[Array, "*S"], Float[Array, "*S"]]:
     """Return the pair (targets, weights), in which each ignored target is replaced by class 0 with weight 0.
@@ -37,7 +39,7 @@ def counted(
         The targets, which are now all classes, and their weights in float32.
 
     Example:
-        >>> targets, weights = counted(jnp.array([2, IGNORED]), 4)
+        >>> targets, weights = zero_ignored_targets(jnp.array([2, IGNORED]), 4)
         >>> targets.tolist(), weights.tolist()
         ([2, 0], [1.0, 0.0])
     """
@@ -49,16 +51,16 @@ def counted(
 @contextlib.contextmanager
 def noting_class_counts() -> Iterator[dict[str, int]]:
     """Collect, while a loss is traced, the number of classes of each array of labels, by the array's name."""
-    counts: dict[str, int] = {}
-    token = _counts.set(counts)
+    class_count_by_name: dict[str, int] = {}
+    token = _class_count_by_name.set(class_count_by_name)
     try:
-        yield counts
+        yield class_count_by_name
     finally:
-        _counts.reset(token)
+        _class_count_by_name.reset(token)
 
 
-def note_class_count(name: str, count: int) -> None:
-    """Record that the array `name` of the batch holds classes from 0 to `count` - 1."""
-    counts = _counts.get()
-    if counts is not None:
-        counts[name] = count
+def note_class_count(name: str, class_count: int) -> None:
+    """Record that the array `name` of the batch holds classes from 0 to `class_count` - 1."""
+    class_count_by_name = _class_count_by_name.get()
+    if class_count_by_name is not None:
+        class_count_by_name[name] = class_count

@@ -10,7 +10,7 @@ from pallas_kernels.target import target
 
 
 def traced_device() -> tuple[str, str]:
-    """Return (platform, device kind) of the layout's first device, or of the default device without a layout.
+    """Return (platform, device kind) of the layout's first device, or of the default device if there is no layout.
 
     The platform is "cpu", "gpu" or "tpu"; the device kind is JAX's name of the model.
     """
@@ -24,12 +24,12 @@ def traced_device() -> tuple[str, str]:
 
 
 def note_selection(kernel: str, implementation: str, reason: str | None = None) -> None:
-    """Note the implementation that is about to run, if it was selected without the dispatch of `pallas_kernels`.
+    """Note the implementation that is about to run, if the dispatch of `pallas_kernels` did not select it.
 
     Args:
         kernel: name of the operation, "attention" or "cross_entropy".
         implementation: name of the implementation.
-        reason: a few words on why no kernel of the platform was selected; `None` if no implementation is better.
+        reason: short reason why no kernel of the platform was selected; `None` if no implementation would be faster.
     """
     if is_noting():
         note(Explanation(kernel, target(" ".join(traced_device())), implementation, {}, reason))

@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Context, Loss
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import Chain, Stack, chains_in
+from jaxscale.layers.stack import Chain, Stack, chain_block_paths
 from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
 from jaxscale.models.field_checks import check_rates
@@ -308,7 +308,7 @@ class ForeignModel:
         """Return the paths of the blocks of each chain: those of `blocks`, or else those of each list of blocks."""
         paths = self.block_paths(module)
         if self._has_containers(module):
-            return chains_in(module)
+            return chain_block_paths(module)
         if self.blocks is not None:
             return [paths] if paths else []
         stems = dict.fromkeys(path.rstrip("0123456789") for path in paths)

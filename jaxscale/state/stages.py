@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
-from jaxscale.layers.stack import chains_in
+from jaxscale.layers.stack import chain_block_paths
 from jaxscale.model_traits import ModelTraits
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.tables import tabulate
@@ -255,7 +255,7 @@ def chains_of(pure_model: PureModel) -> list[tuple[str, ...]]:
     find_block_chains = getattr(pure_model.model, "block_chains", None)
     if find_block_chains is not None:
         return find_block_chains(module)
-    return chains_in(module)
+    return chain_block_paths(module)
 
 
 def period_of(model: Model) -> int:

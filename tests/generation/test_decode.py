@@ -105,7 +105,7 @@ def test_layers_one_by_one_give_the_tokens_of_the_scan(groups, changes, sampling
     unrolled_ids = drawn_ids()
     monkeypatch.setattr(unrolled, "MAX_LAYERS", 2)
     called_ids = drawn_ids()
-    monkeypatch.setattr(generators, "stack_paths", lambda module: ())
+    monkeypatch.setattr(generators, "layer_group_paths", lambda module: ())
     assert Generator(module, model).layered_module is None
     assert drawn_ids() == unrolled_ids == called_ids
 
@@ -143,7 +143,7 @@ def step_text(generator):
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_step_copies_no_weights_out_of_stacked_layers(generator, is_split, monkeypatch):
     if not is_split:
-        monkeypatch.setattr(generators, "stack_paths", lambda module: ())
+        monkeypatch.setattr(generators, "layer_group_paths", lambda module: ())
     module = nnx.merge(generator.graphdef, generator.params, copy=True)
     stacked_weights = f"f32[{FIELDS['layers']},{FIELDS['embed']},{FIELDS['mlp']}]"
     assert (stacked_weights in step_text(Generator(module, generator.model))) is not is_split
