@@ -82,7 +82,7 @@ def _normalize(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _norm(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
-    """Compute `_normalized`, which keeps only its arguments for the backward pass."""
+    """Compute `_normalize`, which keeps only its arguments for the backward pass."""
     return _normalize(x, gain, bias, eps, is_centered)
 
 

@@ -1,5 +1,5 @@
-"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the weight of the rows
-that are classified correctly.
+"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the summed weight of the
+rows that are classified correctly.
 
 Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target distribution gives a / V to each
 of V classes, and an additional 1 - a to the label.
@@ -25,7 +25,7 @@ def cross_entropy(
 
     Args:
         logits: unnormalized log-probabilities, of any float type; the loss is computed in float32.
-        labels: class of each target; a label that is no class, such as -100, gives loss 0.
+        labels: class of each target; a label that is not a class, such as -100, gives loss 0.
         smoothing: a, the share of the target distribution that is spread evenly over all classes.
 
     Returns:
@@ -52,9 +52,8 @@ def weighted_sum(
     The weights are `batch["weights"]`, of shape [B] (one per row) or of the shape of the losses (one per target). A
     batch without weights gives each target the weight 1. `target_weights`, if given, multiply these weights.
 
-
     Raises:
-        UserError: the weights have neither of these shapes.
+        UserError: the weights of the batch have neither of these shapes.
     """
     losses = losses.astype(jnp.float32)
     batch_weights = batch.get("weights")
@@ -66,14 +65,14 @@ def weighted_sum(
             f"weights: got shape {weights.shape} for losses of shape {losses.shape}; "
             f"expected one weight per row {losses.shape[:1]} or one per loss {losses.shape}"
         )
-    trailing_ones = (1,) * (losses.ndim - weights.ndim)
-    weights = jnp.broadcast_to(weights.reshape(weights.shape + trailing_ones), losses.shape)
-    weights = weights if target_weights is None else weights * target_weights
+    trailing_dim_sizes = (1,) * (losses.ndim - weights.ndim)
+    loss_weights = jnp.broadcast_to(weights.reshape(weights.shape + trailing_dim_sizes), losses.shape)
+    loss_weights = loss_weights if target_weights is None else loss_weights * target_weights
     # a row of weight 0 must not change the sum, even with an infinite or NaN loss
-    return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
+    return Loss(jnp.where(loss_weights == 0, 0.0, losses * loss_weights).sum(), loss_weights.sum())
 
 
-def correct_targets(logits: Float[Array, "*rows V"], labels: Integer[Array, "*rows"]) -> Float[Array, "*rows"]:
+def correct_indicators(logits: Float[Array, "*rows V"], labels: Integer[Array, "*rows"]) -> Float[Array, "*rows"]:
     """Return 1.0 for each target whose label has the largest logit, 0.0 for the others."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
@@ -89,8 +88,8 @@ def image_accuracy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return (summed weights of the rows whose label has the largest logit, summed weights of all labeled rows)."""
     logits, labels = _logits_and_labels(module, batch, context)
-    sums = weighted_sum(correct_targets(logits, labels), batch, is_class(labels, logits.shape[-1]))
-    return sums.total, sums.weight
+    weighted_sums = weighted_sum(correct_indicators(logits, labels), batch, is_class(labels, logits.shape[-1]))
+    return weighted_sums.total, weighted_sums.weight
 
 
 def _logits_and_labels(module: Callable[..., Any], batch: Batch, context: Context) -> tuple[Array, Array]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from jaxscale.typing import Batch
 
 MlpKind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
-GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
+GATED_KINDS = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
+"""Kinds of MLP in which the activation of a gate multiplies the values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Decoder:
         rotary_base: base of the rotary wavelengths, which grow up to 2 pi * rotary_base positions.
         rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` leaves them unchanged.
         tied: whether the output projection is the transposed embedding.
-        attention_bias: whether the projections of attention have biases; "qkv" for all of them but the output's.
+        attention_bias: whether the projections of attention have biases; "qkv" for all of them except the output's.
         mlp_bias: whether the feed-forward layers have biases.
         qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
         attention_soft_cap: cap of the attention scores s, which become cap * tanh(s / cap); `None` for no cap.
@@ -219,7 +220,7 @@ class Decoder:
         attention_parameters = self.embed * (2 * query_width + 2 * key_width) + 2 * self.head_width * self.qk_norm
         attention_parameters += (query_width + 2 * key_width) * bool(self.attention_bias)
         attention_parameters += self.embed * (self.attention_bias is True)
-        input_projection_count = 2 if self.mlp_kind in GATED else 1
+        input_projection_count = 2 if self.mlp_kind in GATED_KINDS else 1
         mlp_parameters = (1 + input_projection_count) * self.embed * self.mlp_width
         mlp_parameters += (input_projection_count * self.mlp_width + self.embed) * self.mlp_bias
         block_parameters = attention_parameters + mlp_parameters + (4 if self.post_norms else 2) * norm_parameters

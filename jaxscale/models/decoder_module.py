@@ -34,8 +34,8 @@ def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
     return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm == "layer")
 
 
-def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> Attention:
-    """Make the attention of a block; `inits` holds the initializers to pass as `init` and `out_init`."""
+def make_attention(config: Decoder, initializer_by_name: dict[str, Any], rngs: nnx.Rngs) -> Attention:
+    """Make the attention of a block; `initializer_by_name` has the keys `init` and `out_init`."""
     rotary = None
     if config.positions == "rotary":
         rotary = Rotary(config.head_width, config.rotary_base, config.rotary_scaling)
@@ -52,7 +52,7 @@ def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> At
         scale=config.attention_scale,
         dropout=config.dropout,
         rngs=rngs,
-        **inits,
+        **initializer_by_name,
     )
 
 
@@ -61,9 +61,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs):
         out_std = config.init_std / math.sqrt(2 * config.layers) if config.scaled_init else config.init_std
-        inits = {"init": nnx.initializers.normal(config.init_std), "out_init": nnx.initializers.normal(out_std)}
+        initializer_by_name = {
+            "init": nnx.initializers.normal(config.init_std),
+            "out_init": nnx.initializers.normal(out_std),
+        }
         self.attention_norm = make_norm(config)
-        self.attention = make_attention(config, inits, rngs)
+        self.attention = make_attention(config, initializer_by_name, rngs)
         self.attention_post_norm = make_norm(config) if config.post_norms else None
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(
@@ -73,7 +76,7 @@ class Block(nnx.Module):
             bias=config.mlp_bias,
             dropout=config.dropout,
             rngs=rngs,
-            **inits,
+            **initializer_by_name,
         )
         self.mlp_post_norm = make_norm(config) if config.post_norms else None
 
@@ -128,8 +131,10 @@ class DecoderModule(nnx.Module):
         table_settings = {"vocab_multiple": vocab_multiple, "init": init, "rngs": rngs}
         self.config = config
         self.embedding = Embedding(config.vocab, config.embed, **table_settings)
-        is_learned = config.positions == "learned"
-        self.positions = PositionTable(config.context, config.embed, init=init, rngs=rngs) if is_learned else None
+        has_learned_positions = config.positions == "learned"
+        self.positions = (
+            PositionTable(config.context, config.embed, init=init, rngs=rngs) if has_learned_positions else None
+        )
         self.dropout = Dropout(config.dropout, site="embedding")
         self.blocks = Stack(lambda rngs: Block(config, rngs), config.layers, rngs=rngs)
         self.norm = make_norm(config)
@@ -227,7 +232,7 @@ def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
     check_batch(batch, ("tokens", "targets"), "a decoder")
     settings = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
     weights = batch.get("weights")
-    if weights is not None and jnp.ndim(weights) == 1:  # one for each row
+    if weights is not None and jnp.ndim(weights) == 1:  # one weight for each row
         weights = jnp.broadcast_to(jnp.asarray(weights)[:, None], batch["targets"].shape)
     return cross_entropy(
         module.hidden(batch["tokens"], **settings),

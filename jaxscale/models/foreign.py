@@ -22,19 +22,19 @@ from jaxscale.blocks import STACK_SHAPE, UNNAMED_LAYERS, Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain, Stack, chain_block_paths
 from jaxscale.layers.targets import note_class_count
-from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
+from jaxscale.models.classify import correct_indicators, cross_entropy, weighted_sum
 from jaxscale.models.field_checks import check_rates
 from jaxscale.models.foreign_blocks import (
-    arguments_cast,
-    blocks_wrapped,
-    members_of,
-    repeated_blocks,
+    cast_arguments,
+    list_member_paths,
+    repeated_block_paths,
     run_as_one_block,
+    wrap_blocks,
 )
 from jaxscale.models.foreign_chain import needs_chain, run_chain
 from jaxscale.models.foreign_dims import tensor_dims
 from jaxscale.models.foreign_linen import FromLinen, mode_arguments, unbox_params
-from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_params
+from jaxscale.models.foreign_scan import needs_scan, run_scanned, scanned_param_names
 from jaxscale.models.scores import bind_key, by_parts, check_losses, check_not_paired, no_new_parameters, whole_rows
 from jaxscale.sharding.rules import LOGICAL_AXES, AxisRules
 from jaxscale.typing import Array, Batch, Float, Key
@@ -76,8 +76,8 @@ class CrossEntropy:
         check_rates(self, ("smoothing",))
 
     def __call__(self, module: Callable[..., Any], batch: Batch) -> Array:
-        """Return the loss of each label in nats, float32; 0 for a label that is no class, such as -100."""
-        logits, labels = self._logits(module, batch)
+        """Return the loss of each label in nats, float32; 0 for a label that is not a class, such as -100."""
+        logits, labels = self._logits_and_labels(module, batch)
         return cross_entropy(logits, labels, self.smoothing)
 
     def is_counted(self, batch: Batch) -> Array:
@@ -86,9 +86,9 @@ class CrossEntropy:
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
         """Return 1.0 for each label that has the largest logit, 0.0 for the others."""
-        return correct_targets(*self._logits(module, batch))
+        return correct_indicators(*self._logits_and_labels(module, batch))
 
-    def _logits(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
+    def _logits_and_labels(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
         """Return the module's logits and the batch's labels, after a check of their names and shapes."""
         for name in (self.inputs, self.labels):
             if name not in batch:
@@ -97,10 +97,10 @@ class CrossEntropy:
                     "name the arrays as the data does: CrossEntropy(inputs=..., labels=...)"
                 )
         logits, labels = module(batch[self.inputs]), jnp.asarray(batch[self.labels])
-        logits_shape = getattr(logits, "shape", type(logits).__name__)  # a type if the module returned no array
-        if logits_shape[:-1] != labels.shape:
+        shape_or_type = getattr(logits, "shape", type(logits).__name__)  # a type if the module returned no array
+        if shape_or_type[:-1] != labels.shape:
             raise UserError(
-                f"the module returned {logits_shape} for labels of shape {labels.shape}; expected logits of shape "
+                f"the module returned {shape_or_type} for labels of shape {labels.shape}; expected logits of shape "
                 f"{(*labels.shape, 'classes')}: return logits, or pass ForeignModel another score"
             )
         note_class_count(self.labels, logits.shape[-1])
@@ -140,17 +140,17 @@ class ForeignModel:
         axes: logical axis of jaxscale for each axis name of the module's parameters, such as `{"tp": "heads"}`; a name
             that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names stay whole, and the run
             reports those names.
-        over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed of whole
-            batches only, for which the replicas of a codec gather what the module returns. "rows" if the loss of a row
+        over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed only for
+            whole batches, for which the replicas of a codec gather what the module returns. "rows" if the loss of a row
             may be computed without the others. With `None`, that is measured before it matters: with microbatches,
-            codecs and DiLoCo, and in a held-out batch that is filled up.
+            codecs and DiLoCo, and in a held-out batch that is padded.
         unit: unit of the loss in summaries, reports and plots, such as "mse"; by default that of the score, which is
             nats per target for cross-entropy, and none for a function of your own.
         scanned: names of the parameters that a scan over blocks reads row by row. A train step finds them by itself
             (`with_scans`).
 
     Raises:
-        UserError: `over`, `blocks` or `unit` is something else, or `axes` maps a name to what is no logical axis.
+        UserError: `over`, `blocks` or `unit` has an invalid value, or `axes` maps a name to an unknown logical axis.
 
     Example:
         >>> import jax
@@ -177,8 +177,8 @@ class ForeignModel:
     def __post_init__(self) -> None:
         if isinstance(self.over, str) and self.over not in ("rows", "batch"):
             raise UserError(f"over: got {self.over!r}, expected rows, batch or None")
-        is_paths = isinstance(self.blocks, tuple) and all(isinstance(path, str) for path in self.blocks)
-        if not (self.blocks is None or isinstance(self.blocks, str) or is_paths):
+        is_tuple_of_paths = isinstance(self.blocks, tuple) and all(isinstance(path, str) for path in self.blocks)
+        if not (self.blocks is None or isinstance(self.blocks, str) or is_tuple_of_paths):
             raise UserError(
                 f"blocks: got {self.blocks!r}, expected the path of a list of submodules, such as 'encoder/layers', or "
                 "a tuple of paths of submodules"
@@ -201,40 +201,40 @@ class ForeignModel:
             AxisRules().axes(logical_axis)  # raises if there is no such axis
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
-        """Build the user's module without padding: a dim that a mesh axis cannot divide stays whole."""
+        """Build the user's module, without padding: a dim that a mesh axis cannot divide stays whole."""
         module = self.make(rngs)
         if not isinstance(module, nnx.Module):
             is_nnx_class = isinstance(module, type) and issubclass(module, nnx.Module)
-            way_out = (
+            advice = (
                 f"call it: {module.__name__}(rngs=rngs)"
                 if is_nnx_class
                 else ("derive the class from nnx.Module, or wrap a Linen module with linen_model(...)")
             )
             raise UserError(
-                f"{place_of(self.make)}make returned {type(module).__name__}, expected an nnx.Module; {way_out}"
+                f"{place_of(self.make)}make returned {type(module).__name__}, expected an nnx.Module; {advice}"
             )
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise UserError(
                 f"make returned a {type(module).__name__} without any nnx.Param to train; "
                 "a Linen module gets its parameters by lazy_init, as linen_model(...) does"
             )
-        dims_by_name = tensor_dims(module)
+        tensor_dims_by_name = tensor_dims(module)
         for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
             name = "/".join(map(str, path))
             is_scanned = name in self.scanned
             if is_scanned:
-                first_name = (variable.get_metadata().get("out_sharding") or (None,))[0]
-                is_unnamed = self.axes.get(str(first_name), first_name) != "layers"
-                variable.set_metadata(**{STACK_SHAPE: tuple(variable.shape), UNNAMED_LAYERS: is_unnamed})
+                first_axis_name = (variable.get_metadata().get("out_sharding") or (None,))[0]
+                is_layer_dim_unnamed = self.axes.get(str(first_axis_name), first_axis_name) != "layers"
+                variable.set_metadata(**{STACK_SHAPE: tuple(variable.shape), UNNAMED_LAYERS: is_layer_dim_unnamed})
             _set_logical_axes(variable, self.axes, is_scanned=is_scanned)
-            variable.set_metadata(tensor_dims=dims_by_name[name])
+            variable.set_metadata(tensor_dims=tensor_dims_by_name[name])
         return module
 
     def with_scans(self, batch: Batch) -> "ForeignModel":
-        """Return this model with the field `scanned`: its stacked parameters that a scan over blocks reads.
+        """Return this model with `scanned` set to the names of its stacked parameters that a scan over blocks reads.
 
-        A model with a list of blocks, or with `blocks=()`, is returned unchanged; of a model whose `blocks` is the path
-        of a stacked module, only the parameters of this module count.
+        A model with a list of blocks, or with `blocks=()`, is returned unchanged; if `blocks` is the path of a
+        stacked module, only the parameters of this module count.
 
         Args:
             batch: shapes of a batch.
@@ -257,18 +257,18 @@ class ForeignModel:
         module = nnx.eval_shape(lambda: self.build(nnx.Rngs(params=0, dropout=1)))
         if self.blocks is None and (self._has_containers(module) or self.block_paths(module)):
             return self
-        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-        names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+        graphdef, params, state = nnx.split(module, nnx.Param, ...)
+        param_names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
 
-        def score(params: Any, rest: Any, batch: Batch, key: Key) -> Any:
-            module_copy = nnx.merge(graphdef, params, rest, copy=True)
+        def run_score(traced_params: Any, traced_state: Any, traced_batch: Batch, traced_key: Key) -> Any:
+            module_copy = nnx.merge(graphdef, traced_params, traced_state, copy=True)
             plain_model = dataclasses.replace(self, blocks=())
-            return plain_model._run(self.score, module_copy, batch, Context(key=key))
+            return plain_model._run_score(self.score, module_copy, traced_batch, Context(key=traced_key))
 
         key = jax.eval_shape(lambda: jax.random.key(0))
-        scanned = scanned_params(jax.make_jaxpr(score)(params, rest, dict(batch), key), names)
+        scanned_names = scanned_param_names(jax.make_jaxpr(run_score)(params, state, dict(batch), key), param_names)
         prefix = "" if self.blocks is None else self.blocks.replace(".", "/").strip("/") + "/"
-        return dataclasses.replace(self, scanned=tuple(name for name in scanned if name.startswith(prefix)))
+        return dataclasses.replace(self, scanned=tuple(name for name in scanned_names if name.startswith(prefix)))
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Return the sum of the weighted losses and the sum of the weights.
@@ -276,16 +276,16 @@ class ForeignModel:
         In training, the call also updates the module's variables other than parameters, such as batch statistics.
         """
         batch = {name: whole_rows(array) for name, array in batch.items()}
-        losses, target_weights = self._scores(self.score, module, batch, context)
+        losses, target_weights = self._losses_and_weights(self.score, module, batch, context)
         check_losses(self.score, losses, target_weights, batch)
         if self.over is None:
-            check_not_paired(self.score, losses, batch, lambda rows: self._losses_of(module, rows, context))
+            check_not_paired(self.score, losses, batch, lambda new_batch: self._losses_of(module, new_batch, context))
         constant_weights = None if target_weights is None else jax.lax.stop_gradient(target_weights)
         return weighted_sum(losses, batch, constant_weights)
 
     def _losses_of(self, module: nnx.Module, batch: Batch, context: Context) -> Any:
         """Return the losses of a batch, computed on a copy of the module."""
-        return self._scores(self.score, nnx.clone(module), batch, context)[0]
+        return self._losses_and_weights(self.score, nnx.clone(module), batch, context)[0]
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
@@ -301,8 +301,8 @@ class ForeignModel:
         if self.scanned or self._has_containers(module):
             return ()
         if isinstance(self.make, FromLinen) and not isinstance(self.blocks, tuple):
-            return self.make.block_paths if self.blocks is None else self.make.members_of(self.blocks)
-        return repeated_blocks(module) if self.blocks is None else members_of(module, self.blocks)
+            return self.make.block_paths if self.blocks is None else self.make.list_member_paths(self.blocks)
+        return repeated_block_paths(module) if self.blocks is None else list_member_paths(module, self.blocks)
 
     def block_chains(self, module: nnx.Module) -> list[tuple[str, ...]]:
         """Return the paths of the blocks of each chain: those of `blocks`, or else those of each list of blocks."""
@@ -333,19 +333,19 @@ class ForeignModel:
             batch: the batch.
             context: the settings of the forward pass.
         """
-        values, target_weights = self._scores(function, module, batch, context)
-        sums = weighted_sum(values, batch, target_weights)
-        return sums.total, sums.weight
+        metric_values, target_weights = self._losses_and_weights(function, module, batch, context)
+        weighted_sums = weighted_sum(metric_values, batch, target_weights)
+        return weighted_sums.total, weighted_sums.weight
 
-    def _scores(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> tuple[Any, Any]:
-        """Return the losses that a score returns, and its weights of targets; `None` if all targets count alike."""
-        scores = self._run(score, module, batch, context)
-        if isinstance(scores, tuple) and len(scores) == 2:
-            return scores
+    def _losses_and_weights(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> tuple[Any, Any]:
+        """Return (losses, weights of the targets) from a score; the weights are `None` if all targets have weight 1."""
+        score_result = self._run_score(score, module, batch, context)
+        if isinstance(score_result, tuple) and len(score_result) == 2:
+            return score_result
         is_counted = getattr(self.score, "is_counted", None)
-        return scores, None if is_counted is None else is_counted(batch)
+        return score_result, None if is_counted is None else is_counted(batch)
 
-    def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
+    def _run_score(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
         """Return `score(module, batch)`, computed with the mode, random keys and compute type of the context."""
         # on a copy: the caller's module keeps its mode, types and rng state, and gets no variables from `sow`
         module_copy = nnx.clone(module)
@@ -360,26 +360,26 @@ class ForeignModel:
             unbox_params(module_copy)
         block_paths = self.block_paths(module_copy)
 
-        def forward(module: nnx.Module, batch: Batch) -> Any:
-            casting = contextlib.nullcontext() if dtype is None else arguments_cast(module, dtype)
-            call = by_parts(_bind_mode(module, is_training, _pass_key(context)), batch)
-            with casting, no_new_parameters(module):
-                return bind_key(score, _pass_key(context, whole_rows))(call, batch)
+        def forward(traced_module: nnx.Module, traced_batch: Batch) -> Any:
+            cast_context = contextlib.nullcontext() if dtype is None else cast_arguments(traced_module, dtype)
+            module_call = by_parts(_bind_mode(traced_module, is_training, _pass_key(context)), traced_batch)
+            with cast_context, no_new_parameters(traced_module):
+                return bind_key(score, _pass_key(context, whole_rows))(module_call, traced_batch)
 
         if self.scanned and needs_scan():
-            target_scores = run_scanned(forward, module_copy, batch, self.scanned)
+            score_result = run_scanned(forward, module_copy, batch, self.scanned)
         elif self.scanned or self._has_containers(module):
-            target_scores = forward(module_copy, batch)
+            score_result = forward(module_copy, batch)
         elif needs_chain():
-            target_scores = run_chain(forward, module_copy, batch, block_paths)
+            score_result = run_chain(forward, module_copy, batch, block_paths)
         else:
-            with blocks_wrapped(module_copy, block_paths):
-                target_scores = (
+            with wrap_blocks(module_copy, block_paths):
+                score_result = (
                     forward(module_copy, batch) if block_paths else run_as_one_block(forward, module_copy, batch)
                 )
         if is_training:
             _copy_variables(module, module_copy)
-        return target_scores
+        return score_result
 
 
 def linen_model(module: Any, *inputs: Any, score: Score, unit: str = "") -> ForeignModel:
@@ -405,14 +405,14 @@ def linen_model(module: Any, *inputs: Any, score: Score, unit: str = "") -> Fore
     return ForeignModel(FromLinen(module, abstract_inputs), score, unit=unit)
 
 
-def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str], *, is_scanned: bool = False) -> None:
-    """Replace a parameter's axis names by logical axes; dims of other names, or without one, are `None`.
+def _set_logical_axes(variable: nnx.Variable[Any], axis_of: Mapping[str, str], *, is_scanned: bool = False) -> None:
+    """Replace a parameter's axis names by logical axes. A dim that is unnamed, or has another name, gets `None`.
 
-    The names that are no logical axes become the metadata `ignored_axes`.
+    The names that are not logical axes are stored in the metadata `ignored_axes`.
 
     Args:
         variable: the parameter.
-        axes: logical axis by the module's axis name.
+        axis_of: logical axis by the module's axis name.
         is_scanned: whether a scan reads the parameter row by row, so that the first dim is for layers, with or without
             a name of its own (plain `nnx.vmap` adds none).
     """
@@ -423,11 +423,11 @@ def _set_logical_axes(variable: nnx.Variable[Any], axes: Mapping[str, str], *, i
         names = ("layers", *row_names)
     if not isinstance(names, tuple) or len(names) > len(variable.shape):
         return
-    logical_axes = [axes.get(name, name) if isinstance(name, str) else None for name in names]
-    ignored_axes = [name for name, axis in zip(names, logical_axes, strict=True) if name and axis not in LOGICAL_AXES]
+    logical_axes = [axis_of.get(name, name) if isinstance(name, str) else None for name in names]
+    ignored_names = [name for name, axis in zip(names, logical_axes, strict=True) if name and axis not in LOGICAL_AXES]
     known_axes = [axis if axis in LOGICAL_AXES else None for axis in logical_axes]
-    unnamed_dims = (None,) * (len(variable.shape) - len(names))
-    variable.set_metadata(out_sharding=(*known_axes, *unnamed_dims), ignored_axes=tuple(map(str, ignored_axes)))
+    missing_axes = (None,) * (len(variable.shape) - len(names))
+    variable.set_metadata(out_sharding=(*known_axes, *missing_axes), ignored_axes=tuple(map(str, ignored_names)))
 
 
 def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[..., Any]:
@@ -451,11 +451,11 @@ def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[...,
     return functools.partial(module, **arguments) if arguments else module
 
 
-def _pass_key(context: Context, rows_of: Callable[[Array], Array] = lambda rows: rows) -> Key:
-    """Return the key of a forward pass, which follows from step and first row; a fixed key in evaluation."""
+def _pass_key(context: Context, gather: Callable[[Array], Array] = lambda rows: rows) -> Key:
+    """Return the key of a forward pass: derived from step and first row in training, fixed in evaluation."""
     if context.key is None:
         return jax.random.key(0)
-    return context.key if context.examples is None else jax.random.fold_in(context.key, rows_of(context.examples)[0])
+    return context.key if context.examples is None else jax.random.fold_in(context.key, gather(context.examples)[0])
 
 
 def _reseed(module: nnx.Module, context: Context) -> None:
@@ -476,23 +476,23 @@ def _set_dtype(dtype: Any, module: nnx.Module) -> None:
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
         elif isinstance(node, nnx.Param) and not isinstance(node.get_value(), jax.Array):
-            continue  # a weight on the host, which is cast when its block runs
+            continue  # a weight on the host, cast when its block runs
         elif isinstance(node, nnx.Param) and jnp.issubdtype(node.dtype, jnp.floating):
             node.set_value(node[...].astype(dtype))  # node[...] = x would keep the old type
 
 
 def _copy_variables(target: nnx.Module, source: nnx.Module) -> None:
     """Copy variables other than parameters and rng state from `source` to `target`, in the types of `target`."""
-    other_variables = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
-    source_variables = dict(nnx.to_flat_state(nnx.state(source, other_variables)))
-    new_variables = {}
-    for path, old_variable in nnx.to_flat_state(nnx.state(target, other_variables)):
-        if path in source_variables:
-            new_variable = source_variables[path]
+    variable_filter = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
+    source_variable_by_path = dict(nnx.to_flat_state(nnx.state(source, variable_filter)))
+    new_variable_by_path = {}
+    for path, old_variable in nnx.to_flat_state(nnx.state(target, variable_filter)):
+        if path in source_variable_by_path:
+            new_variable = source_variable_by_path[path]
             if new_variable.shape != old_variable.shape:
                 raise UserError(
                     f"variable {'/'.join(map(str, path))}: the forward pass turned shape {old_variable.shape} into "
                     f"{new_variable.shape}, but a variable that is kept from step to step must keep its shape"
                 )
-            new_variables[path] = old_variable.replace(new_variable[...].astype(old_variable.dtype))
-    nnx.update(target, nnx.from_flat_state(new_variables))
+            new_variable_by_path[path] = old_variable.replace(new_variable[...].astype(old_variable.dtype))
+    nnx.update(target, nnx.from_flat_state(new_variable_by_path))

@@ -24,7 +24,7 @@ from flax import nnx
 
 from jaxscale import blocks
 from jaxscale.errors import UserError, unknown
-from jaxscale.models.foreign_linen import linen_blocks_wrapped
+from jaxscale.models.foreign_linen import wrap_linen_blocks
 
 ModulePath = tuple[Any, ...]
 PureBlock = Callable[[Any, Any, Any], Any]
@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 _patch_lock = threading.RLock()
 
 
-def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
+def repeated_block_paths(module: nnx.Module) -> tuple[str, ...]:
     """Return the paths of the outermost submodules that repeat: "layers/0", "layers/1", ...
 
     Two submodules repeat if they lie in the same list (or their names are the same stem with different numbers), are of
@@ -51,12 +51,12 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
         >>> class Net(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.layers = nnx.List([Block(rngs) for _ in range(3)])
-        >>> repeated_blocks(Net(nnx.Rngs(0)))
+        >>> repeated_block_paths(Net(nnx.Rngs(0)))
         ('layers/0', 'layers/1', 'layers/2')
     """
-    submodules = _submodules(module)
+    module_by_path = _submodules(module)
     paths_by_group: dict[tuple[ModulePath, str, type], list[ModulePath]] = defaultdict(list)
-    for path, node in submodules.items():
+    for path, node in module_by_path.items():
         stem = _stem(path[-1]) if path else None
         if stem is not None and _may_be_block(node):
             paths_by_group[(path[:-1], stem, type(node))].append(path)
@@ -64,12 +64,12 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     for parent_path, stem, cls in sorted(paths_by_group, key=lambda group: len(group[0])):
         paths = paths_by_group[(parent_path, stem, cls)]
         is_in_block = any(parent_path[: len(block_path)] == block_path for block_path in block_paths)
-        if not is_in_block and len({_signature(submodules[path]) for path in paths}) < len(paths):
+        if not is_in_block and len({_signature(module_by_path[path]) for path in paths}) < len(paths):
             block_paths += sorted(paths, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
     return tuple("/".join(map(str, path)) for path in block_paths)
 
 
-def members_of(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ...]:
+def list_member_paths(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ...]:
     """Return the paths of blocks that a user named: the paths themselves, or the members of the list at a path.
 
     Args:
@@ -78,25 +78,25 @@ def members_of(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ..
 
     Example:
         >>> module = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
-        >>> members_of(nnx.Dict(layers=module), "layers")
+        >>> list_member_paths(nnx.Dict(layers=module), "layers")
         ('layers/0', 'layers/1')
     """
     if not isinstance(blocks, str):
         return tuple(blocks)
     paths = ["/".join(map(str, path)) for path in _submodules(module)]
     list_path = blocks.replace(".", "/")
-    members_by_list: dict[str, list[str]] = defaultdict(list)
+    paths_by_list: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         parent, _, name = path.rpartition("/")
         if name.isascii() and name.isdecimal():
-            members_by_list[parent].append(path)
-    if list_path not in members_by_list:
-        raise unknown("list of blocks", blocks, members_by_list)
-    return tuple(sorted(members_by_list[list_path], key=lambda path: int(path.rpartition("/")[2])))
+            paths_by_list[parent].append(path)
+    if list_path not in paths_by_list:
+        raise unknown("list of blocks", blocks, paths_by_list)
+    return tuple(sorted(paths_by_list[list_path], key=lambda path: int(path.rpartition("/")[2])))
 
 
 @contextlib.contextmanager
-def blocks_wrapped(
+def wrap_blocks(
     module: nnx.Module, paths: Sequence[str], wrapper_of: Callable[[str], BlockWrapper] | None = None
 ) -> Iterator[None]:
     """Return a context in which traced calls of the submodules at `paths` go through `blocks.wrap`.
@@ -104,7 +104,7 @@ def blocks_wrapped(
     Args:
         module: the module.
         paths: paths of its blocks.
-        wrapper_of: function that returns what wraps the block at a path, instead of `blocks.wrap`.
+        wrapper_of: function that returns the wrapper of the block at a path; `blocks.wrap` by default.
 
     Raises:
         UserError: a submodule does not exist, or a plan treats blocks but the forward pass called none.
@@ -113,27 +113,31 @@ def blocks_wrapped(
         yield
         return
     if isinstance(module, nnx.bridge.ToNNX):
-        with linen_blocks_wrapped(paths, lambda path: _treated if wrapper_of is None else wrapper_of(path)) as called:
+        with wrap_linen_blocks(
+            paths, lambda path: _treat_block if wrapper_of is None else wrapper_of(path)
+        ) as called_paths:
             yield
-        _check_called(paths, called)
+        _check_called(paths, called_paths)
         return
     module_by_path = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
     for path in paths:
         if path not in module_by_path:
             raise unknown("block", path, [name for name in module_by_path if name])
-    wrapper_by_id = {id(module_by_path[path]): _treated if wrapper_of is None else wrapper_of(path) for path in paths}
+    wrapper_by_id = {
+        id(module_by_path[path]): _treat_block if wrapper_of is None else wrapper_of(path) for path in paths
+    }
     called_ids: set[int] = set()
     # the lock is held while tracing: a patch of another thread must not be restored out of order
-    with _patch_lock, contextlib.ExitStack() as patches:
+    with _patch_lock, contextlib.ExitStack() as patch_stack:
         for cls in {type(module_by_path[path]) for path in paths}:
-            patches.enter_context(_patch_calls(cls, _block_call(wrapper_by_id, called_ids)))
+            patch_stack.enter_context(_patch_calls(cls, _call_maker(wrapper_by_id, called_ids)))
         yield
     _check_called(paths, called_ids)
 
 
-def _check_called(paths: Sequence[str], called: Collection[Any]) -> None:
-    """Refuse a forward pass that calls none of the blocks; `called` has an entry for each block that was called."""
-    if not called:
+def _check_called(paths: Sequence[str], called_blocks: Collection[Any]) -> None:
+    """Refuse a forward pass that calls none of the blocks; `called_blocks` has one entry per called block."""
+    if not called_blocks:
         raise UserError(
             f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
             "none of them (or a method other than __call__), so the plan's treatment of blocks would have no effect. "
@@ -157,13 +161,13 @@ def run_as_one_block(function: Callable[..., Any], *args: Any, wrapper: BlockWra
         output = function(*block_args)
         return output, nnx.split(block_args, nnx.Param, nnx.Variable, ...)[2]
 
-    output, new_state = (wrapper or _treated)(block)(params, state, arrays)
+    output, new_state = (wrapper or _treat_block)(block)(params, state, arrays)
     existing_paths = {path for path, _ in nnx.to_flat_state(state)}
-    updated_variables, new_variables = {}, {}
+    updated_variable_by_path, new_variable_by_path = {}, {}
     for path, variable in nnx.to_flat_state(new_state):
-        (updated_variables if path in existing_paths else new_variables)[path] = variable
-    nnx.update(args, nnx.from_flat_state(updated_variables))
-    for path, variable in new_variables.items():
+        (updated_variable_by_path if path in existing_paths else new_variable_by_path)[path] = variable
+    nnx.update(args, nnx.from_flat_state(updated_variable_by_path))
+    for path, variable in new_variable_by_path.items():
         parent: Any = args
         for name in path[:-1]:
             parent = parent[name] if isinstance(name, int) or isinstance(parent, dict) else getattr(parent, name)
@@ -171,26 +175,26 @@ def run_as_one_block(function: Callable[..., Any], *args: Any, wrapper: BlockWra
     return output
 
 
-def _treated(block: PureBlock) -> PureBlock:
-    """Return a block under the treatment of the plan."""
+def _treat_block(block: PureBlock) -> PureBlock:
+    """Return the block with the plan's treatment, such as remat."""
     return blocks.wrap(block, rolled=False)
 
 
 def _is_untreated() -> bool:
-    """Return whether no plan treats blocks, so that calls stay unchanged."""
+    """Return whether the plan leaves blocks untreated, so that calls stay unchanged."""
     return blocks.wrap(_is_untreated, rolled=False) is _is_untreated
 
 
 @contextlib.contextmanager
-def arguments_cast(module: nnx.Module, dtype: Any) -> Iterator[None]:
+def cast_arguments(module: nnx.Module, dtype: Any) -> Iterator[None]:
     """Return a context in which calls of this instance get their float arrays of two or more dims in `dtype`.
 
     A vector, such as the time steps of a diffusion model, keeps its dtype, as does what the score itself reads.
     """
 
     def cast(x: Any) -> Any:
-        is_cast = getattr(x, "ndim", 0) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.asarray(x, dtype) if is_cast else x
+        is_castable = getattr(x, "ndim", 0) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.asarray(x, dtype) if is_castable else x
 
     def make_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,14 +209,14 @@ def arguments_cast(module: nnx.Module, dtype: Any) -> Iterator[None]:
         yield
 
 
-def _block_call(
+def _call_maker(
     wrapper_by_id: Mapping[int, BlockWrapper], called_ids: set[int]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function of a class's `__call__` that returns one which runs some instances as blocks.
+    """Return a function that maps a class's `__call__` to one that runs some instances as blocks.
 
     Args:
-        wrapper_by_id: what wraps each of these instances, by its identity.
-        called_ids: set that the identities of the instances that are called join.
+        wrapper_by_id: wrapper of each of these instances, by the instance's identity.
+        called_ids: set to which the identities of the called instances are added.
     """
 
     def make_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +239,7 @@ def _block_call(
 
 @contextlib.contextmanager
 def _patch_calls(cls: type, make_call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which `__call__` of a class is what `make_call` returns for the class's own `__call__`."""
+    """Return a context in which the `__call__` of a class is replaced by `make_call` of the class's own `__call__`."""
     original_call: Any = cls.__call__
     has_own_call = "__call__" in vars(cls)
     setattr(cls, "__call__", make_call(original_call))  # noqa: B010 - a method of a foreign class
@@ -249,7 +253,7 @@ def _patch_calls(cls: type, make_call: Callable[[Callable[..., Any]], Callable[.
 
 
 def _is_module(value: Any) -> bool:
-    """Return whether a value is a module, which is a pytree, too."""
+    """Return whether a value is a module; modules are pytrees, too."""
     return isinstance(value, nnx.Module)
 
 
@@ -259,7 +263,7 @@ def _submodules(module: nnx.Module) -> dict[ModulePath, nnx.Module]:
 
 
 def _stem(name: Any) -> str | None:
-    """Return the name without its number: "" for a list member, "block" for block0, `None` if it ends in no number."""
+    """Return the name without its number: "" for a list member, "block" for block0, `None` without a number."""
     if isinstance(name, int):
         return ""
     match = _NUMBERED.fullmatch(str(name))
@@ -274,5 +278,5 @@ def _may_be_block(node: nnx.Module) -> bool:
 
 def _signature(node: nnx.Module) -> Any:
     """Return the names, shapes and types of a submodule's parameters, which repeated submodules have in common."""
-    params = nnx.to_flat_state(nnx.state(node, nnx.Param))
-    return tuple((path, tuple(param.shape), str(param.dtype)) for path, param in params)
+    paths_and_params = nnx.to_flat_state(nnx.state(node, nnx.Param))
+    return tuple((path, tuple(param.shape), str(param.dtype)) for path, param in paths_and_params)

@@ -1,7 +1,7 @@
 """Foreign Linen modules: an NNX module around a Linen module, and the blocks among its submodules.
 
-`flax.nnx.bridge` shows the variables of a Linen module, but no submodules. Calls of submodules are seen by
-`linen.intercept_methods`: once without data, to find the submodules that repeat, and then in each trace of a loss,
+`flax.nnx.bridge` exposes the variables of a Linen module, but not its submodules. `linen.intercept_methods` intercepts
+calls of submodules: once without data, to find the submodules that repeat, and then in each trace of a loss,
 where a block is lifted (`flax.core.lift.pack`) to a pure function of (parameters, other variables and random keys,
 arrays).
 
@@ -59,7 +59,7 @@ class FromLinen:
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Return the NNX module that `flax.nnx.bridge` makes of the Linen module."""
         module = nnx.bridge.ToNNX(self.module, rngs=rngs)
-        zeros = [jnp.zeros(abstract.shape, abstract.dtype) for abstract in self.inputs]
+        zeros = [jnp.zeros(abstract_input.shape, abstract_input.dtype) for abstract_input in self.inputs]
         nnx.bridge.lazy_init(module, *zeros, **mode_arguments(self.module, is_training=False))
         return module
 
@@ -79,7 +79,7 @@ class FromLinen:
             >>> FromLinen(layers, (jax.ShapeDtypeStruct((1, 4), "float32"),)).block_paths
             ('layers_0', 'layers_1')
         """
-        signatures: dict[tuple[str, ...], Any] = {}
+        signature_by_path: dict[tuple[str, ...], Any] = {}
 
         def record(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             """Call a method of a submodule, and record the class and the parameters of a possible block."""
@@ -89,38 +89,38 @@ class FromLinen:
                 return output
             if len(get_module_scopes(module, args, kwargs)[0]) > 1:
                 return output
-            params = _named(module.variables.get("params", {}))
-            shapes = tuple((name, leaf.shape, str(leaf.dtype)) for name, leaf in params.items())
-            if shapes:
-                signatures[module.path] = (type(module), shapes)
+            params = _array_by_name(module.variables.get("params", {}))
+            param_signature = tuple((name, array.shape, str(array.dtype)) for name, array in params.items())
+            if param_signature:
+                signature_by_path[module.path] = (type(module), param_signature)
             return output
 
         def init(*arrays: Any) -> Any:
             with linen.intercept_methods(record):
-                keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-                return self.module.init(keys, *arrays, **mode_arguments(self.module, is_training=False))
+                key_by_stream = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+                return self.module.init(key_by_stream, *arrays, **mode_arguments(self.module, is_training=False))
 
         jax.eval_shape(init, *self.inputs)
         paths_by_group: dict[Any, list[tuple[str, ...]]] = defaultdict(list)
-        for path, (cls, _) in signatures.items():
+        for path, (cls, _) in signature_by_path.items():
             if re.search(r"\d$", path[-1]):
                 paths_by_group[(path[:-1], path[-1].rstrip("0123456789"), cls)].append(path)
         block_paths: list[tuple[str, ...]] = []
-        for (parent, _, _), paths in sorted(paths_by_group.items(), key=lambda group: len(group[0][0])):
-            is_in_block = any(parent[: len(block_path)] == block_path for block_path in block_paths)
-            if not is_in_block and len({signatures[path] for path in paths}) < len(paths):
+        for (parent_path, _, _), paths in sorted(paths_by_group.items(), key=lambda group: len(group[0][0])):
+            is_in_block = any(parent_path[: len(block_path)] == block_path for block_path in block_paths)
+            if not is_in_block and len({signature_by_path[path] for path in paths}) < len(paths):
                 block_paths += sorted(paths, key=lambda path: int(re.findall(r"\d+$", path[-1])[0]))
         return tuple(map("/".join, block_paths))
 
-    def members_of(self, blocks: str) -> tuple[str, ...]:
+    def list_member_paths(self, blocks: str) -> tuple[str, ...]:
         """Return the paths of the blocks whose paths are `blocks` and a number, such as "decoder/Block"."""
-        stems = defaultdict(list)
+        paths_by_stem = defaultdict(list)
         for path in self.block_paths:
-            stems[path.rstrip("0123456789").rstrip("_")].append(path)
-        name = blocks.replace(".", "/").rstrip("_")
-        if name not in stems:
-            raise unknown("list of blocks", blocks, stems)
-        return tuple(stems[name])
+            paths_by_stem[path.rstrip("0123456789").rstrip("_")].append(path)
+        stem = blocks.replace(".", "/").rstrip("_")
+        if stem not in paths_by_stem:
+            raise unknown("list of blocks", blocks, paths_by_stem)
+        return tuple(paths_by_stem[stem])
 
 
 def mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
@@ -134,15 +134,15 @@ def mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
 
 
 def unbox_params(module: nnx.Module) -> None:
-    """Take away Linen's boxes with axis names (`linen.Partitioned`), which would place parameters by themselves."""
+    """Remove Linen's boxes with axis names (`linen.Partitioned`), which would otherwise place the parameters."""
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if "linen_meta_type" in variable.get_metadata():
             variable.del_metadata("linen_meta_type")
 
 
 @contextlib.contextmanager
-def linen_blocks_wrapped(paths: Sequence[str], wrapper_of: Callable[[str], _Wrapper]) -> Iterator[set[str]]:
-    """Return a context in which traced calls of Linen submodules go through a wrapper; its value are the paths called.
+def wrap_linen_blocks(paths: Sequence[str], wrapper_of: Callable[[str], _Wrapper]) -> Iterator[set[str]]:
+    """Return a context in which traced calls of Linen submodules go through a wrapper; yield the called paths.
 
     Args:
         paths: paths of the submodules.
@@ -177,56 +177,57 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
         wrapper: function that returns the function to call instead of the pure function.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.Array) or hasattr(leaf, "__array_interface__") for leaf in leaves]
-    statics = [None if is_traced else leaf for leaf, is_traced in zip(leaves, is_array, strict=True)]
+    is_array_flags = [isinstance(leaf, jax.Array) or hasattr(leaf, "__array_interface__") for leaf in leaves]
+    static_leaves = [None if is_traced else leaf for leaf, is_traced in zip(leaves, is_array_flags, strict=True)]
 
-    def call(module: Any, arrays: Sequence[Any]) -> Any:
+    def call(bound_module: Any, arrays: Sequence[Any]) -> Any:
         """Call the module, with the arrays among its arguments."""
-        remaining = iter(arrays)
+        remaining_arrays = iter(arrays)
         new_leaves = [
-            next(remaining) if is_traced else static for static, is_traced in zip(statics, is_array, strict=True)
+            next(remaining_arrays) if is_traced else static_leaf
+            for static_leaf, is_traced in zip(static_leaves, is_array_flags, strict=True)
         ]
         new_args, new_kwargs = jax.tree.unflatten(treedef, new_leaves)
-        return module(*new_args, **new_kwargs)
+        return bound_module(*new_args, **new_kwargs)
 
-    def lifted(call_in_scope: Callable[..., Any], scopes: Any, arrays: Sequence[Any]) -> Any:
+    def call_through_wrapper(call_in_scope: Callable[..., Any], scopes: Any, arrays: Sequence[Any]) -> Any:
         """Run the function of a scope through the wrapper; `flax.core.lift` passes its variables and random keys."""
 
         def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, arrays: Any) -> Any:
             param_groups, other_groups = variable_groups
-            boxes = unfreeze(param_groups)
+            boxed_groups = unfreeze(param_groups)
 
             def block(params: Any, state: Any, arrays: Any) -> Any:
                 """Return the output of the block, and its new variables."""
-                other_groups, rng_groups = state
-                scopes = scope_fn((_refilled(boxes, params), other_groups), rng_groups)
-                return call_in_scope(scopes, arrays), repack_fn(scopes)
+                traced_other_groups, traced_rng_groups = state
+                packed_scopes = scope_fn((_refill_boxes(boxed_groups, params), traced_other_groups), traced_rng_groups)
+                return call_in_scope(packed_scopes, arrays), repack_fn(packed_scopes)
 
             (param_group,) = param_groups
-            params = _named(param_group.get("params", {}))
+            params = _array_by_name(param_group.get("params", {}))
             return wrapper(block)(params, (other_groups, rng_groups), arrays)
 
         return lift.pack(run, ("params", True), (True,), (True,), name="block")(scopes, arrays)
 
-    arrays = [leaf for leaf, is_traced in zip(leaves, is_array, strict=True) if is_traced]
-    return lift_direct_transform(lifted, (call,), module, arrays)
+    arrays = [leaf for leaf, is_traced in zip(leaves, is_array_flags, strict=True) if is_traced]
+    return lift_direct_transform(call_through_wrapper, (call,), module, arrays)
 
 
-def _named(params: Any) -> dict[str, Any]:
-    """Return the arrays of nested parameters by name, sorted; an array in a box (`linen.Partitioned`) without it."""
-    pairs = jax.tree_util.tree_leaves_with_path(unfreeze(params), is_leaf=_is_box)
-    return dict(sorted((path_name(path), jax.tree.leaves(leaf)[0]) for path, leaf in pairs))
+def _array_by_name(params: Any) -> dict[str, Any]:
+    """Return the arrays of nested parameters by name, sorted, and taken out of their boxes (`linen.Partitioned`)."""
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(unfreeze(params), is_leaf=_is_box)
+    return dict(sorted((path_name(path), jax.tree.leaves(leaf)[0]) for path, leaf in paths_and_leaves))
 
 
-def _refilled(boxes: Any, params: Mapping[str, Any]) -> Any:
-    """Return groups of variables like `boxes`, with the parameters' arrays by name in the only scope."""
-    (group,) = boxes
+def _refill_boxes(boxed_groups: Any, params: Mapping[str, Any]) -> Any:
+    """Return `boxed_groups`, which has one group of variables, with its parameters replaced by `params`."""
+    (group,) = boxed_groups
 
     def refill(path: Any, leaf: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(leaf), [params[path_name(path)]])
 
-    filled = jax.tree_util.tree_map_with_path(refill, group.get("params", {}), is_leaf=_is_box)
-    return ({**group, "params": filled},) if "params" in group else (group,)
+    filled_params = jax.tree_util.tree_map_with_path(refill, group.get("params", {}), is_leaf=_is_box)
+    return ({**group, "params": filled_params},) if "params" in group else (group,)
 
 
 def _is_box(node: Any) -> bool:

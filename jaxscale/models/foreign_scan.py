@@ -31,7 +31,7 @@ _CASTS = frozenset({"convert_element_type", "copy", "reduce_precision"})
 """Operations on stacked parameters that may come before the scan, because they are the same for each row."""
 
 
-def scanned_params(program: Any, names: Sequence[str]) -> tuple[str, ...]:
+def scanned_param_names(program: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the parameters that a scan of a program reads row by row.
 
     Args:

@@ -12,7 +12,7 @@ from flax import linen, nnx
 from jaxscale import Experiment, Optimizer, build
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
-from jaxscale.models.classify import correct_targets, cross_entropy
+from jaxscale.models.classify import correct_indicators, cross_entropy
 from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
 from jaxscale.state.pure_model import PureModel
 from tests.models.foreign_nets import LinenNet, Net, assert_close, data, numbers, pure, rngs, sgd_step
@@ -271,7 +271,7 @@ def test_labels_of_an_unsigned_type_are_those_of_a_signed_one():
     losses = cross_entropy(logits, jnp.asarray(labels))
     np.testing.assert_array_equal(losses, cross_entropy(logits, jnp.asarray(labels.astype(np.int32))))
     assert losses[3] == 0
-    assert correct_targets(logits, jnp.asarray(labels)).shape == (4,)
+    assert correct_indicators(logits, jnp.asarray(labels)).shape == (4,)
 
 
 def test_a_language_model_is_scored_per_token():

@@ -12,7 +12,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.models.foreign import ForeignModel, classification, linen_model
-from jaxscale.models.foreign_blocks import repeated_blocks
+from jaxscale.models.foreign_blocks import repeated_block_paths
 from tests.models.foreign_nets import Block, LinenNet, Net, assert_close, data, numbers, pure, rngs
 
 
@@ -87,7 +87,7 @@ def test_remat_per_block_keeps_block_inputs_alone_and_recomputes_each_block_once
 def test_linen_is_one_block():
     model = linen_model(LinenNet(rate=0.5), np.ones((1, 4), np.float32), score=classification())
     params, rest, f = pure(model)
-    assert repeated_blocks(model.build(rngs())) == ()
+    assert repeated_block_paths(model.build(rngs())) == ()
     batch, key = data(), jax.random.key(3)
     (loss, after), grads = value_and_grad(f, params, rest, batch, key)
     with rematerialized():
@@ -175,10 +175,10 @@ def test_which_submodules_repeat():
         def __init__(self, rngs):
             self.layers = nnx.List([Net(rngs, depth=2) for _ in range(2)])
 
-    assert repeated_blocks(Numbered(rngs())) == ("block0", "block1", "block10")
-    assert repeated_blocks(Stages(rngs())) == tuple(f"stages/{i}/{j}" for i in range(2) for j in range(3))
-    assert repeated_blocks(Sequences(rngs())) == ("body/layers/0", "body/layers/1", "body/layers/2")
-    assert repeated_blocks(Nested(rngs())) == ("layers/0", "layers/1")
+    assert repeated_block_paths(Numbered(rngs())) == ("block0", "block1", "block10")
+    assert repeated_block_paths(Stages(rngs())) == tuple(f"stages/{i}/{j}" for i in range(2) for j in range(3))
+    assert repeated_block_paths(Sequences(rngs())) == ("body/layers/0", "body/layers/1", "body/layers/2")
+    assert repeated_block_paths(Nested(rngs())) == ("layers/0", "layers/1")
 
 
 class Silent(Net):
