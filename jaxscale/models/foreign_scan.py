@@ -3,7 +3,7 @@
 The parameters of such blocks are stacked along a first dim, and the module's program has one `scan` that reads them row
 by row. The body of this scan is the block. The program is traced, and run with `LayerGroup` in place of the scan, so
 that a plan treats the blocks like those of `layers.Stack`: it recomputes, offloads and unrolls them, and divides them
-into the stages of a pipeline. A checkpoint of the user's inside of the body stays there.
+into the stages of a pipeline. A `jax.checkpoint` that the user put inside the body stays there.
 
 Left out: a scan inside of another loop, of a branch or of a checkpoint, one in reverse order, and stacked parameters
 that an operation other than a cast reads before the scan, as for a stack along another dim than the first.
@@ -28,41 +28,41 @@ from jaxscale.programs.inline import INLINED_CALLS
 from jaxscale.programs.walk import open_jaxpr
 
 _CASTS = frozenset({"convert_element_type", "copy", "reduce_precision"})
-"""Operations on stacked parameters that may come before the scan, because they are the same for each row."""
+"""Operations that may read stacked parameters before the scan, because they act on each row alike."""
 
 
-def scanned_param_names(program: Any, names: Sequence[str]) -> tuple[str, ...]:
+def scanned_param_names(program: Any, param_names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the parameters that a scan of a program reads row by row.
 
     Args:
         program: the program, a closed jaxpr.
-        names: names of the parameters, which are the first inputs of the program.
+        param_names: names of the parameters, which are the first inputs of the program.
     """
     scanned_names: set[str] = set()
 
     def walk(jaxpr: Any, name_by_var: Mapping[Any, str]) -> None:
-        names_here = dict(name_by_var)
+        name_by_atom = dict(name_by_var)
         for eqn in jaxpr.eqns:
             name_by_index = {
-                index: names_here[atom]
+                index: name_by_atom[atom]
                 for index, atom in enumerate(eqn.invars)
-                if not _is_literal(atom) and atom in names_here
+                if not _is_literal(atom) and atom in name_by_atom
             }
             if eqn.primitive.name in _CASTS and name_by_index:
-                names_here[eqn.outvars[0]] = name_by_index[0]
+                name_by_atom[eqn.outvars[0]] = name_by_index[0]
             elif eqn.primitive.name in INLINED_CALLS:
-                inner = open_jaxpr(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
-                walk(inner, {inner.invars[index]: name for index, name in name_by_index.items()})
+                inner_jaxpr = open_jaxpr(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+                walk(inner_jaxpr, {inner_jaxpr.invars[index]: name for index, name in name_by_index.items()})
             elif _is_block_scan(eqn):
-                first_row_input = sum(scan_counts(eqn.params))
-                scanned_names.update(name for index, name in name_by_index.items() if index >= first_row_input)
+                first_row_index = sum(scan_counts(eqn.params))
+                scanned_names.update(name for index, name in name_by_index.items() if index >= first_row_index)
 
-    walk(program.jaxpr, dict(zip(program.jaxpr.invars, names, strict=False)))
+    walk(program.jaxpr, dict(zip(program.jaxpr.invars, param_names, strict=False)))
     return tuple(sorted(scanned_names))
 
 
 def needs_scan() -> bool:
-    """Return whether the current plan treats blocks, so that a scan over them is run by the plan."""
+    """Return whether the current plan treats blocks, so that it must run the scan over them."""
     treatment = dataclasses.replace(blocks.treatment(), is_held_back=False)
     return blocks.stage_view() is not None or treatment != blocks.Treatment()
 
@@ -81,24 +81,31 @@ def run_scanned(forward: Callable[..., Any], module: nnx.Module, batch: Any, nam
         UserError: in a pipeline, something other than a single scan reads the stacked parameters.
     """
 
-    def divide(forward: PureBlock) -> PureBlock:
+    def divide(pure_forward: PureBlock) -> PureBlock:
         def run(params: Any, state: Any, arrays: Any) -> Any:
-            variables = [("/".join(map(str, path[1:])), variable) for path, variable in nnx.to_flat_state(params)]
-            whole_params = nnx.from_flat_state({path: _whole(variable) for path, variable in nnx.to_flat_state(params)})
-            program, shapes = jax.make_jaxpr(forward, return_shape=True)(whole_params, state, arrays)
-            output_shapes, state_shapes = shapes
-            output_count = len(jax.tree.leaves(output_shapes))
+            names_and_variables = [
+                ("/".join(map(str, path[1:])), variable) for path, variable in nnx.to_flat_state(params)
+            ]
+            whole_params = nnx.from_flat_state(
+                {path: _with_whole_shape(variable) for path, variable in nnx.to_flat_state(params)}
+            )
+            program, abstract_results = jax.make_jaxpr(pure_forward, return_shape=True)(whole_params, state, arrays)
+            abstract_output, abstract_state = abstract_results
+            output_count = len(jax.tree.leaves(abstract_output))
             is_staged = blocks.stage_view() is not None
-            used_results = [not is_staged or index < output_count for index in range(len(program.jaxpr.outvars))]
-            program, used_inputs = prune(program, used_results)
-            inputs = [_Rows(name, variable.get_value()) if name in names else variable for name, variable in variables]
-            inputs = [value if isinstance(value, _Rows) else value.get_value() for value in inputs]
+            is_result_used = [not is_staged or index < output_count for index in range(len(program.jaxpr.outvars))]
+            program, is_input_used = prune(program, is_result_used)
+            rows_or_variables = [
+                _Rows(name, variable.get_value()) if name in names else variable
+                for name, variable in names_and_variables
+            ]
+            inputs = [each if isinstance(each, _Rows) else each.get_value() for each in rows_or_variables]
             inputs += jax.tree.leaves((state, arrays))
-            used_values = [value for value, is_used in zip(inputs, used_inputs, strict=True) if is_used]
+            used_inputs = [value for value, is_used in zip(inputs, is_input_used, strict=True) if is_used]
             stage_scan = _StageScan(names) if is_staged else None
-            results = _run_program(program.jaxpr, [*program.consts, *used_values], stage_scan)
-            new_state = state if is_staged else jax.tree.unflatten(_structure(state_shapes), results[output_count:])
-            return jax.tree.unflatten(_structure(output_shapes), results[:output_count]), new_state
+            results = _run_program(program.jaxpr, [*program.consts, *used_inputs], stage_scan)
+            new_state = state if is_staged else jax.tree.unflatten(_structure(abstract_state), results[output_count:])
+            return jax.tree.unflatten(_structure(abstract_output), results[:output_count]), new_state
 
         return run
 
@@ -133,8 +140,8 @@ class _StageScan:
     is_run: bool = False
 
 
-def _whole(variable: Any) -> Any:
-    """Return a parameter in the shape that it has in the user's module: with all layers, and not only one shard."""
+def _with_whole_shape(variable: Any) -> Any:
+    """Return a parameter with the shape that it has in the user's module: with all layers, not only one stage's."""
     shape = variable.get_metadata().get(STACK_SHAPE)
     if shape is None:
         return variable
@@ -149,30 +156,30 @@ def _run_program(jaxpr: Any, inputs: Sequence[Any], stage_scan: _StageScan | Non
     Args:
         jaxpr: an open jaxpr.
         inputs: a value, or `_Rows`, for each constant of the jaxpr, and then for each of its arguments.
-        stage_scan: what a pipeline requires of the program; `None` without a pipeline.
+        stage_scan: the scan that a pipeline requires of the program; `None` without a pipeline.
     """
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    value_by_var: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     read_atoms = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
 
     def value_of(atom: Any) -> Any:
-        return jnp.asarray(atom.val, atom.aval.dtype) if _is_literal(atom) else values[atom]
+        return jnp.asarray(atom.val, atom.aval.dtype) if _is_literal(atom) else value_by_var[atom]
 
     for eqn in jaxpr.eqns:
         operands = [value_of(atom) for atom in eqn.invars]
-        is_row = [isinstance(operand, _Rows) for operand in operands]
-        if not any(is_row):
+        is_row_flags = [isinstance(operand, _Rows) for operand in operands]
+        if not any(is_row_flags):
             results = rebind(eqn, operands)
         elif eqn.primitive.name in _CASTS:
             results = [dataclasses.replace(operands[0], casts=(*operands[0].casts, eqn))]
         elif eqn.primitive.name in INLINED_CALLS:
-            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-            inner_consts = getattr(inner, "consts", ())
-            results = _run_program(open_jaxpr(inner), [*inner_consts, *operands], stage_scan)
-        elif _is_block_scan(eqn) and not any(is_row[: sum(scan_counts(eqn.params))]):
+            inner_program = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+            inner_consts = getattr(inner_program, "consts", ())
+            results = _run_program(open_jaxpr(inner_program), [*inner_consts, *operands], stage_scan)
+        elif _is_block_scan(eqn) and not any(is_row_flags[: sum(scan_counts(eqn.params))]):
             if stage_scan is not None:
-                first_output = scan_counts(eqn.params)[1]
+                first_output_index = scan_counts(eqn.params)[1]
                 _check_stage_scan(
-                    eqn, stage_scan, operands, any(id(var) in read_atoms for var in eqn.outvars[first_output:])
+                    eqn, stage_scan, operands, any(id(var) in read_atoms for var in eqn.outvars[first_output_index:])
                 )
             results = _run_scan(eqn, operands, is_staged=stage_scan is not None)
         else:
@@ -186,16 +193,16 @@ def _run_program(jaxpr: Any, inputs: Sequence[Any], stage_scan: _StageScan | Non
             results = rebind(
                 eqn, [_cast_rows(operand) if isinstance(operand, _Rows) else operand for operand in operands]
             )
-        values.update(zip(eqn.outvars, results, strict=True))
+        value_by_var.update(zip(eqn.outvars, results, strict=True))
     return [_cast_rows(value) if isinstance(value, _Rows) else value for value in map(value_of, jaxpr.outvars)]
 
 
-def _cast_rows(stacked: _Rows) -> Any:
+def _cast_rows(param_rows: _Rows) -> Any:
     """Return all rows of a parameter, after the casts."""
-    value = stacked.rows
-    for eqn in stacked.casts:
-        (value,) = rebind(eqn, [value])
-    return value
+    cast_rows = param_rows.rows
+    for cast_eqn in param_rows.casts:
+        (cast_rows,) = rebind(cast_eqn, [cast_rows])
+    return cast_rows
 
 
 def _run_scan(eqn: Any, operands: Sequence[Any], *, is_staged: bool) -> list[Any]:
@@ -207,45 +214,49 @@ def _run_scan(eqn: Any, operands: Sequence[Any], *, is_staged: bool) -> list[Any
         is_staged: whether a stage of a pipeline runs the blocks.
     """
     const_count, carry_count = scan_counts(eqn.params)
-    first_row_input = const_count + carry_count
+    first_row_index = const_count + carry_count
     consts, x, row_inputs = (
         operands[:const_count],
-        list(operands[const_count:first_row_input]),
-        operands[first_row_input:],
+        list(operands[const_count:first_row_index]),
+        operands[first_row_index:],
     )
-    stacks = {str(index): value for index, value in enumerate(row_inputs) if isinstance(value, _Rows)}
-    params = {stack.name: stack.rows for stack in stacks.values()}
-    others = {str(index): value for index, value in enumerate(row_inputs) if not isinstance(value, _Rows)}
+    rows_by_index = {
+        str(index): row_input for index, row_input in enumerate(row_inputs) if isinstance(row_input, _Rows)
+    }
+    params = {param_rows.name: param_rows.rows for param_rows in rows_by_index.values()}
+    other_rows_by_index = {
+        str(index): row_input for index, row_input in enumerate(row_inputs) if not isinstance(row_input, _Rows)
+    }
     run_body = jaxpr_as_fun(eqn.params["jaxpr"])
 
-    def block(params: Any, state: Any, x: Any, index: Any, others: Any) -> Any:
+    def block(row_by_name: Any, state: Any, x: Any, index: Any, layer_row_by_index: Any) -> Any:
         """Run the body of the scan for one layer."""
-        rows = []
+        layer_rows = []
         for position in range(len(row_inputs)):
-            stack = stacks.get(str(position))
-            row = others[str(position)] if stack is None else params[stack.name]
-            for cast in () if stack is None else stack.casts:
-                (row,) = rebind(cast, [row])
-            rows.append(row)
-        results = run_body(*consts, *x, *rows)
+            param_rows = rows_by_index.get(str(position))
+            layer_row = layer_row_by_index[str(position)] if param_rows is None else row_by_name[param_rows.name]
+            for cast_eqn in () if param_rows is None else param_rows.casts:
+                (layer_row,) = rebind(cast_eqn, [layer_row])
+            layer_rows.append(layer_row)
+        results = run_body(*consts, *x, *layer_rows)
         outputs = None if is_staged else results[carry_count:]
         return list(results[:carry_count]), (state, outputs)
 
     view = blocks.stage_view()
     if is_staged:
         assert view is not None
-        # the rows of parameters are those of the stage, and the other rows those of all layers
-        stage_others = jax.tree.map(lambda leaf: leaf[jnp.maximum(view.layer_numbers, 0)], others)
-        run_stage = stage_runner(view, [block], (params, {}, view.layer_numbers, stage_others))
+        # this device has the stage's rows of the parameters, but the rows of all layers of the other inputs
+        stage_rows_by_index = jax.tree.map(lambda leaf: leaf[jnp.maximum(view.layer_numbers, 0)], other_rows_by_index)
+        run_stage = stage_runner(view, [block], (params, {}, view.layer_numbers, stage_rows_by_index))
         return [*view.run_stage(run_stage, x), *(None,) * (len(eqn.outvars) - carry_count)]
     layer_count = eqn.params["length"]
-    layer_inputs = (params, {}, jnp.arange(layer_count, dtype=jnp.int32), others)
+    layer_inputs = (params, {}, jnp.arange(layer_count, dtype=jnp.int32), other_rows_by_index)
     x, (_, outputs) = run_layers(block, layer_inputs, x, layer_count)
     return [*x, *outputs]
 
 
 def run_layers(block: BlockFunction, inputs: Any, x: Any, layer_count: int) -> tuple[Any, Any]:
-    """Run alike blocks under the current plan; return the last `x`, and the stacked results of all blocks.
+    """Run blocks of one structure under the current plan; return the last `x`, and the stacked results of all blocks.
 
     Args:
         block: function of one layer, called as `LayerGroup` calls it.
@@ -261,8 +272,8 @@ def run_layers(block: BlockFunction, inputs: Any, x: Any, layer_count: int) -> t
         if treatment.sequence is not None:
             calls += group.calls(range_inputs, stop - start)
         else:
-            x, results = group.scan_layers(x, range_inputs, stop - start)
-            stacked_results.append(results)
+            x, range_results = group.scan_layers(x, range_inputs, stop - start)
+            stacked_results.append(range_results)
     if treatment.sequence is not None:
         x, layer_results = blocks.run(calls, x)
         stacked_results.append(restack(layer_results))
@@ -270,13 +281,13 @@ def run_layers(block: BlockFunction, inputs: Any, x: Any, layer_count: int) -> t
 
 
 def _check_stage_scan(eqn: Any, stage_scan: _StageScan, operands: Sequence[Any], has_outputs: bool) -> None:
-    """Refuse a scan that cannot be cut into stages.
+    """Raise UserError if a scan cannot be cut into stages; otherwise mark the scan as run.
 
     Args:
         eqn: equation of the scan.
         stage_scan: what the pipeline requires of the program.
         operands: inputs of the scan, among which stacked parameters are `_Rows`.
-        has_outputs: whether something reads outputs of each layer.
+        has_outputs: whether the program reads outputs of each layer.
     """
     const_count, carry_count = scan_counts(eqn.params)
     names = [operand.name for operand in operands if isinstance(operand, _Rows)]
@@ -302,7 +313,7 @@ def _check_stage_scan(eqn: Any, stage_scan: _StageScan, operands: Sequence[Any],
 
 
 def _is_block_scan(eqn: Any) -> bool:
-    """Return whether an equation is a scan in order that passes something from each iteration to the next."""
+    """Return whether an equation is a forward scan, of at least two iterations, with a carry."""
     if eqn.primitive.name != "scan" or eqn.params["reverse"]:
         return False
     return eqn.params["length"] > 1 and scan_counts(eqn.params)[1] > 0

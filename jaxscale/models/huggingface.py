@@ -51,57 +51,59 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     Raises:
         UserError: a file is missing, the architecture is unknown, or a value is wrong or not supported.
     """
-    file = ConfigFile.open(Path(folder))
-    architectures = file.values.get("architectures") or []
+    config_file = ConfigFile.open(Path(folder))
+    architectures = config_file.values.get("architectures") or []
     if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
-        raise file.error("architectures", "a list of names of architectures")
+        raise config_file.error("architectures", "a list of names of architectures")
     families = [FAMILIES[name] for name in architectures if name in FAMILIES]
     if not architectures:
-        families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
+        families = [family for family in FAMILIES.values() if family.model_type == config_file.values.get("model_type")]
     if not families:
-        model_type = file.values.get("model_type", "(none)")
+        model_type = config_file.values.get("model_type", "(none)")
         architecture = str((list(architectures) or [model_type])[0])
-        # a folder of another type computes another function, so its name is no misspelling of ours
-        same_type = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+        # a model of another type computes another function, so its name is not a misspelling of ours
+        same_type_names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
         raise UserError(
-            f"{file.path}: unknown architecture {architecture!r}: expected one of {', '.join(sorted(FAMILIES))}"
-            f"{near_miss(architecture, same_type)}"
+            f"{config_file.path}: unknown architecture {architecture!r}: expected one of {', '.join(sorted(FAMILIES))}"
+            f"{near_miss(architecture, same_type_names)}"
         )
     family = families[0]
-    if file.values.get("quantization_config"):
-        raise UserError(f"{file.path}: quantization_config: quantized weights are not supported; save them dequantized")
+    if config_file.values.get("quantization_config"):
+        raise UserError(
+            f"{config_file.path}: quantization_config: quantized weights are not supported; save them dequantized"
+        )
     try:
-        return family, _read_model(family, file, settings)
+        return family, _read_model(family, config_file, settings)
     except UserError as error:
-        if str(file.path) in str(error):
+        if str(config_file.path) in str(error):
             raise
-        raise UserError(f"{file.path}: {error}") from error
+        raise UserError(f"{config_file.path}: {error}") from error
 
 
-def _read_model(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -> Any:
+def _read_model(family: Family, config_file: ConfigFile, settings: Mapping[str, Any]) -> Any:
     """Return the model value that a config.json describes, with its fields replaced by `settings`."""
-    fields: dict[str, Any] = dict(family.fixed_fields)
+    value_by_field: dict[str, Any] = dict(family.fixed_fields)
     for piece in family.pieces:
-        fields |= piece.read(file)
-    file.check_unread_keys()
+        value_by_field |= piece.read(config_file)
+    config_file.check_unread_keys()
     field_names = {field.name for field in dataclasses.fields(family.model_class)}
     for name, value in settings.items():
         if name in field_names:
-            fields[name] = value
+            value_by_field[name] = value
         elif value:
             raise UserError(f"{name}: got {value!r}, but {family.architecture} has no such field; leave it out")
-    return family.model_class(**fields)
+    return family.model_class(**value_by_field)
 
 
 def is_model_folder(folder: Any) -> bool:
-    """Return whether a path is a folder with a config.json of transformers, and no run."""
+    """Return whether a path is a folder with a config.json of transformers that is not the folder of a run."""
     if not isinstance(folder, str | os.PathLike) or "://" in os.fspath(folder):
         return False
     return is_regular(Path(folder) / "config.json") and not is_regular(Path(folder) / "experiment.json")
 
 
 def special_token_ids(folder: str | Path) -> dict[str, Any]:
-    """Return the ids of special tokens in a folder's config.json, which no field of a model has; nothing without one.
+    """Return the ids of special tokens in a folder's config.json, by key; `{}` if the folder is not a model folder.
 
     Example:
         >>> special_token_ids("no/such/folder")
@@ -109,8 +111,8 @@ def special_token_ids(folder: str | Path) -> dict[str, Any]:
     """
     if not is_model_folder(folder):
         return {}
-    values = ConfigFile.open(Path(folder)).values
-    return {name: values[name] for name in SPECIAL_IDS if values.get(name) is not None}
+    value_by_key = ConfigFile.open(Path(folder)).values
+    return {key: value_by_key[key] for key in SPECIAL_IDS if value_by_key.get(key) is not None}
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -164,9 +166,9 @@ def load_module(folder: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
         raise unknown("dtype", dtype, WRITABLE_DTYPES)
     family, model = read_config(folder)
     graphdef, abstract_state = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
-    leaf_by_path = flat_leaves(open_params(folder, family, model))
-    arrays = {path: jnp.asarray(np.asarray(leaf), WRITABLE_DTYPES[dtype]) for path, leaf in leaf_by_path}
-    nnx.replace_by_pure_dict(abstract_state, nested_dict(arrays))
+    paths_and_leaves = flat_leaves(open_params(folder, family, model))
+    array_by_path = {path: jnp.asarray(np.asarray(leaf), WRITABLE_DTYPES[dtype]) for path, leaf in paths_and_leaves}
+    nnx.replace_by_pure_dict(abstract_state, nested_dict(array_by_path))
     return model, nnx.merge(graphdef, abstract_state)
 
 
@@ -190,7 +192,7 @@ def save_module(
         token_ids: ids of special tokens for config.json, such as `{"eos_token_id": 2}`.
 
     Raises:
-        UserError: no known architecture can express the model, `module` is no module of it, or the folder already
+        UserError: no known architecture can express the model, `module` is not a module of it, or the folder already
             contains a model.
     """
     from flax import nnx
@@ -200,9 +202,13 @@ def save_module(
             f"save_module: got {type(module).__name__}, expected the module that model.build or load_module returned"
         )
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    own_shapes = _shapes(nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)))
-    if (shapes := _shapes(params)) != own_shapes:
-        names = sorted(name for name in {*shapes, *own_shapes} if shapes.get(name) != own_shapes.get(name))
+    expected_shapes = _shape_by_path(
+        nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param))
+    )
+    if (given_shapes := _shape_by_path(params)) != expected_shapes:
+        names = sorted(
+            name for name in {*given_shapes, *expected_shapes} if given_shapes.get(name) != expected_shapes.get(name)
+        )
         raise UserError(
             f"save_module: the module is not one of this {type(model).__name__}: {', '.join(names[:5])} differ; give "
             "the model value that built it"
@@ -210,27 +216,29 @@ def save_module(
     save(folder, model, params, dtype, tokenizer=tokenizer, token_ids=token_ids)
 
 
-def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shape_by_path(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by its path."""
     return {path: tuple(leaf.shape) for path, leaf in flat_leaves(params)}
 
 
-def _comparable_fields(model: Any) -> dict[str, Any]:
+def _comparable_values(model: Any) -> dict[str, Any]:
     """Return the fields of a model that determine its outputs, with implied values instead of `None`."""
-    fields = {
+    value_by_field = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
     }
-    implied_properties = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
-    fields |= {
-        name: getattr(model, property_name)
-        for name, property_name in implied_properties.items()
+    property_by_field = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
+    value_by_field |= {
+        field_name: getattr(model, property_name)
+        for field_name, property_name in property_by_field.items()
         if hasattr(model, property_name)
     }
-    if "windows" in fields:
-        window_pattern, layer_count = fields["windows"], fields["layers"]
-        fields["windows"] = tuple(window_pattern[layer % len(window_pattern)] for layer in range(layer_count))
-        fields["attention_scale"] = round(fields["attention_scale"] or fields["head_dim"] ** -0.5, 12)
-    return fields
+    if "windows" in value_by_field:
+        window_pattern, layer_count = value_by_field["windows"], value_by_field["layers"]
+        value_by_field["windows"] = tuple(window_pattern[layer % len(window_pattern)] for layer in range(layer_count))
+        value_by_field["attention_scale"] = round(
+            value_by_field["attention_scale"] or value_by_field["head_dim"] ** -0.5, 12
+        )
+    return value_by_field
 
 
 def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
@@ -240,7 +248,7 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
         UserError: no family can express this model; the message names the nearest family and the fields that this
             family lacks.
     """
-    lacking_fields: dict[str, list[str]] = {}
+    lacking_fields_by_architecture: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         if not isinstance(model, family.model_class):
             continue
@@ -248,28 +256,33 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
         config |= dict.fromkeys(SPECIAL_IDS)  # otherwise transformers sets its own
         for piece in family.pieces:
             config |= piece.write(model)
-        model_fields = _comparable_fields(model)
+        model_values = _comparable_values(model)
         try:
             config_model = _read_model(family, ConfigFile(Path("config.json"), config), {})
         except UserError:
             continue
-        config_fields = _comparable_fields(config_model)
-        lacking_fields[family.architecture] = [
+        config_values = _comparable_values(config_model)
+        lacking_fields_by_architecture[family.architecture] = [
             name
-            for name in model_fields
-            if config_fields[name] != model_fields[name]
-            and config_fields[name] != family.zero_fields.get(name, model_fields[name])
+            for name in model_values
+            if config_values[name] != model_values[name]
+            and config_values[name] != family.zero_fields.get(name, model_values[name])
         ]
-        if not lacking_fields[family.architecture]:
+        if not lacking_fields_by_architecture[family.architecture]:
             return family, config, config_model
-    if not lacking_fields:
+    if not lacking_fields_by_architecture:
         raise UserError(
             f"model: got {type(model).__name__}, expected a model of one of these architectures: {', '.join(FAMILIES)}"
         )
-    nearest = min(lacking_fields, key=lambda name: len(lacking_fields[name]))
-    lacking_text = ", ".join(f"{name}={getattr(model, name)!r}" for name in lacking_fields[nearest])
+    nearest_architecture = min(
+        lacking_fields_by_architecture, key=lambda name: len(lacking_fields_by_architecture[name])
+    )
+    lacking_text = ", ".join(
+        f"{name}={getattr(model, name)!r}" for name in lacking_fields_by_architecture[nearest_architecture]
+    )
     raise UserError(
-        f"no known architecture of transformers fits this model; the nearest, {nearest}, lacks {lacking_text}"
+        f"no known architecture of transformers fits this model; the nearest, {nearest_architecture}, lacks "
+        f"{lacking_text}"
     )
 
 
@@ -345,7 +358,7 @@ class Pretrained:
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "folder", os.path.abspath(os.path.expanduser(self.folder)))
-        _ = self.model  # refuses an invalid config.json
+        _ = self.model  # raises if config.json is invalid
 
     @functools.cached_property
     def _family_and_model(self) -> tuple[Family, Any]:
@@ -358,7 +371,7 @@ class Pretrained:
         return self._family_and_model[1]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in self.__dataclass_fields__:  # the instance may have no fields yet
+        if name.startswith("_") or name in self.__dataclass_fields__:  # the instance may not have its fields yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.model, name)
 
@@ -372,7 +385,7 @@ class Pretrained:
         return open_params(self.folder, family, model)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the logical sizes of the wrapped model."""
+        """Return the size of each logical axis of the wrapped model."""
         return self.model.logical_sizes()
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:

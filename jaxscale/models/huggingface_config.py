@@ -2,8 +2,8 @@
 
 A `ConfigPiece` reads and writes some keys; a family (`huggingface_families.py`) is a list of these pieces. `theirs` is
 a name in transformers, and `ours` is a name in jaxscale. A key that no piece reads may change the mathematics, so the
-key is rejected by name, unless its value is empty or the key is in `HARMLESS`; false and 0 are values like others,
-except for the keys in `HARMLESS_IF_OFF`.
+key is rejected by name, unless its value is empty or the key is in `HARMLESS`. The values false and 0
+count as empty only for the keys in `HARMLESS_IF_OFF`.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ HARMLESS_IF_OFF = frozenset(
         *("embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout", "layerdrop"),
     )
 )
-"""Keys that do not affect the outputs of the network where their value is false or 0."""
+"""Keys that do not affect the outputs of the network if their value is false or 0."""
 
 ROPE_KEYS = {
     "factor": "factor",
@@ -131,7 +131,7 @@ class ConfigFile:
         return kind(value)
 
     def check_unread_keys(self) -> None:
-        """Raise UserError if a key was read by no piece, its value is not empty, and the key is not harmless."""
+        """Raise UserError if the value of a key that no piece has read is not empty, and the key is not harmless."""
         for key, value in self.values.items():
             is_off = value in (False, 0) and key in HARMLESS_IF_OFF
             is_harmless = is_off or key in self.read_keys | HARMLESS or value in (None, "", [], {})
@@ -151,7 +151,7 @@ class ConfigPiece(Protocol):
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Return their keys and values for a model. If these cannot express the model, `read` returns other fields."""
+        """Return their keys and values for a model. If they cannot express it, `read` returns other field values."""
         ...
 
 
@@ -187,7 +187,7 @@ class ConfigKey:
 
 @dataclasses.dataclass(frozen=True)
 class RestrictedKey:
-    """A key that determines no field, and must have one of the supported `values`; the first is the default."""
+    """A key that does not determine a field. It must have one of the supported `values`; the first is the default."""
 
     theirs: str
     values: tuple[Any, ...]
@@ -262,16 +262,16 @@ class Rope:
         if rope_type == "default":
             rope_settings.pop("factor", None)
         expected_keys = set(ROPE_KEYS) if rope_type == "llama3" else set()
-        base_and_settings = [rope_base, *rope_settings.values()]
+        rope_numbers = [rope_base, *rope_settings.values()]
         if not all(
-            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_INT64
-            for value in base_and_settings
+            isinstance(number, int | float) and not isinstance(number, bool) and abs(number) <= MAX_INT64
+            for number in rope_numbers
         ):
             raise file.error(source_key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
         if set(rope_settings) != expected_keys:
-            key_list = ", ".join(sorted(expected_keys)) or "(none)"
-            raise file.error(source_key, f"the keys {key_list} for rope_type {rope_type}, got {sorted(rope_settings)}")
-        llama3_fields = {ROPE_KEYS[name]: value for name, value in rope_settings.items()}
+            key_text = ", ".join(sorted(expected_keys)) or "(none)"
+            raise file.error(source_key, f"the keys {key_text} for rope_type {rope_type}, got {sorted(rope_settings)}")
+        llama3_fields = {ROPE_KEYS[key]: number for key, number in rope_settings.items()}
         llama3_scaling = Llama3Scaling(**llama3_fields) if rope_settings else None
         return {"rotary_base": float(rope_base), "rotary_scaling": llama3_scaling}
 
@@ -351,8 +351,14 @@ def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
         >>> shortest_pattern((6, None, 6, None)), shortest_pattern((None, None, 4))
         ((6, None), (None, None, 4))
     """
-    lengths = (length for length in range(1, len(values) + 1) if len(values) % length == 0)
-    return next(values[:length] for length in lengths if values[:length] * (len(values) // length) == values)
+    pattern_lengths = (
+        pattern_length for pattern_length in range(1, len(values) + 1) if len(values) % pattern_length == 0
+    )
+    return next(
+        values[:pattern_length]
+        for pattern_length in pattern_lengths
+        if values[:pattern_length] * (len(values) // pattern_length) == values
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Family:
         rules: rules for the tensors. A rule does not apply to a model that lacks its parameters (a bias, a head).
         fixed_fields: our fields that this architecture fixes to values other than the defaults.
         prefix: start of most tensor names, absent in files that were saved from the model without its head.
-        ignored_endings: endings of the names of tensors that hold no parameter.
+        ignored_endings: endings of the names of tensors that are not parameters.
         source_of_copy: for each tensor that may be a copy of another tensor (a tied head), the name of that tensor.
         zero_fields: values of our fields that `save` may set, because these values add only zeros (biases of zero).
     """
@@ -73,7 +73,7 @@ class Family:
     zero_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
+def _weight_and_bias_rules(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
     """Return the rules for the weight and the bias of a norm or of GPT-2's Conv1D, whose weight has dims (in, out)."""
     return (
         TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours), order),
@@ -81,23 +81,23 @@ def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = No
     )
 
 
-def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
+def _linear_rules(theirs: str, ours: str) -> tuple[TensorRule, ...]:
     """Return the rules for a torch Linear: a weight (out, in) and a bias."""
-    return _weight_and_bias(theirs, ours, order=(1, 0))
+    return _weight_and_bias_rules(theirs, ours, order=(1, 0))
 
 
 _LLAMA_LAYER = "model.layers.{layer}."
 _LLAMA_RULES = (
     TensorRule("model.embed_tokens.weight", ("embedding.weight",)),
-    *_linear(_LLAMA_LAYER + "self_attn.q_proj", "blocks.layers.attention.q"),
-    *_linear(_LLAMA_LAYER + "self_attn.k_proj", "blocks.layers.attention.k"),
-    *_linear(_LLAMA_LAYER + "self_attn.v_proj", "blocks.layers.attention.v"),
-    *_linear(_LLAMA_LAYER + "self_attn.o_proj", "blocks.layers.attention.out"),
-    *_linear(_LLAMA_LAYER + "mlp.gate_proj", "blocks.layers.mlp.gate"),
-    *_linear(_LLAMA_LAYER + "mlp.up_proj", "blocks.layers.mlp.up"),
-    *_linear(_LLAMA_LAYER + "mlp.down_proj", "blocks.layers.mlp.down"),
-    *_weight_and_bias(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
-    *_weight_and_bias("model.norm", "norm"),
+    *_linear_rules(_LLAMA_LAYER + "self_attn.q_proj", "blocks.layers.attention.q"),
+    *_linear_rules(_LLAMA_LAYER + "self_attn.k_proj", "blocks.layers.attention.k"),
+    *_linear_rules(_LLAMA_LAYER + "self_attn.v_proj", "blocks.layers.attention.v"),
+    *_linear_rules(_LLAMA_LAYER + "self_attn.o_proj", "blocks.layers.attention.out"),
+    *_linear_rules(_LLAMA_LAYER + "mlp.gate_proj", "blocks.layers.mlp.gate"),
+    *_linear_rules(_LLAMA_LAYER + "mlp.up_proj", "blocks.layers.mlp.up"),
+    *_linear_rules(_LLAMA_LAYER + "mlp.down_proj", "blocks.layers.mlp.down"),
+    *_weight_and_bias_rules(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
+    *_weight_and_bias_rules("model.norm", "norm"),
     TensorRule("lm_head.weight", ("head.weight",)),
 )
 _SHARED_KEYS = (
@@ -129,7 +129,7 @@ LLAMA = Family(
         Activation("hidden_act", is_gated=True),
         RestrictedKey("pretraining_tp", (1,)),
     ),
-    rules=(*_LLAMA_RULES, *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
+    rules=(*_LLAMA_RULES, *_weight_and_bias_rules(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
     prefix="model.",
     ignored_endings=("rotary_emb.inv_freq",),
     source_of_copy={"lm_head.weight": "model.embed_tokens.weight"},
@@ -182,9 +182,9 @@ QWEN3 = dataclasses.replace(
     ),
     rules=(
         *_LLAMA_RULES,
-        *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
-        *_weight_and_bias(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
-        *_weight_and_bias(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
+        *_weight_and_bias_rules(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
+        *_weight_and_bias_rules(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
+        *_weight_and_bias_rules(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
     ),
 )
 
@@ -208,9 +208,9 @@ GEMMA2 = dataclasses.replace(
     ),
     rules=(
         *_LLAMA_RULES,
-        *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
-        *_weight_and_bias(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
-        *_weight_and_bias(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
+        *_weight_and_bias_rules(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
+        *_weight_and_bias_rules(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
+        *_weight_and_bias_rules(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
     ),
 )
 
@@ -240,13 +240,13 @@ GPT2 = Family(
     rules=(
         TensorRule("transformer.wte.weight", ("embedding.weight",)),
         TensorRule("transformer.wpe.weight", ("positions.weight",)),
-        *_weight_and_bias(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
-        *_weight_and_bias(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
-        *_weight_and_bias(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
-        *_weight_and_bias(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
-        *_weight_and_bias(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
-        *_weight_and_bias(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
-        *_weight_and_bias("transformer.ln_f", "norm"),
+        *_weight_and_bias_rules(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
+        *_weight_and_bias_rules(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
+        *_weight_and_bias_rules(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
+        *_weight_and_bias_rules(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
+        *_weight_and_bias_rules(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
+        *_weight_and_bias_rules(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
+        *_weight_and_bias_rules("transformer.ln_f", "norm"),
         TensorRule("lm_head.weight", ("head.weight",)),
     ),
     prefix="transformer.",
@@ -286,16 +286,16 @@ VIT = Family(
             shape=("patch", "patch", "channels", "embed"),
         ),
         TensorRule("vit.embeddings.patch_embeddings.projection.bias", ("patches.bias",)),
-        *_weight_and_bias(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
-        *_linear(_VIT_LAYER + "attention.attention.query", "blocks.layers.attention.q"),
-        *_linear(_VIT_LAYER + "attention.attention.key", "blocks.layers.attention.k"),
-        *_linear(_VIT_LAYER + "attention.attention.value", "blocks.layers.attention.v"),
-        *_linear(_VIT_LAYER + "attention.output.dense", "blocks.layers.attention.out"),
-        *_weight_and_bias(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
-        *_linear(_VIT_LAYER + "intermediate.dense", "blocks.layers.mlp.up"),
-        *_linear(_VIT_LAYER + "output.dense", "blocks.layers.mlp.down"),
-        *_weight_and_bias("vit.layernorm", "norm"),
-        *_linear("classifier", "head"),
+        *_weight_and_bias_rules(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
+        *_linear_rules(_VIT_LAYER + "attention.attention.query", "blocks.layers.attention.q"),
+        *_linear_rules(_VIT_LAYER + "attention.attention.key", "blocks.layers.attention.k"),
+        *_linear_rules(_VIT_LAYER + "attention.attention.value", "blocks.layers.attention.v"),
+        *_linear_rules(_VIT_LAYER + "attention.output.dense", "blocks.layers.attention.out"),
+        *_weight_and_bias_rules(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
+        *_linear_rules(_VIT_LAYER + "intermediate.dense", "blocks.layers.mlp.up"),
+        *_linear_rules(_VIT_LAYER + "output.dense", "blocks.layers.mlp.down"),
+        *_weight_and_bias_rules("vit.layernorm", "norm"),
+        *_linear_rules("classifier", "head"),
     ),
     prefix="vit.",
 )

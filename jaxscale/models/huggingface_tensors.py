@@ -84,7 +84,7 @@ def flat_leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def nested_dict(leaf_by_path: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested dict of the leaves, which are given by path: the inverse of `flat_leaves`."""
+    """Return a nested dict of the leaves in `leaf_by_path`: the inverse of `flat_leaves`."""
     tree: dict[str, Any] = {}
     for path, leaf in leaf_by_path.items():
         *parent_names, leaf_name = path.split(".")
@@ -122,40 +122,44 @@ class TensorLayout:
         split_points = np.cumsum([shape[-1] for shape in self.part_shapes])[:-1].tolist()
         return np.split(ordered_tensor, split_points, axis=-1)
 
-    def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Return their tensor that contains our parameters `parts`: the inverse of `split`."""
-        tensor = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-        tensor = tensor.reshape(self.ordered_shape)
-        return tensor if self.rule.order is None else tensor.transpose(np.argsort(self.rule.order))
+    def join(self, params: list[np.ndarray]) -> np.ndarray:
+        """Return their tensor that contains our parameters `params`: the inverse of `split`."""
+        joined_params = params[0] if len(params) == 1 else np.concatenate(params, axis=-1)
+        ordered_tensor = joined_params.reshape(self.ordered_shape)
+        return ordered_tensor if self.rule.order is None else ordered_tensor.transpose(np.argsort(self.rule.order))
 
 
-def _tensor_layouts(family: Family, model: Any, param_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorLayout]:
+def _tensor_layouts(
+    family: Family, model: Any, shape_by_path: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorLayout]:
     """Return the layout of every tensor of a model in the family's format, by the tensor's name.
 
     Args:
         family: family of the model. The rules that apply must name each parameter of the model exactly once.
         model: model value.
-        param_shapes: shapes of the parameters of the model, by path.
+        shape_by_path: shapes of the parameters of the model, by path.
     """
-    rules = [rule for rule in family.rules if all(path in param_shapes for path in rule.ours)]
+    rules = [rule for rule in family.rules if all(path in shape_by_path for path in rule.ours)]
     rule_paths = sorted(path for rule in rules for path in rule.ours)
-    assert rule_paths == sorted(param_shapes), (
-        f"{family.architecture}: no rule, or more than one, for {set(rule_paths) ^ set(param_shapes)}"
+    assert rule_paths == sorted(shape_by_path), (
+        f"{family.architecture}: no rule, or more than one, for {set(rule_paths) ^ set(shape_by_path)}"
     )
-    layouts = {}
+    layout_by_name = {}
     for rule in rules:
         is_per_layer = "{layer}" in rule.theirs
-        part_shapes = [param_shapes[path][1:] if is_per_layer else param_shapes[path] for path in rule.ours]
+        part_shapes = [shape_by_path[path][1:] if is_per_layer else shape_by_path[path] for path in rule.ours]
         if rule.shape is None:
             ordered_shape = (*part_shapes[0][:-1], sum(shape[-1] for shape in part_shapes))
         else:
-            sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
-            remaining_size = math.prod(part_shapes[0]) // math.prod(size for size in sizes if size != -1)
-            ordered_shape = tuple(remaining_size if size == -1 else size for size in sizes)
-        for layer in range(param_shapes[rule.ours[0]][0]) if is_per_layer else (None,):
+            dim_sizes = [getattr(model, dim_size) if isinstance(dim_size, str) else dim_size for dim_size in rule.shape]
+            remaining_dim_size = math.prod(part_shapes[0]) // math.prod(
+                dim_size for dim_size in dim_sizes if dim_size != -1
+            )
+            ordered_shape = tuple(remaining_dim_size if dim_size == -1 else dim_size for dim_size in dim_sizes)
+        for layer in range(shape_by_path[rule.ours[0]][0]) if is_per_layer else (None,):
             name = rule.theirs.replace("{layer}", str(layer))
-            layouts[name] = TensorLayout(rule, layer, part_shapes, ordered_shape)
-    return layouts
+            layout_by_name[name] = TensorLayout(rule, layer, part_shapes, ordered_shape)
+    return layout_by_name
 
 
 def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any]:
@@ -165,16 +169,16 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
         UserError: a tensor is missing, unexpected, truncated or of another shape; the message names it.
     """
     folder = Path(folder)
-    tensors = dict(safetensors_folder.read(folder))
-    param_shapes = _param_shapes(model)
-    layouts = _tensor_layouts(family, model, param_shapes)
-    if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
-        full_name_by_short_name = {name.removeprefix(family.prefix): name for name in layouts}
-        tensors = {full_name_by_short_name.get(name, name): tensor for name, tensor in tensors.items()}
-    _check_names(folder, family, layouts, tensors)
-    layers_by_path: dict[str, list[np.ndarray]] = {path: [] for path in param_shapes}
-    for name, layout in layouts.items():
-        tensor = tensors[name]
+    tensor_by_name = dict(safetensors_folder.read(folder))
+    shape_by_path = _param_shapes(model)
+    layout_by_name = _tensor_layouts(family, model, shape_by_path)
+    if family.prefix and not any(name.startswith(family.prefix) for name in tensor_by_name):
+        full_name_by_short_name = {name.removeprefix(family.prefix): name for name in layout_by_name}
+        tensor_by_name = {full_name_by_short_name.get(name, name): tensor for name, tensor in tensor_by_name.items()}
+    _check_names(folder, family, layout_by_name, tensor_by_name)
+    arrays_by_path: dict[str, list[np.ndarray]] = {path: [] for path in shape_by_path}
+    for name, layout in layout_by_name.items():
+        tensor = tensor_by_name[name]
         if tensor.shape != layout.shape:
             raise UserError(
                 f"{folder}: tensor {name} has shape {tensor.shape}, but config.json requires {layout.shape}"
@@ -182,27 +186,33 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
         if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
         for path, param in zip(layout.rule.ours, layout.split(tensor), strict=True):
-            layers_by_path[path].append(param)
-    is_stacked_by_path = {path: layout.layer is not None for layout in layouts.values() for path in layout.rule.ours}
+            arrays_by_path[path].append(param)
+    is_stacked_by_path = {
+        path: layout.layer is not None for layout in layout_by_name.values() for path in layout.rule.ours
+    }
     return nested_dict(
-        {path: Stacked(arrays) if is_stacked_by_path[path] else arrays[0] for path, arrays in layers_by_path.items()}
+        {path: Stacked(arrays) if is_stacked_by_path[path] else arrays[0] for path, arrays in arrays_by_path.items()}
     )
 
 
-def _check_names(folder: Path, family: Family, layouts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+def _check_names(
+    folder: Path, family: Family, layout_by_name: Mapping[str, Any], tensor_by_name: Mapping[str, np.ndarray]
+) -> None:
     """Raise UserError unless a folder has exactly the expected tensors, apart from those that the family ignores."""
-    missing_names = [name for name in layouts if name not in tensors]
+    missing_names = [name for name in layout_by_name if name not in tensor_by_name]
     if missing_names:
         raise UserError(
-            f"{folder}: tensor {missing_names[0]} is missing{_and_more(missing_names)}; {family.architecture} with "
-            f"this config.json has {len(layouts)} tensors, but the files have {len(tensors)}"
-            f"{near_miss(missing_names[0], set(tensors) - set(layouts))}"
+            f"{folder}: tensor {missing_names[0]} is missing{_more_names_text(missing_names)}; {family.architecture} "
+            f"with this config.json has {len(layout_by_name)} tensors, but the files have {len(tensor_by_name)}"
+            f"{near_miss(missing_names[0], set(tensor_by_name) - set(layout_by_name))}"
         )
     extra_names = [
-        name for name in tensors if name not in layouts and not name.endswith(family.ignored_endings or ("\0",))
+        name
+        for name in tensor_by_name
+        if name not in layout_by_name and not name.endswith(family.ignored_endings or ("\0",))
     ]
-    for name in [name for name in extra_names if family.source_of_copy.get(name) in layouts]:
-        if not np.array_equal(tensors[name], tensors[family.source_of_copy[name]]):
+    for name in [name for name in extra_names if family.source_of_copy.get(name) in layout_by_name]:
+        if not np.array_equal(tensor_by_name[name], tensor_by_name[family.source_of_copy[name]]):
             raise UserError(
                 f"{folder}: config.json ties {name} to {family.source_of_copy[name]}, but the two differ; set "
                 "tie_word_embeddings to false, or remove one"
@@ -210,18 +220,18 @@ def _check_names(folder: Path, family: Family, layouts: Mapping[str, Any], tenso
         extra_names.remove(name)
     if extra_names:
         raise UserError(
-            f"{folder}: tensor {extra_names[0]}{_and_more(extra_names)} has no place in {family.architecture} with "
-            "this config.json; check num_hidden_layers and the bias and tie settings"
+            f"{folder}: tensor {extra_names[0]}{_more_names_text(extra_names)} has no place in {family.architecture} "
+            "with this config.json; check num_hidden_layers and the bias and tie settings"
         )
 
 
-def _and_more(names: list[str]) -> str:
+def _more_names_text(names: list[str]) -> str:
     """Return the number of names besides the first as text for an error message; empty if there is one name."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Return the tensors of `model` in the family's format, by name; each is computed when numpy converts it.
+    """Return the tensors of `model` in the family's format, by name; numpy computes each when it makes an array of it.
 
     Args:
         family: family that defines the tensors.
@@ -229,7 +239,7 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         params: parameters, nested or flat as in `save`. Missing biases are zeros.
         dtype: type of the tensors.
     """
-    param_shapes = _param_shapes(model)
+    shape_by_path = _param_shapes(model)
     leaf_by_path = dict(flat_leaves(params))
 
     def read_parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
@@ -242,16 +252,16 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         else:
             assert path.endswith(".bias"), f"no parameter {path}"
             return np.zeros(shape, dtype)  # a bias that `Family.zero_fields` adds
-        leaf = leaf[tuple(slice(size) for size in shape)]
+        leaf = leaf[tuple(slice(dim_size) for dim_size in shape)]
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
     def make_tensor(layout: TensorLayout) -> np.ndarray:
-        """Return their tensor of this layout."""
+        """Return the tensor that the layout describes."""
         paths_and_shapes = zip(layout.rule.ours, layout.part_shapes, strict=True)
         return layout.join([read_parameter(path, layout.layer, shape) for path, shape in paths_and_shapes])
 
     return {
         name: Deferred(layout.shape, dtype, functools.partial(make_tensor, layout))
-        for name, layout in _tensor_layouts(family, model, param_shapes).items()
+        for name, layout in _tensor_layouts(family, model, shape_by_path).items()
     }

@@ -1,4 +1,4 @@
-"""LoRA: a model of jaxscale's layers with adapters of low rank, which alone are trained, over any base."""
+"""LoRA: a model of jaxscale's layers with adapters of low rank; by default, only the adapters are trained."""
 
 import dataclasses
 import re
@@ -30,19 +30,19 @@ class LoRA:
     Args:
         model: the model, such as a `Decoder`, a `ViT` or a `Pretrained`.
         rank: rank r of the adapters.
-        alpha: factor of the adapters times the rank; by default, twice the rank.
+        alpha: α of the formula; the adapters are scaled by α / r. By default, α = 2r.
         on: regular expression that is searched for in the paths of the linear layers, such as "attention/(q|v)"; by
             default, those of attention and MLP.
         base: format of the weights that are not trained: "nf4" (4 bits, quantiles of the normal distribution), "int4"
             or "int8" (equal steps); by default they are stored in the precision of the plan.
         base_on: regular expression for the layers whose weights are stored in the format `base`.
-        base_block: number of inputs that share a scale; a layer whose inputs it does not divide takes their largest
-            divisor below.
+        base_block: number of inputs that share a scale. If it does not divide a layer's number of inputs, the layer
+            uses the largest smaller divisor.
 
     Raises:
-        UserError: a number is out of range, `base` is no format, or `on` or `base_on` is no regular expression; or,
-            when the module is built, no layer's path has the pattern, a layer is narrower than the rank, or its inputs
-            have no divisor to take as a block.
+        UserError: a number is out of range, `base` is not a format, or `on` or `base_on` is not a regular expression.
+            `build` raises if a pattern matches no layer's path, a layer is narrower than the rank, or its number of
+            inputs has no suitable divisor.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -67,7 +67,7 @@ class LoRA:
     base_block: int = 64
 
     train = "lora"
-    """What `Experiment.train` is if the optimizer does not specify it."""
+    """Pattern of the trained parameters if the optimizer does not specify one."""
 
     __repr__ = short_repr
 
@@ -101,7 +101,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """Factor of the adapters."""
+        """Factor of the adapters' products, α / r."""
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
     @property
@@ -110,7 +110,7 @@ class LoRA:
         return self.base
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the logical sizes of the model."""
+        """Return the size of each logical axis of the model."""
         return self.model.logical_sizes()
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
@@ -137,11 +137,11 @@ class LoRA:
         for name in params:
             if self.base is not None and name.endswith(".weight.codes"):
                 weight_name = name.removesuffix(".codes")
-                codes, scale = (merged_params.pop(f"{weight_name}.{part}") for part in ("codes", "scale"))
+                codes, scale = (merged_params.pop(f"{weight_name}.{part_name}") for part_name in ("codes", "scale"))
                 merged_params[weight_name] = FORMATS[self.base].decode(codes, scale)
         for name in params:
             if name.endswith(suffix):
                 layer_name = name.removesuffix(suffix)
-                product = params[name] @ params[f"{layer_name}.lora.b"]
-                merged_params[f"{layer_name}.weight"] += self.scale * product
+                adapter_product = params[name] @ params[f"{layer_name}.lora.b"]
+                merged_params[f"{layer_name}.weight"] += self.scale * adapter_product
         return merged_params

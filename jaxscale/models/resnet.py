@@ -81,7 +81,7 @@ class ResNet:
         return self.width * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the size of the axis "channels" that a mesh axis must divide; it divides every stage's channels."""
+        """Return the size of the axis "channels": the first stage's width, which divides every stage's channels."""
         return {"channels": self.width}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ResNetModule":

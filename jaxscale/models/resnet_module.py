@@ -58,29 +58,29 @@ class ResidualBlock(nnx.Module):
     """
 
     def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
-        def make_conv(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
-            """Make a convolution with its batch norm."""
+        def make_conv_norm(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
+            """Make a convolution followed by a batch norm."""
             return ConvNorm(conv_in, conv_out, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
 
         if bottleneck:
             out_channels = 4 * width
             conv_norms = [
-                make_conv(in_channels, width, 1),
-                make_conv(width, width, 3, stride),
-                make_conv(width, out_channels, 1, gain=0.0),
+                make_conv_norm(in_channels, width, 1),
+                make_conv_norm(width, width, 3, stride),
+                make_conv_norm(width, out_channels, 1, gain=0.0),
             ]
         else:
             out_channels = width
-            conv_norms = [make_conv(in_channels, width, 3, stride), make_conv(width, width, 3, gain=0.0)]
+            conv_norms = [make_conv_norm(in_channels, width, 3, stride), make_conv_norm(width, width, 3, gain=0.0)]
         self.branch = nnx.List(conv_norms)
         is_identity = in_channels == out_channels and stride == 1
-        self.shortcut = None if is_identity else make_conv(in_channels, out_channels, 1, stride)
+        self.shortcut = None if is_identity else make_conv_norm(in_channels, out_channels, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
         """Return the activations after the block."""
         y = x
-        for index, layer in enumerate(self.branch):
-            y = layer(jax.nn.relu(y) if index else y, context=context)
+        for layer_index, layer in enumerate(self.branch):
+            y = layer(jax.nn.relu(y) if layer_index else y, context=context)
         return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, context=context)))
 
 
@@ -94,20 +94,20 @@ class ResNetModule(nnx.Module):
 
     def __init__(self, config: ResNet, *, rngs: nnx.Rngs):
         self.config = config
-        stem_window, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
+        stem_window, stem_stride = (7, 2) if config.stem == "imagenet" else (3, 1)
         self.stem = ConvNorm(
-            config.channels, config.width, window=stem_window, stride=stride, momentum=config.momentum, rngs=rngs
+            config.channels, config.width, window=stem_window, stride=stem_stride, momentum=config.momentum, rngs=rngs
         )
         blocks, channel_count = [], config.width
         for stage_index, block_count in enumerate(config.stages):
             width = config.width * 2**stage_index
             for block_index in range(block_count):
-                stride = 2 if stage_index and not block_index else 1
+                block_stride = 2 if stage_index and not block_index else 1
                 blocks.append(
                     ResidualBlock(
                         channel_count,
                         width,
-                        stride=stride,
+                        stride=block_stride,
                         bottleneck=config.bottleneck,
                         momentum=config.momentum,
                         rngs=rngs,
@@ -116,8 +116,10 @@ class ResNetModule(nnx.Module):
                 channel_count = width * (4 if config.bottleneck else 1)
         self.blocks = Chain(blocks)
         # zeros: the first loss is log(classes) for any features
-        zeros = nnx.initializers.zeros_init()
-        self.head = Linear(channel_count, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
+        zeros_init = nnx.initializers.zeros_init()
+        self.head = Linear(
+            channel_count, config.classes, axes=("channels", None), bias=True, init=zeros_init, rngs=rngs
+        )
 
     def __call__(self, images: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B V"]:
         """Return the logits of the classes.

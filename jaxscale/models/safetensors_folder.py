@@ -6,8 +6,8 @@ range is checked first, so that a truncated file is reported by name before trac
 bytes, and imports no JAX; `huggingface_families.py` defines the names.
 
 Files are read at least as strictly as the safetensors library reads them: the tensors of a header take every byte of
-the data once, and `__metadata__` holds texts; besides, a name that occurs twice and an unknown field are refused. A
-file with bytes that belong to no tensor, or to two, was damaged, or made to carry something else.
+the data once, and `__metadata__` holds texts. A name that occurs twice and an unknown field are refused, too. If bytes
+of a file belong to no tensor, or to two, the file was damaged or made to carry something else.
 """
 
 import collections
@@ -54,7 +54,7 @@ class ArrayLike(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dims of the array."""
+        """Size of each dim."""
         ...
 
     @property
@@ -79,23 +79,27 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         return _read_file(folder / SINGLE)
     if not is_regular(folder / INDEX):
         file_names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        is_pickled = any(name.startswith("pytorch_model") for name in file_names)
-        hint = "save the model with safe_serialization=True first" if is_pickled else "give the folder of a saved model"
+        has_pickled_weights = any(name.startswith("pytorch_model") for name in file_names)
+        hint = (
+            "save the model with safe_serialization=True first"
+            if has_pickled_weights
+            else "give the folder of a saved model"
+        )
         raise UserError(f"{folder}: expected {SINGLE} or {INDEX}, found {', '.join(file_names) or 'nothing'}; {hint}")
     return _read_shards(folder, _read_index(folder / INDEX))
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def _read_index(index_path: Path) -> dict[str, str]:
     """Return the name of the file that contains each tensor, by the tensor's name."""
     try:
-        shard_by_tensor = parse_json(read_bytes(index), "the file")["weight_map"]
+        shard_by_tensor = parse_json(read_bytes(index_path), "the file")["weight_map"]
     except (UserError, KeyError, TypeError) as error:
-        raise UserError(f"{index}: expected JSON with a weight_map ({error}); copy the file again") from error
+        raise UserError(f"{index_path}: expected JSON with a weight_map ({error}); copy the file again") from error
     if not isinstance(shard_by_tensor, dict) or not all(isinstance(shard, str) for shard in shard_by_tensor.values()):
-        raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
+        raise UserError(f"{index_path}: expected a weight_map of tensor names to file names; copy the file again")
     for name, shard in shard_by_tensor.items():
         if not shard or Path(shard).name != shard or "\\" in shard or "\0" in shard:
-            raise UserError(f"{index}: tensor {name} lies in {shard!r:.300}, expected a file of the same folder")
+            raise UserError(f"{index_path}: tensor {name} lies in {shard!r:.300}, expected a file of the same folder")
     return shard_by_tensor
 
 
@@ -131,67 +135,69 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
                 f"{path}: its header should take {header_bytes:,} bytes, but the file has {file_bytes:,}: it is cut "
                 "short, or not a safetensors file (perhaps a Git LFS pointer); copy it again"
             )
-        entries = _read_header(path, file.read(header_bytes))
+        entry_by_name = _read_header(path, file.read(header_bytes))
     body_start = 8 + header_bytes
     body = np.memmap(path, np.uint8, "r", offset=body_start) if file_bytes > body_start else np.empty(0, np.uint8)
-    tensors = {name: _view(path, name, entry, body) for name, entry in entries.items()}
-    _check_every_byte_once(path, entries, body.size)
-    return tensors
+    tensor_by_name = {name: _tensor_view(path, name, entry, body) for name, entry in entry_by_name.items()}
+    _check_every_byte_once(path, entry_by_name, body.size)
+    return tensor_by_name
 
 
 def _read_header(path: Path, header_text: bytes) -> dict[str, Any]:
     """Return the entries of the tensors in a header, by name."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the dict of the pairs of a JSON object; refuse a name that occurs twice."""
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            name = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise ValueError(f"{name!r:.60} occurs twice")
-        return values
+    def refuse_duplicates(keys_and_values: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the dict of a JSON object's keys and values; refuse a key that occurs twice."""
+        value_by_key = dict(keys_and_values)
+        if len(value_by_key) < len(keys_and_values):
+            key = collections.Counter(key for key, _ in keys_and_values).most_common(1)[0][0]
+            raise ValueError(f"{key!r:.60} occurs twice")
+        return value_by_key
 
     try:
-        if not header_text.startswith(b"{"):  # the format allows no space before it
+        if not header_text.startswith(b"{"):  # the format does not allow a space before it
             raise ValueError(f"it starts with {header_text[:8]!r}")
-        header = json.loads(header_text.decode("utf-8"), object_pairs_hook=unique)
+        entry_by_name = json.loads(header_text.decode("utf-8"), object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: its header is not a JSON object ({error}); copy the file again") from error
-    metadata = header.pop("__metadata__", {})
+    metadata = entry_by_name.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise UserError(f"{path}: __metadata__: expected a JSON object of texts, got {metadata!r:.60}; copy it again")
-    return header
+    return entry_by_name
 
 
-def _check_every_byte_once(path: Path, entries: Mapping[str, Any], body_bytes: int) -> None:
-    """Raise UserError unless the tensors of a header take every byte of the data exactly once."""
+def _check_every_byte_once(path: Path, entry_by_name: Mapping[str, Any], body_bytes: int) -> None:
+    """Raise UserError unless every byte of the data belongs to exactly one tensor of the header."""
     end_byte = 0
-    ranges = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
-    for start_byte, stop_byte, name in [*ranges, (body_bytes, body_bytes, "")]:
+    ranges_and_names = sorted((*entry["data_offsets"], name) for name, entry in entry_by_name.items())
+    for start_byte, stop_byte, name in [*ranges_and_names, (body_bytes, body_bytes, "")]:
         if start_byte != end_byte:
-            place = f"tensor {name} starts at byte {start_byte:,}" if name else f"the data ends at byte {body_bytes:,}"
-            problem = "two tensors share bytes" if start_byte < end_byte else "some bytes belong to no tensor"
+            place_text = (
+                f"tensor {name} starts at byte {start_byte:,}" if name else f"the data ends at byte {body_bytes:,}"
+            )
+            problem_text = "two tensors share bytes" if start_byte < end_byte else "some bytes belong to no tensor"
             raise UserError(
-                f"{path}: {place}, but the tensors before end at byte {end_byte:,}: {problem}; copy it again"
+                f"{path}: {place_text}, but the tensors before end at byte {end_byte:,}: {problem_text}; copy it again"
             )
         end_byte = stop_byte
 
 
-def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
+def _tensor_view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     """Return the tensor that an entry of the header describes, as a view of `body` (the bytes after the header)."""
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    keys = ("dtype", "shape", "data_offsets")
-    dtype_name, sizes, offsets = (fields.get(key, ()) for key in keys)
+    value_by_key: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    expected_keys = ("dtype", "shape", "data_offsets")
+    dtype_name, dim_sizes, byte_offsets = (value_by_key.get(key, ()) for key in expected_keys)
     if (
-        set(fields) != set(keys)
+        set(value_by_key) != set(expected_keys)
         or not isinstance(dtype_name, str)
-        or not (_are_counts(sizes) and len(sizes) <= _MAX_DIMS)
-        or not (_are_counts(offsets) and len(offsets) == 2)
+        or not (_are_counts(dim_sizes) and len(dim_sizes) <= _MAX_DIMS)
+        or not (_are_counts(byte_offsets) and len(byte_offsets) == 2)
     ):
         raise UserError(
             f"{path}: tensor {name}: expected dtype, shape (at most {_MAX_DIMS} dims) and two data_offsets, all whole "
             f"numbers >= 0, got {entry!r:.200}; copy the file again"
         )
-    shape, (start_byte, stop_byte) = tuple(sizes), offsets
+    shape, (start_byte, stop_byte) = tuple(dim_sizes), byte_offsets
     if dtype_name not in DTYPES:
         raise UserError(
             f"{path}: tensor {name} has dtype {dtype_name!r:.60}, expected one of {', '.join(DTYPES)}; convert it first"
@@ -212,9 +218,11 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     return body[start_byte:stop_byte].view(DTYPES[dtype_name]).reshape(shape)
 
 
-def _are_counts(numbers: Any) -> bool:
+def _are_counts(json_value: Any) -> bool:
     """Return whether a JSON value is a list of whole numbers from 0 to the largest int64."""
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
+    return isinstance(json_value, list) and all(
+        type(number) is int and 0 <= number <= MAX_INT64 for number in json_value
+    )
 
 
 def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Scores and metrics of a user's own: functions of a module and a batch, checked at the door and while they are traced.
+"""Scores and metrics of a user's own: functions of a module and a batch, checked before the run and when traced.
 
 A score returns the losses that are trained; a metric is computed on held-out batches beside the loss.
 """
@@ -39,7 +39,7 @@ _patch_lock = threading.RLock()
 
 @dataclasses.dataclass(frozen=True)
 class RowParts:
-    """How the rows of a whole batch are divided while its loss is computed from what the module returns for each part.
+    """How the rows of a batch are divided while its loss is computed from the module's results for each part.
 
     Args:
         axis: manual mesh axis over which the rows lie; `None` if the parts are computed here, one after another.
@@ -59,7 +59,7 @@ def rows_in_parts(parts: RowParts) -> contextlib.AbstractContextManager[None]:
 
 
 def whole_rows(rows: jax.typing.ArrayLike) -> Array:
-    """Return an array with the rows of all devices along the axis of `rows_in_parts`, and else the rows themselves."""
+    """Return an array with the rows of all devices along the axis of `rows_in_parts`; `rows` without an axis."""
     parts = _row_parts.get()
     axis = None if parts is None else parts.axis
     return jnp.asarray(rows) if axis is None else jax.lax.all_gather(rows, axis, tiled=True)
@@ -72,7 +72,7 @@ def by_parts(call: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
 
 
 class _CallByParts:
-    """A module whose call computes with parts of the rows and returns the results for all.
+    """A module whose call computes with one part of the rows at a time, and returns the results of all rows.
 
     In a manual region each device computes with its own rows, and gathers the results of the others. Other attributes
     are those of the module.
@@ -91,29 +91,29 @@ class _CallByParts:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's results, whose arrays have the rows of the whole batch."""
-        parts, part_rows = self._parts, self._row_count // self._parts.count
+        parts, part_row_count = self._parts, self._row_count // self._parts.count
 
-        def call_part(index: Any) -> Any:
+        def call_part(part_index: Any) -> Any:
             """Return the module's results for one part."""
-            own_args, own_kwargs = jax.tree.map(
+            part_args, part_kwargs = jax.tree.map(
                 lambda x: (
-                    jax.lax.dynamic_slice_in_dim(x, index * part_rows, part_rows)
+                    jax.lax.dynamic_slice_in_dim(x, part_index * part_row_count, part_row_count)
                     if getattr(x, "shape", ())[:1] == (self._row_count,)
                     else x
                 ),
                 (args, kwargs),
             )
-            return self._call(*own_args, **own_kwargs)
+            return self._call(*part_args, **part_kwargs)
 
         if parts.axis is None:
-            results = [call_part(index) for index in range(parts.count)]
+            part_results = [call_part(part_index) for part_index in range(parts.count)]
             return jax.tree.map(
-                lambda *arrays: jnp.concatenate(arrays) if jnp.shape(arrays[0])[:1] == (part_rows,) else arrays[0],
-                *results,
+                lambda *arrays: jnp.concatenate(arrays) if jnp.shape(arrays[0])[:1] == (part_row_count,) else arrays[0],
+                *part_results,
             )
         axis = parts.axis
         return jax.tree.map(
-            lambda x: jax.lax.all_gather(x, axis, tiled=True) if jnp.shape(x)[:1] == (part_rows,) else x,
+            lambda x: jax.lax.all_gather(x, axis, tiled=True) if jnp.shape(x)[:1] == (part_row_count,) else x,
             call_part(jax.lax.axis_index(axis)),
         )
 
@@ -126,26 +126,26 @@ def bind_key(function: Callable[..., Any], key: Key) -> Callable[..., Any]:
 
 
 def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> None:
-    """Raise UserError if losses are not one real number for each row or target, or their weights not like them.
+    """Raise UserError unless losses are one float for each row or target, and their weights have the same shape.
 
     Args:
         score: the user's function, for messages.
         losses: what it returned.
-        target_weights: the weights that it returned; `None` without.
+        target_weights: the weights that it returned; `None` if it returned none.
         batch: the batch, in which every array has the rows first.
     """
     name = f"{place_of(score)}score"
     row_count = len(jax.tree.leaves(dict(batch))[0])
     shape_or_type = getattr(losses, "shape", type(losses).__name__)
     if not getattr(losses, "shape", ()) or losses.shape[0] != row_count:
-        mean_text = ". Do not take the mean: jaxscale computes it"
+        advice_text = ". Do not take the mean: jaxscale computes it"
         if losses is None:
-            mean_text = ". Return them"
+            advice_text = ". Return them"
         elif isinstance(losses, tuple | list):
-            mean_text = "; only a pair (losses, weights) may be returned, and metrics go to train(metrics=...)"
+            advice_text = "; only a pair (losses, weights) may be returned, and metrics go to train(metrics=...)"
         raise UserError(
             f"{name} returned {shape_or_type} for a batch of {row_count} rows; expected "
-            f"one loss per row or per target, of shape (rows, ...){mean_text}"
+            f"one loss per row or per target, of shape (rows, ...){advice_text}"
         )
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise UserError(
@@ -161,10 +161,10 @@ def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> 
 
 
 def check_not_paired(score: Any, losses: Any, batch: Batch, losses_of: Callable[[Batch], Any]) -> None:
-    """Raise UserError if each row has a loss with every other row, as where [B, 1] and [B] were broadcast to [B, B].
+    """Raise UserError if there is a loss for each pair of rows, as when [B, 1] and [B] are broadcast to [B, B].
 
-    The score is traced for one row more if the losses have the number of rows twice in their shape; a second dim that
-    grows with the rows is one of rows.
+    If the number of rows occurs twice in the shape of the losses, the score is traced again with one more row. A second
+    dim that grows with the rows is a dim of rows.
 
     Args:
         score: the user's function, for messages.
@@ -180,7 +180,7 @@ def check_not_paired(score: Any, losses: Any, batch: Batch, losses_of: Callable[
     }
     try:
         longer_shape = jax.eval_shape(losses_of, longer_batch).shape
-    except Exception:  # the model takes this number of rows alone
+    except Exception:  # the model accepts only the batch's number of rows
         return
     if row_count + 1 in longer_shape[1:]:
         raise UserError(
@@ -192,9 +192,9 @@ def check_not_paired(score: Any, losses: Any, batch: Batch, losses_of: Callable[
 
 @contextlib.contextmanager
 def no_new_parameters(module: nnx.Module) -> Iterator[None]:
-    """Return a context in which making an `nnx.Param` raises an error: it would be drawn anew in every step.
+    """Return a context in which making an `nnx.Param` raises an error: it would be drawn again in every step.
 
-    A Linen module makes its parameters from those of the state, in each call.
+    Linen modules are exempt: in each call they make their parameters from those of the state.
     """
     if any(isinstance(node, nnx.bridge.ToNNX) for _, node in nnx.iter_graph(module)):
         yield
@@ -224,7 +224,7 @@ def no_new_parameters(module: nnx.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class NamedMetric:
-    """A metric that refuses, with its name and the user's line, what is not one number per row or per target.
+    """A metric that checks its result. Unless it is one number per row or target, the error names metric and line.
 
     Args:
         name: name of the metric.
@@ -236,39 +236,42 @@ class NamedMetric:
 
     def __call__(self, module: Callable[..., Any], batch: Batch, key: Key) -> Any:
         """Return what the user's function returns for a batch, called with the key if it takes one."""
-        returned = bind_key(self.function, key)(module, batch)
-        start = f"{place_of(self.function)}metrics: {self.name}"
-        values, weights = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        metric_result = bind_key(self.function, key)(module, batch)
+        message_start = f"{place_of(self.function)}metrics: {self.name}"
+        metric_values, weights = (
+            metric_result if isinstance(metric_result, tuple) and len(metric_result) == 2 else (metric_result, None)
+        )
         row_count = len(jax.tree.leaves(dict(batch))[0])
         rows_text = (
             f"a batch of {row_count} rows; expected one number per row or per target, of shape ({row_count}, ...)"
         )
-        shape, dtype = getattr(values, "shape", None), getattr(values, "dtype", "")
-        if shape is None:
+        metric_shape, dtype = getattr(metric_values, "shape", None), getattr(metric_values, "dtype", "")
+        if metric_shape is None:
             advice_text = "or a pair (numbers, weights)"
-            if values is None:
+            if metric_values is None:
                 advice_text = "return them"
-            elif isinstance(values, Mapping):
+            elif isinstance(metric_values, Mapping):
                 advice_text = "several metrics are several entries of metrics"
-            raise UserError(f"{start} returned {type(values).__name__} for {rows_text}: {advice_text}")
-        if not shape or shape[0] != row_count:
+            raise UserError(f"{message_start} returned {type(metric_values).__name__} for {rows_text}: {advice_text}")
+        if not metric_shape or metric_shape[0] != row_count:
             raise UserError(
-                f"{start} returned {dtype}{list(shape)} for {rows_text}: leave out the mean or sum, since "
-                "jaxscale takes the weighted mean over all held-out rows, or return a pair (numbers, weights)"
+                f"{message_start} returned {dtype}{list(metric_shape)} for {rows_text}: leave out the mean or sum, "
+                "since jaxscale takes the weighted mean over all held-out rows, or return a pair (numbers, weights)"
             )
-        if weights is not None and getattr(weights, "shape", None) != shape:
+        if weights is not None and getattr(weights, "shape", None) != metric_shape:
             raise UserError(
-                f"{start} returned numbers {shape} and weights {getattr(weights, 'shape', type(weights).__name__)}, "
-                "expected a pair (numbers, weights) of the same shape"
+                f"{message_start} returned numbers {metric_shape} and weights "
+                f"{getattr(weights, 'shape', type(weights).__name__)}, expected a pair (numbers, weights) of the same "
+                "shape"
             )
-        return returned
+        return metric_result
 
 
 def named_metrics(metrics: Mapping[Any, Any]) -> dict[str, NamedMetric]:
-    """Return metrics by name that check what they return.
+    """Return the metrics by name, each as a `NamedMetric`, which checks its results.
 
     Raises:
-        UserError: a metric is no function of two arguments, or its name is taken.
+        UserError: a metric is not a function of two arguments, or its name is invalid or reserved.
     """
     if not isinstance(metrics, Mapping):
         raise UserError(
@@ -302,10 +305,10 @@ def metric_sums(
         batch: the batch, whose weights multiply those of the function.
         context: the settings of the forward pass.
     """
-    run = getattr(model, "metric", None)
-    if run is not None:
-        return run(function, module, batch, context)
-    values = bind_key(function, jax.random.key(0))(module, batch)
-    values, target_weights = values if isinstance(values, tuple) else (values, None)
-    sums = weighted_sum(values, batch, target_weights)
-    return sums.total, sums.weight
+    run_metric = getattr(model, "metric", None)
+    if run_metric is not None:
+        return run_metric(function, module, batch, context)
+    metric_result = bind_key(function, jax.random.key(0))(module, batch)
+    metric_values, target_weights = metric_result if isinstance(metric_result, tuple) else (metric_result, None)
+    weighted_sums = weighted_sum(metric_values, batch, target_weights)
+    return weighted_sums.total, weighted_sums.weight

@@ -71,8 +71,8 @@ class ViTModule(nnx.Module):
     def __init__(self, config: ViT, *, rngs: nnx.Rngs):
         init = nnx.initializers.truncated_normal(config.init_std)
         self.config = config
-        patch_values = config.patch * config.patch * config.channels
-        self.patches = Linear(patch_values, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
+        patch_value_count = config.patch * config.patch * config.channels
+        self.patches = Linear(patch_value_count, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
         token = init(rngs.params(), (config.embed,), jnp.float32) if config.pooling == "token" else None
         self.token = None if token is None else nnx.Param(token, out_sharding=("embed",))
         position_count = config.patches if token is None else config.patches + 1
@@ -81,8 +81,8 @@ class ViTModule(nnx.Module):
         self.blocks = Stack(lambda rngs: ViTBlock(config, rngs=rngs), config.layers, rngs=rngs)
         self.norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
         # zeros: the first loss is log(classes) for any features
-        zeros = nnx.initializers.zeros_init()
-        self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
+        zeros_init = nnx.initializers.zeros_init()
+        self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros_init, rngs=rngs)
 
     def embed(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B T D"]:
         """Return the input of the first block: the learned token (if any) and the projected patches, plus positions."""
@@ -100,8 +100,10 @@ class ViTModule(nnx.Module):
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch_size, patches_per_side * patches_per_side, -1)
         x = self.patches(x)
         if self.token is not None:
-            token = jnp.broadcast_to(self.token[...].astype(x.dtype).reshape(1, 1, -1), (batch_size, 1, x.shape[-1]))
-            x = jnp.concatenate([token, x], axis=1)
+            token_rows = jnp.broadcast_to(
+                self.token[...].astype(x.dtype).reshape(1, 1, -1), (batch_size, 1, x.shape[-1])
+            )
+            x = jnp.concatenate([token_rows, x], axis=1)
         x = x + self.positions.lookup(jnp.arange(x.shape[1])[None, :], x.dtype)
         return constrain(self.dropout(x, context), "batch", "seq", "embed")
 
