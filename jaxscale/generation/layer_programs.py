@@ -1,4 +1,4 @@
-"""Generation on CPUs by programs of one layer, which the host calls layer after layer.
+"""Generation on CPUs by a program of one layer, which the host calls once for each layer.
 
 The time to compile does not depend on the number of layers. A program with a loop over the layers would copy the
 weights of each one out of the stacked array before it multiplies by them (`unrolled.py`); a call reads them in
@@ -191,7 +191,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
             layer_caches = tuple(
                 _repeat_rows(cache, row_count=prompt_count, copy_count=copy_count) for cache in layer_caches
             )
-        # what is drawn follows the longest prompt, in the slots of its padding
+        # drawn tokens take the slots after the longest prompt
         first_cache = dataclasses.replace(layer_caches[0], length=lengths.max())
         return DecodingRows((first_cache, *layer_caches[1:]), tokens, row_lengths, is_done)
 

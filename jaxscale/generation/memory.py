@@ -1,4 +1,4 @@
-"""The memory that decoding needs besides the weights, compared with what the device has, before compilation."""
+"""A check, before compilation, that the device has the memory that decoding needs besides the weights."""
 
 import contextlib
 from pathlib import Path

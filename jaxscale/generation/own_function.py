@@ -1,4 +1,4 @@
-"""Sampling alone: tokens from logits of one's own, and continuations from a function or a module, without a run.
+"""Sampling without a run: tokens from the user's own logits, and continuations from a function or a module.
 
 A function has no cache, so each token costs a forward pass over the whole text. A module of `models.Decoder` decodes
 with its cache, by the programs that `jaxscale generate` runs.
@@ -40,7 +40,7 @@ def sample(
 
     Args:
         logits: logits of the next token [..., V], of any float dtype.
-        key: random key of the draws; each row gets a key of its own.
+        key: random key of the draws; each row gets a separate key.
         temperature: divisor of the logits, a Python number; 0 draws the most likely token.
         top_k: number of most likely tokens to draw from; `None` for all.
         top_p: draw from the fewest most likely tokens whose probabilities sum to `top_p` or more; `None` for all.
@@ -77,7 +77,7 @@ def sample(
 
 
 def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Sampling = Sampling()) -> list[np.ndarray]:
-    """Continue prompts of tokens with a function of one's own, or with a module of a model of jaxscale.
+    """Continue prompts of tokens with the user's own function, or with a module of a model of jaxscale.
 
     Args:
         model: a function `logits(weights, tokens)` from int32 tokens [B, T] to the logits [B, T, V] of the tokens that
@@ -89,8 +89,8 @@ def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Samplin
 
     Returns:
         int32 ids of each continuation, without its prompt and the id that ended it: the `sampling.samples` of the first
-        prompt, then those of the next. A draw depends on the seed, the prompt's and the sample's index, and the
-        position alone.
+        prompt, then those of the next. A draw depends only on the seed, the indices of prompt and sample, and the
+        position.
 
     Raises:
         UserError: there is no prompt; one is empty, is not a sequence of ids, or is longer than the model's context; or
@@ -144,7 +144,7 @@ def _checked_prompts(prompts: Sequence[Any]) -> list[np.ndarray]:
 def _continue(
     function: LogitsFunction, weights: Any, prompts: list[np.ndarray], sampling: Sampling
 ) -> list[np.ndarray]:
-    """Return the ids of each continuation, as `generate` describes them, drawn from a function of one's own."""
+    """Return the ids of each continuation, as `generate` describes them, drawn from the logits of a function."""
     row_prompts = [prompt for prompt in prompts for _ in range(sampling.samples)]
     prompt_lengths = np.array([len(row_prompt) for row_prompt in row_prompts], np.int32)
     row_ids = np.zeros((len(row_prompts), prompt_lengths.max() + sampling.tokens), np.int32)

@@ -177,7 +177,7 @@ def module_programs(
             abstract_states = jax.eval_shape(lambda: feed_chunk(prompts[0], starts[0], cache)[0])
             initial_states = jnp.zeros((prompt_count, 1, abstract_states.shape[-1]), abstract_states.dtype)
             (cache, last_states), _ = jax.lax.scan(scan_chunk, (cache, initial_states), (prompts, starts))
-        # what is drawn follows the longest prompt, in the slots of its padding
+        # drawn tokens take the slots after the longest prompt
         cache = dataclasses.replace(cache, length=jnp.full_like(cache.length, jnp.max(lengths)))
         logits = _logits(module, last_states)[:, 0]
         if copy_count > 1:

@@ -87,14 +87,14 @@ class TextModel:
             if best:
                 raise UserError(f"{place} is a model folder, which has no checkpoints: leave best out")
             tokenizer, template = folder_tokenizer(place), find_template(place)
-            trained_folder = open_folder(place)
-            check_can_generate(trained_folder.experiment.model, tokenizer)
+            loaded_folder = open_folder(place)
+            check_can_generate(loaded_folder.experiment.model, tokenizer)
             template_ids, template_texts = data_stops(None, tokenizer, template)
             stops = (
                 (*template_ids, *(token_id for token_id in stop_ids(place, tokenizer) if token_id not in template_ids)),
                 template_texts,
             )
-            generator = Generator.of_step(trained_folder.step, trained_folder.state)
+            generator = Generator.of_step(loaded_folder.step, loaded_folder.state)
             return cls(generator, tokenizer, template, stops, str(place), begins_texts=True)
         trained_run = restore_parameters(place, best=best)
         tokenizer, template = read_tokenizer(place), read_template(place)

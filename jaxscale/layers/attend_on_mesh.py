@@ -140,7 +140,7 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _softmax(attention_scores: Any, is_visible: Any, may_be_blind: bool, dtype: Any) -> Any:
-    """Return the softmax over the visible keys in the type `dtype`, which alone is kept for the backward pass.
+    """Return the softmax over the visible keys in the type `dtype`; the backward pass keeps only this result.
 
     Args:
         attention_scores: scores of the keys, float32 [..., T, S].

@@ -51,13 +51,13 @@ class KVCache:
             >>> KVCache.empty(2, 16, 4, 8, layers=3).k.shape
             (3, 2, 4, 8, 16)
         """
-        leading_dims = () if layers is None else (layers,)
+        leading_dim_sizes = () if layers is None else (layers,)
         return cls(
-            k=jnp.zeros((*leading_dims, batch, kv_heads, head_dim, length), dtype),
-            v=jnp.zeros((*leading_dims, batch, kv_heads, head_dim, length), dtype),
-            positions=jnp.zeros((*leading_dims, batch, length), jnp.int32),
-            valid=jnp.zeros((*leading_dims, batch, length), bool),
-            length=jnp.zeros(leading_dims, jnp.int32),
+            k=jnp.zeros((*leading_dim_sizes, batch, kv_heads, head_dim, length), dtype),
+            v=jnp.zeros((*leading_dim_sizes, batch, kv_heads, head_dim, length), dtype),
+            positions=jnp.zeros((*leading_dim_sizes, batch, length), jnp.int32),
+            valid=jnp.zeros((*leading_dim_sizes, batch, length), bool),
+            length=jnp.zeros(leading_dim_sizes, jnp.int32),
         )
 
     def append(self, k: Any, v: Any, positions: Any, valid: Any) -> "KVCache":

@@ -45,7 +45,7 @@ class Adapter(nnx.Module):
         self.scale = scale
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        """Return what the adapter adds to the product, in the type of `x`."""
+        """Return `scale (x A) B` in the type of `x`."""
         return self.scale * matmul(matmul(x, self.a[...]), self.b[...])
 
 

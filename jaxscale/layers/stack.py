@@ -79,21 +79,26 @@ class Stack(nnx.Module):
             if len(self.groups) == 1:
                 return [build_stacked(rngs)]
             graphdef, state = nnx.split(rngs)
-            return [build_stacked(nnx.merge(graphdef, slice_layers(state, span, layers))) for span in self._spans()]
+            return [
+                build_stacked(nnx.merge(graphdef, slice_layers(state, span, layers))) for span in self._layer_ranges()
+            ]
 
         group_modules = nnx.split_rngs(splits=layers)(build_groups)(rngs)
-        for span, group_module in zip(self._spans(), group_modules, strict=True):
+        for span, group_module in zip(self._layer_ranges(), group_modules, strict=True):
             setattr(self, group_name(span.start), group_module)
 
-    def _spans(self) -> list[slice]:
+    def _layer_ranges(self) -> list[slice]:
         """Return the range of layers of each group."""
-        ends = list(itertools.accumulate(self.groups))
-        return [slice(end - layer_count, end) for end, layer_count in zip(ends, self.groups, strict=True)]
+        range_ends = list(itertools.accumulate(self.groups))
+        return [
+            slice(range_end - layer_count, range_end)
+            for range_end, layer_count in zip(range_ends, self.groups, strict=True)
+        ]
 
     @property
     def group_names(self) -> list[str]:
         """The attributes that hold the groups of stacked layers, in order."""
-        return [group_name(span.start) for span in self._spans()]
+        return [group_name(span.start) for span in self._layer_ranges()]
 
     def __call__(
         self,
@@ -151,7 +156,7 @@ class Stack(nnx.Module):
             return view.run_stage(self._stage_function(view, block_makers), x)
 
         wrapped_ranges = treatment.wrapped_ranges(self.count)
-        for span in self._spans():
+        for span in self._layer_ranges():
             module = getattr(self, group_name(span.start))
             graphdef, params, state = _split_module(module)
 
@@ -185,7 +190,7 @@ class Stack(nnx.Module):
             x, layer_results = blocks.run(calls, x)
             stacked_results = [restack(layer_results)]
         new_state, stacked_outputs = concatenate_layers(stacked_results)
-        for span in self._spans():
+        for span in self._layer_ranges():
             if new_state:
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, stacked_outputs) if outputs else x

@@ -9,7 +9,7 @@
 | classify | cross-entropy and accuracy of image classifiers |
 | huggingface | `Pretrained`, `load_module`, `save_module`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
-| lora | `LoRA`: a model with adapters of low rank, which alone are trained |
+| lora | `LoRA`: a model with adapters of low rank, which are trained instead of the weights |
 | foreign, foreign_* | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
 The names of this module load on first use; `Decoder`, `ViT` and `ResNet` import neither JAX nor Flax.

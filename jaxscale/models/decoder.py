@@ -158,7 +158,7 @@ class Decoder:
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp"))
-        positive_fields = (
+        positive_field_names = (
             "norm_eps",
             "rotary_base",
             "attention_soft_cap",
@@ -166,7 +166,7 @@ class Decoder:
             "attention_scale",
             "init_std",
         )
-        check_positive(self, positive_fields)
+        check_positive(self, positive_field_names)
         check_rates(self, ("dropout",))
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
             raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")

@@ -189,7 +189,7 @@ def _is_untreated() -> bool:
 def cast_arguments(module: nnx.Module, dtype: Any) -> Iterator[None]:
     """Return a context in which calls of this instance get their float arrays of two or more dims in `dtype`.
 
-    A vector, such as the time steps of a diffusion model, keeps its dtype, as does what the score itself reads.
+    A vector, such as the time steps of a diffusion model, keeps its dtype, as do arrays that the score itself reads.
     """
 
     def cast(x: Any) -> Any:

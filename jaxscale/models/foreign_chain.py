@@ -4,7 +4,7 @@ The stages of a pipeline and rules that recompute segments of several blocks nee
 but the user's code calls them one by one. So the forward pass is traced once, with each call of a block as one equation
 of the program. The level of a value is the number of blocks that it depends on: values before the blocks have level 0,
 and the result of block i and what follows from it have level i. Between two blocks, the program is cut where the fewest
-values are read later: behind an addition to a residual stream, else right behind the first block. The blocks form a
+values are read later: after an addition to a residual stream, or else directly after the first block. The blocks form a
 chain if, besides values of level 0, each part reads only values of the part before it.
 
 In a pipeline, the module's variables stay unchanged, and each block reads the parameters of its stage.
@@ -283,7 +283,7 @@ class _Chain:
         return [_value_of(value_by_var, atom) for atom in self.outputs]
 
     def _first_input(self, value_by_var: Mapping[Any, Any]) -> list[Any]:
-        """Return the first block's input, which the blocks pass on."""
+        """Return the carried inputs of the first block: the values that each block passes to the next."""
         return [_value_of(value_by_var, self.blocks[0].eqn.invars[position]) for position in self.carried_input_indices]
 
     def _call(self, index: int, value_by_var: Mapping[Any, Any]) -> Call:
@@ -325,7 +325,7 @@ class _Chain:
         """Refuse blocks whose variables are read elsewhere: only the stage that runs a block has them."""
         owner_path_by_var: dict[Any, str] = {}
         changing_path_by_var: dict[Any, str] = {}
-        eqns_and_atoms: list[tuple[Any, list[Any]]] = []  # equations, and what they read besides own parameters
+        eqns_and_atoms: list[tuple[Any, list[Any]]] = []  # (equation, inputs other than its block's parameters)
         for block in self.blocks:
             signature, param_start = block.signature, block.signature.param_start(block.eqn)
             param_stop = param_start + len(signature.param_names)

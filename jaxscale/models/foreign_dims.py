@@ -1,4 +1,4 @@
-"""Dims of the parameters of Flax's layers: which are stacked, and which are rows and columns of a matrix.
+"""Dims of the parameters of Flax's layers: how many are stacked, and how many are rows or columns of a matrix.
 
 A layer of `flax.nnx` determines the dims of one layer's parameters. Dims that its arrays have before those are the dims
 of a stack, as `nnx.vmap` makes them. A kernel of `nnx.LinearGeneral`, such as (embed, heads, head) in attention, is the

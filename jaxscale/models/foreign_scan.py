@@ -28,7 +28,7 @@ from jaxscale.programs.inline import INLINED_CALLS
 from jaxscale.programs.walk import open_jaxpr
 
 _CASTS = frozenset({"convert_element_type", "copy", "reduce_precision"})
-"""Operations that may read stacked parameters before the scan, because they act on each row alike."""
+"""Operations that may read stacked parameters before the scan, because they treat all rows alike."""
 
 
 def scanned_param_names(program: Any, param_names: Sequence[str]) -> tuple[str, ...]:

@@ -317,8 +317,8 @@ class SlidingWindows:
             window_flags = [layer % 2 == 0 for layer in range(layer_count)]
         else:
             window_flags = [uses_windows and layer >= first_window_layer for layer in range(layer_count)]
-        default_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in window_flags]
-        layer_types = file.get("layer_types", default_types, list)
+        default_layer_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in window_flags]
+        layer_types = file.get("layer_types", default_layer_types, list)
         if len(layer_types) != layer_count or not all(
             layer_type in ("full_attention", "sliding_attention") for layer_type in layer_types
         ):

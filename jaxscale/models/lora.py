@@ -17,7 +17,7 @@ from jaxscale.values.short_repr import short_repr
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    r"""A model with an adapter of low rank beside each chosen weight; the adapters alone are trained.
+    r"""A model with an adapter of low rank beside each chosen weight; only the adapters are trained.
 
     \[ y = x W + \tfrac{\alpha}{r} (x A) B, \qquad A \in \mathbb{R}^{I \times r}, \; B \in \mathbb{R}^{r \times O} \]
 

@@ -7,7 +7,7 @@ bytes, and imports no JAX; `huggingface_families.py` defines the names.
 
 Files are read at least as strictly as the safetensors library reads them: the tensors of a header take every byte of
 the data once, and `__metadata__` holds texts. A name that occurs twice and an unknown field are refused, too. If bytes
-of a file belong to no tensor, or to two, the file was damaged or made to carry something else.
+of a file belong to no tensor, or to two, the file is damaged or carries something else.
 """
 
 import collections

@@ -42,7 +42,7 @@ class RowParts:
     """How the rows of a batch are divided while its loss is computed from the module's results for each part.
 
     Args:
-        axis: manual mesh axis over which the rows lie; `None` if the parts are computed here, one after another.
+        axis: manual mesh axis that shards the rows; `None` if one device computes the parts one after another.
         count: number of parts.
     """
 
@@ -130,7 +130,7 @@ def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> 
 
     Args:
         score: the user's function, for messages.
-        losses: what it returned.
+        losses: the losses that it returned.
         target_weights: the weights that it returned; `None` if it returned none.
         batch: the batch, in which every array has the rows first.
     """
@@ -235,7 +235,7 @@ class NamedMetric:
     function: Metric
 
     def __call__(self, module: Callable[..., Any], batch: Batch, key: Key) -> Any:
-        """Return what the user's function returns for a batch, called with the key if it takes one."""
+        """Return the result of the user's function for a batch; the key is passed if the function takes one."""
         metric_result = bind_key(self.function, key)(module, batch)
         message_start = f"{place_of(self.function)}metrics: {self.name}"
         metric_values, weights = (

@@ -136,7 +136,7 @@ def step_text(generator):
     """The compiled steps after a prompt of 5 tokens."""
     session = generator.start([np.arange(5)], 1, 4, (GREEDY, 256))
     session.prefill([(0, 0)], np.zeros(1, np.int32))
-    arguments = (generator.step_params, session.rows, session.row_keys, session.settings, np.int32(3))
+    arguments = (generator.step_params, session.rows, session.row_keys, session.draw_settings, np.int32(3))
     return session.programs.advance.lower(*arguments).compile().as_text()
 
 

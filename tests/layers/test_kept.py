@@ -102,7 +102,7 @@ def test_gradients_of_a_norm_are_those_of_its_formula(make):
 
     kept_gradients = gradients()
     formula = norms._norm
-    norms._norm = norms._normalized
+    norms._norm = norms._normalize
     try:
         expected = gradients()
     finally:

@@ -23,7 +23,7 @@ from jaxscale.memory.graph import menu, solve
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.stack_plan import cheapest_saves, hull, least_bytes, plan_stack, stack_totals
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks
+from jaxscale.models.foreign_blocks import repeated_block_paths, wrap_blocks
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import block_graph
 from jaxscale.programs.collect import collect
@@ -156,7 +156,7 @@ def test_blocks_of_a_foreign_module_are_found():
 
     def loss(params, x):
         module = nnx.merge(graphdef, params, copy=True)
-        with blocks_wrapped(module, repeated_blocks(module)):
+        with wrap_blocks(module, repeated_block_paths(module)):
             return jnp.sum(module(x))
 
     calls = collect(loss, params, X)

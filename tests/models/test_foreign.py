@@ -154,7 +154,7 @@ def test_dropped_share_is_the_rate_and_stacked_generators_get_keys_of_their_own(
 
     model = ForeignModel(lambda rngs: Masks(rngs), lambda module, batch: module(batch["x"]).transpose(1, 0, 2))
     module = model.build(rngs())
-    masks = model._run(model.score, module, {"x": jnp.ones((100, 50))}, Context(key=jax.random.key(0)))
+    masks = model._run_score(model.score, module, {"x": jnp.ones((100, 50))}, Context(key=jax.random.key(0)))
     assert masks.shape == (100, 2, 50)
     assert abs(float(masks.mean()) - 0.25) < 0.02
     assert not np.array_equal(masks[:, 0], masks[:, 1])
