@@ -178,14 +178,14 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array_flags = [isinstance(leaf, jax.Array) or hasattr(leaf, "__array_interface__") for leaf in leaves]
-    static_leaves = [None if is_traced else leaf for leaf, is_traced in zip(leaves, is_array_flags, strict=True)]
+    static_leaves = [None if is_array else leaf for leaf, is_array in zip(leaves, is_array_flags, strict=True)]
 
     def call(bound_module: Any, arrays: Sequence[Any]) -> Any:
         """Call the module, with the arrays among its arguments."""
         remaining_arrays = iter(arrays)
         new_leaves = [
-            next(remaining_arrays) if is_traced else static_leaf
-            for static_leaf, is_traced in zip(static_leaves, is_array_flags, strict=True)
+            next(remaining_arrays) if is_array else static_leaf
+            for static_leaf, is_array in zip(static_leaves, is_array_flags, strict=True)
         ]
         new_args, new_kwargs = jax.tree.unflatten(treedef, new_leaves)
         return bound_module(*new_args, **new_kwargs)
@@ -209,7 +209,7 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
 
         return lift.pack(run, ("params", True), (True,), (True,), name="block")(scopes, arrays)
 
-    arrays = [leaf for leaf, is_traced in zip(leaves, is_array_flags, strict=True) if is_traced]
+    arrays = [leaf for leaf, is_array in zip(leaves, is_array_flags, strict=True) if is_array]
     return lift_direct_transform(call_through_wrapper, (call,), module, arrays)
 
 
