@@ -220,7 +220,7 @@ def _prepare_run_tokenizer(folder: Path) -> Prepared:
 
 
 def _prepare_documents(folder: Path) -> Prepared:
-    from jaxscale.data.documents import DocumentRecipe, check_and_count, texts
+    from jaxscale.data.documents import DocumentRecipe, check_and_count, labeled_texts
     from jaxscale.errors import UserError
 
     path = folder / "chats.jsonl"
@@ -240,7 +240,7 @@ def _prepare_documents(folder: Path) -> Prepared:
         for recipe in recipes:
             with contextlib.suppress(UserError):
                 facts = check_and_count([str(path)], recipe)
-                pieces = [text for *_, text in texts([str(path)], recipe, facts["documents"] // 2)]
+                pieces = [text for *_, text in labeled_texts([str(path)], recipe, facts["documents"] // 2)]
                 "".join(pieces).encode()
                 assert sum(map(len, pieces)) == facts["characters"], "texts were lost or added"
 

@@ -15,7 +15,7 @@ from jaxscale.errors import UserError, near_miss
 from jaxscale.values.read_files import parse_json
 
 SUFFIXES = (".parquet", ".arrow")
-"""The endings of the names of tables."""
+"""The endings of the names of files that hold tables."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of a stream; pyarrow reads one that was cut between two batches without an error."""
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -42,10 +42,10 @@ def dataset_files(folder: Any, path: str) -> list[str] | None:
     prefix = path.rstrip("/")
     if (folder / _SPLITS).exists():
         splits = _read_json(folder / _SPLITS).get("splits")
-        names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+        split_names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
         raise UserError(
-            f"{path} holds the splits {', '.join(names)} of a dataset, expected one of them: give "
-            f"{prefix}/{names[0] if names else 'train'}"
+            f"{path} holds the splits {', '.join(split_names)} of a dataset, expected one of them: give "
+            f"{prefix}/{split_names[0] if split_names else 'train'}"
         )
     if not (folder / _STATE).exists() or not (folder / _INFO).exists():
         return None
@@ -56,17 +56,22 @@ def dataset_files(folder: Any, path: str) -> list[str] | None:
             "it again with a newer version"
         )
     entries = state.get("_data_files")
-    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    if not names or not all(isinstance(name, str) and name == os.path.basename(name) and name for name in names):
+    file_names = (
+        [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    )
+    if not file_names or not all(
+        isinstance(file_name, str) and file_name == os.path.basename(file_name) and file_name
+        for file_name in file_names
+    ):
         raise UserError(f"{path}/{_STATE} lists no files under _data_files: save the dataset again with save_to_disk")
-    return [f"{prefix}/{name}" for name in names]
+    return [f"{prefix}/{file_name}" for file_name in file_names]
 
 
 def _read_json(path: Any) -> dict[str, Any]:
     """Return the JSON object in a small file.
 
     Raises:
-        UserError: the file cannot be read, or holds no JSON object.
+        UserError: the file cannot be read, or does not hold a JSON object.
     """
     try:
         content = parse_json(path.read_bytes(), str(path))
@@ -93,36 +98,36 @@ def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]
 
     Args:
         content: the bytes of the file.
-        file: path of the file, for messages and for its form.
+        file: path of the file; its extension selects Parquet or Arrow, and error messages name it.
         names: names of the columns.
 
     Returns:
         For each name, a `pyarrow.ChunkedArray` without nulls.
 
     Raises:
-        UserError: pyarrow is not installed, the file is no table, or it lacks a column or a value.
+        UserError: pyarrow is not installed, the file is not a table, or it lacks a column or a value.
     """
     pa = _pyarrow(file)
     try:
         buffer = pa.BufferReader(content)
         if file.lower().endswith(".parquet"):
-            parquet = pa.parquet.ParquetFile(buffer)
-            present_names = parquet.schema_arrow.names
+            parquet_file = pa.parquet.ParquetFile(buffer)
+            present_names = parquet_file.schema_arrow.names
             unique_names = list(dict.fromkeys(names))
-            # a thread of Arrow that still starts when a process ends aborts it
-            table = None if set(names) - set(present_names) else parquet.read(unique_names, use_threads=False)
+            # if a thread of Arrow is still starting when the process ends, it aborts the process
+            table = None if set(names) - set(present_names) else parquet_file.read(unique_names, use_threads=False)
         else:
-            is_file_form = content[:6] == b"ARROW1"
-            if not is_file_form and not content.endswith(_END_OF_STREAM):
-                raise ValueError("it has no end of its stream")
-            reader = pa.ipc.open_file(buffer) if is_file_form else pa.ipc.open_stream(buffer)
+            is_file_format = content[:6] == b"ARROW1"
+            if not is_file_format and not content.endswith(_END_OF_STREAM):
+                raise ValueError("its stream has no end marker")
+            reader = pa.ipc.open_file(buffer) if is_file_format else pa.ipc.open_stream(buffer)
             present_names, table = reader.schema.names, reader.read_all()
         if table is not None:
             table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
-        form = "Parquet" if file.lower().endswith(".parquet") else "Arrow"
+        format_name = "Parquet" if file.lower().endswith(".parquet") else "Arrow"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{file} is not a complete {form} file ({reason:.200}): write it again") from error
+        raise UserError(f"{file} is not a complete {format_name} file ({reason:.200}): write it again") from error
     for name in names:
         if name not in present_names:
             raise UserError(
@@ -135,8 +140,8 @@ def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]
     columns = [table.column(name) for name in names]
     for name, column in zip(names, columns, strict=True):
         if column.null_count:
-            row = next(index for index, value in enumerate(column) if not value.is_valid)
-            raise UserError(f"{file}: {name} of row {row} is null, expected a value: fill it, or drop the row")
+            row_index = next(index for index, value in enumerate(column) if not value.is_valid)
+            raise UserError(f"{file}: {name} of row {row_index} is null, expected a value: fill it, or drop the row")
     return columns
 
 
@@ -149,21 +154,25 @@ def read_texts(content: bytes, file: str, names: tuple[str, ...]) -> list[tuple[
         names: names of the columns of texts.
 
     Raises:
-        UserError: as `read_columns`; or a column holds no texts.
+        UserError: as `read_columns`; or a column does not hold texts.
     """
     pa = _pyarrow(file)
     columns = read_columns(content, file, names)
     texts_by_column: list[list[str]] = []
     for name, column in zip(names, columns, strict=True):
-        type_ = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_)):
+        value_type = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if not (
+            pa.types.is_string(value_type)
+            or pa.types.is_large_string(value_type)
+            or pa.types.is_string_view(value_type)
+        ):
             raise UserError(f"{file}: column {name!r} holds {column.type}, expected text")
         texts_by_column.append(column.to_pylist())
     return list(zip(*texts_by_column, strict=True))
 
 
 def read_arrays(content: bytes, file: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return columns of numbers as arrays; a column of lists of one length is an array of as many dims more.
+    """Return columns of numbers as arrays; if the numbers are in lists of one length, the array has one more dim.
 
     Args:
         content: the bytes of the file.
@@ -171,31 +180,35 @@ def read_arrays(content: bytes, file: str, names: tuple[str, ...]) -> dict[str, 
         names: names of the columns.
 
     Raises:
-        UserError: as `read_columns`; or a column holds no numbers, or lists of several lengths.
+        UserError: as `read_columns`; or a column holds values other than numbers, or lists of different lengths.
     """
     pa = _pyarrow(file)
     arrays: dict[str, np.ndarray] = {}
     for name, column in zip(names, read_columns(content, file, names), strict=True):
-        values, shape = column.combine_chunks(), [len(column)]
-        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-        while pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or _is_fixed(pa, values.type):
-            lengths = np.unique(pa.compute.list_value_length(values).to_numpy(zero_copy_only=False))
-            if len(lengths) > 1:
+        arrow_array, shape = column.combine_chunks(), [len(column)]
+        arrow_array = arrow_array.combine_chunks() if isinstance(arrow_array, pa.ChunkedArray) else arrow_array
+        while (
+            pa.types.is_list(arrow_array.type)
+            or pa.types.is_large_list(arrow_array.type)
+            or _is_fixed_size_list(pa, arrow_array.type)
+        ):
+            list_lengths = np.unique(pa.compute.list_value_length(arrow_array).to_numpy(zero_copy_only=False))
+            if len(list_lengths) > 1:
                 raise UserError(
-                    f"{file}: column {name!r} has lists of {lengths[0]} to {lengths[-1]} values, expected lists of one "
-                    "length; pad or cut them"
+                    f"{file}: column {name!r} has lists of {list_lengths[0]} to {list_lengths[-1]} values, expected "
+                    "lists of one length; pad or cut them"
                 )
-            shape.append(int(lengths[0]) if len(lengths) else 0)
-            values = values.flatten()
-            if values.null_count:
+            shape.append(int(list_lengths[0]) if len(list_lengths) else 0)
+            arrow_array = arrow_array.flatten()
+            if arrow_array.null_count:
                 raise UserError(f"{file}: column {name!r} has lists with nulls, expected numbers")
-        type_ = values.type
-        if not (pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_boolean(type_)):
+        value_type = arrow_array.type
+        if not (pa.types.is_integer(value_type) or pa.types.is_floating(value_type) or pa.types.is_boolean(value_type)):
             raise UserError(f"{file}: column {name!r} holds {column.type}, expected numbers, or lists of numbers")
-        arrays[name] = values.to_numpy(zero_copy_only=False).reshape(shape)
+        arrays[name] = arrow_array.to_numpy(zero_copy_only=False).reshape(shape)
     return arrays
 
 
-def _is_fixed(pa: Any, type_: Any) -> bool:
-    """Return whether a type is that of lists of a fixed length."""
-    return pa.types.is_fixed_size_list(type_)
+def _is_fixed_size_list(pa: Any, value_type: Any) -> bool:
+    """Return whether a type of pyarrow is that of lists of a fixed length."""
+    return pa.types.is_fixed_size_list(value_type)

@@ -30,13 +30,13 @@ from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import check_regular, is_regular, parse_json, read_bytes
 
 _VERSION = 1
-"""Version of the tokens that files give: part of an entry's key, without which an earlier run does not continue."""
+"""Version of how files become tokens, a part of an entry's key. An earlier run continues only with an equal key."""
 SPLITS = ("train", "held_out")
 FACTS = "facts.json"
 MAX_CHECKED_BYTES = 1 << 30
 """Largest file that is read to compare its checksum at each start, half a second from memory."""
-_DTYPES = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
-"""Largest size of a vocabulary whose ids have a type, by the name of the type."""
+_MAX_VOCABULARY_BY_DTYPE = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
+"""Largest size of a vocabulary whose ids are stored in a type, by the name of the type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LabeledParts(NamedTuple):
 
 @runtime_checkable
 class EncodingRecipe(Protocol):
-    """A recipe that encodes documents itself, instead of the texts of their parts; `count` is called first."""
+    """A recipe that encodes documents itself; `count` is called before `encode`."""
 
     is_masked: bool
 
@@ -166,7 +166,7 @@ def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
     lock_path = folder / f"{key}.lock"
     with contextlib.suppress(OSError):
         if os.path.lexists(lock_path) and (lock_path.is_symlink() or not is_regular(lock_path)):
-            _remove(lock_path)  # it was damaged: opening a pipe would wait without end
+            _remove(lock_path)  # not a file: opening a pipe, for example, would wait forever
     with open(lock_path, "w") as lock_file:
         with contextlib.suppress(OSError):
             fcntl.flock(lock_file, fcntl.LOCK_EX)
@@ -212,10 +212,12 @@ def _encode(
 ) -> dict[str, Any]:
     """Encode files into the folder `draft`, and return `Corpus.facts` without the entry's hash and folder."""
     facts = documents.check_and_count(files, recipe) if isinstance(recipe, DocumentRecipe) else recipe.count(files)
-    dtype = np.dtype(next(name for name, size in _DTYPES.items() if tokenizer.size <= size))
+    dtype = np.dtype(
+        next(name for name, max_vocabulary in _MAX_VOCABULARY_BY_DTYPE.items() if tokenizer.size <= max_vocabulary)
+    )
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.is_masked)) for name in SPLITS]
-        advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
+        advance = stack.enter_context(_progress_bar("encoding " + _describe_files(files), facts["characters"]))
         is_text = isinstance(recipe, DocumentRecipe)
         for parts in _encode_texts(files, tokenizer, recipe, facts) if is_text else recipe.encode(tokenizer):
             for split_index, writer in enumerate(writers):
@@ -237,7 +239,7 @@ def _encode_texts(
 
     def label_texts() -> Iterator[str]:
         """Yield the texts to encode, and append each text's label to `labels`."""
-        for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
+        for split_index, is_document_start, is_learned, text in documents.labeled_texts(files, recipe, held_out_start):
             labels.append((split_index, is_document_start, is_learned))
             yield text
 
@@ -299,9 +301,9 @@ class _Writer:
 
     def _write(self, suffix: str, file: BinaryIO, array: np.ndarray) -> None:
         """Append an array to a file, and its bytes to the file's checksum."""
-        data = array.tobytes()
-        file.write(data)
-        self.crc32[suffix] = zlib.crc32(data, self.crc32[suffix])
+        array_bytes = array.tobytes()
+        file.write(array_bytes)
+        self.crc32[suffix] = zlib.crc32(array_bytes, self.crc32[suffix])
 
     def __enter__(self) -> "_Writer":
         return self
@@ -315,27 +317,29 @@ class _Writer:
 
 
 def _load(entry_folder: pathlib.Path) -> Corpus | None:
-    """Return an entry of the cache; `None` if it is missing, or a file has another length or checksum than written."""
+    """Return an entry of the cache; `None` if it is missing, or the length or checksum of a file has changed."""
     try:
         facts = parse_json(read_bytes(entry_folder / FACTS), FACTS)
         if not _are_facts(facts, entry_folder.name) or facts.pop("sha256", "") != _digest(facts):
             return None
         dtype = np.dtype(facts["dtype"])
-        splits = []
+        split_tokens = []
         for name in SPLITS:
             token_count, document_count = facts[name]["tokens"], facts[name]["documents"]
-            sums = facts[name]["crc32"]
-            ids = _map_array(entry_folder / f"{name}.ids", dtype, token_count, sums["ids"])
+            checksums = facts[name]["crc32"]
+            ids = _map_array(entry_folder / f"{name}.ids", dtype, token_count, checksums["ids"])
             is_learned = None
             if facts["masked"]:
-                is_learned = _map_array(entry_folder / f"{name}.learned", np.dtype(bool), token_count, sums["learned"])
+                is_learned = _map_array(
+                    entry_folder / f"{name}.learned", np.dtype(bool), token_count, checksums["learned"]
+                )
             document_starts = _map_array(
-                entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1, sums["starts"]
+                entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1, checksums["starts"]
             )
-            splits.append(Tokens(ids, is_learned, document_starts))
+            split_tokens.append(Tokens(ids, is_learned, document_starts))
     except (OSError, ValueError):  # UserError is a ValueError
         return None
-    return Corpus(splits[0], splits[1], {**facts, "cache": str(entry_folder)})
+    return Corpus(split_tokens[0], split_tokens[1], {**facts, "cache": str(entry_folder)})
 
 
 def _digest(facts: Any) -> str:
@@ -347,15 +351,15 @@ def _are_facts(facts: Any, key: str) -> bool:
     """Return whether JSON values are the facts of the entry `key`, with every number that is read from them."""
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), dict) for name in SPLITS):
         return False
-    sums = [facts[name].get("crc32") for name in SPLITS]
-    if not all(isinstance(each, dict) and set(each) == {"ids", "learned", "starts"} for each in sums):
+    checksum_dicts = [facts[name].get("crc32") for name in SPLITS]
+    if not all(isinstance(each, dict) and set(each) == {"ids", "learned", "starts"} for each in checksum_dicts):
         return False
     counts = [facts.get(name) for name in ("files", "bytes", "characters", "documents", "marked")]
     counts += [facts[name].get(count_name) for name in SPLITS for count_name in ("tokens", "documents")]
     return (
         all(type(count) is int and 0 <= count <= MAX_INT64 for count in counts)
         and facts.get("hash") == key
-        and facts.get("dtype") in list(_DTYPES)
+        and facts.get("dtype") in list(_MAX_VOCABULARY_BY_DTYPE)
         and isinstance(facts.get("masked"), bool)
     )
 
@@ -364,8 +368,8 @@ def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> 
     """Map the array in a file into memory.
 
     Raises:
-        ValueError: the file does not hold exactly `length` elements, or has at most `MAX_CHECKED_BYTES` and another
-            checksum.
+        ValueError: the file does not hold exactly `length` elements, or it has at most `MAX_CHECKED_BYTES` and
+            its checksum differs from `crc32`.
     """
     if check_regular(path) != length * dtype.itemsize:
         raise ValueError(f"{path} does not hold {length} elements of {dtype}")
@@ -374,7 +378,7 @@ def _map_array(path: pathlib.Path, dtype: np.dtype, length: int, crc32: int) -> 
     # a plain array over the mapping, because indexing numpy's memmap class takes several times as long
     array = np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
     if array.nbytes <= MAX_CHECKED_BYTES and zlib.crc32(array.data.cast("B")) != crc32:
-        raise ValueError(f"{path} has another checksum than when it was written")
+        raise ValueError(f"{path} has changed since it was written: its checksum differs")
     return array
 
 
@@ -385,7 +389,7 @@ def _describe_files(files: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def _progress(description: str, total_characters: int) -> Iterator[Any]:
+def _progress_bar(description: str, total_character_count: int) -> Iterator[Any]:
     """Show a progress bar on stderr; yield a function that advances the bar by a number of characters."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -398,5 +402,5 @@ def _progress(description: str, total_characters: int) -> Iterator[Any]:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task_id = progress.add_task(description, total=total_characters)
+        task_id = progress.add_task(description, total=total_character_count)
         yield lambda character_count: progress.update(task_id, advance=character_count)

@@ -62,7 +62,7 @@ class DocumentRecipe:
         return settings if self.fields else settings[:-1]
 
     def alphabet_of(self, content: bytes, file: str) -> str:
-        """Return the characters of a file's text, each once, in any order; with fields, those of its documents."""
+        """Return the characters of a file, each once, in any order; with fields, only those of its documents."""
         if not self.fields and not arrow.is_table(file):
             return "".join(set(source.decode(content, file)))
         return "".join(set().union(*self.documents_of(content, file)) - {_BOUNDARY})
@@ -73,21 +73,23 @@ class DocumentRecipe:
         return self.prompt_end is not None or len(self.fields) == 2
 
     def documents_of(self, content: bytes, file: str) -> list[str]:
-        """Return the documents in the bytes of one file: of a table its rows, of any other file those in its text.
+        """Return the documents of one file: the rows of a table, or the documents in the text of any other file.
 
         Args:
             content: the bytes of the file.
             file: path of the file, for messages.
 
         Raises:
-            UserError: the file is no text or table, or a document cannot be encoded.
+            UserError: the file is not a text or a table, or a document cannot be encoded.
         """
         if not arrow.is_table(file):
             return self.documents(source.decode(content, file), file)
         if not self.fields:
             raise UserError(f"{file} is a table, expected the name of its column of texts: set fields, as in ('text',)")
-        rows = arrow.read_texts(content, file, self.fields)
-        return [self._document_of_texts(texts, f"{file}: row {number}") for number, texts in enumerate(rows)]
+        texts_by_row = arrow.read_texts(content, file, self.fields)
+        return [
+            self._document_of_texts(texts, f"{file}: row {row_index}") for row_index, texts in enumerate(texts_by_row)
+        ]
 
     def documents(self, text: str, file: str) -> list[str]:
         """Return the documents in the text of one file, without empty ones.
@@ -97,8 +99,12 @@ class DocumentRecipe:
             file: path of the file, for messages.
         """
         if self.fields:
-            lines = enumerate(text.split("\n"), 1)  # other line breaks may stand in a text
-            return [self._document_of_line(line, f"{file}:{number}") for number, line in lines if line.strip()]
+            numbered_lines = enumerate(text.split("\n"), 1)  # a text may contain other line breaks
+            return [
+                self._document_of_line(line, f"{file}:{line_number}")
+                for line_number, line in numbered_lines
+                if line.strip()
+            ]
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def _document_of_line(self, line: str, place: str) -> str:
@@ -109,29 +115,29 @@ class DocumentRecipe:
             place: file and number of the line, for messages.
 
         Raises:
-            UserError: the line is no JSON object, lacks a text, or has a text that cannot be encoded.
+            UserError: the line is not a JSON object, lacks a text, or has a text that cannot be encoded.
         """
         try:
-            content = parse_json(line, "the line")
+            line_json = parse_json(line, "the line")
         except UserError as error:
             raise UserError(f"{place}: not JSON ({error}); expected an object with {', '.join(self.fields)}") from None
         texts: list[str] = []
         for name in self.fields:
-            text = content.get(name) if isinstance(content, dict) else None
+            text = line_json.get(name) if isinstance(line_json, dict) else None
             if not isinstance(text, str):
-                content_text = f"a {type(content).__name__}, expected an object"
-                if isinstance(content, dict):
-                    content_text = f"the names {', '.join(map(repr, content))}"
+                content_text = f"a {type(line_json).__name__}, expected an object"
+                if isinstance(line_json, dict):
+                    content_text = f"the names {', '.join(map(repr, line_json))}"
                 raise UserError(f"{place}: {name} is {text!r:.40}, expected text; the line has {content_text}")
             texts.append(text)
         return self._document_of_texts(texts, place)
 
     def _document_of_texts(self, texts: Sequence[str], place: str) -> str:
-        """Return the document of the texts of `fields`, with a NUL between prompt and answer.
+        """Return the document that the texts of `fields` make: one text, or prompt and answer with a NUL between them.
 
         Args:
-            texts: the texts.
-            place: where they are in which file, for messages.
+            texts: one text for each of `fields`.
+            place: file and line or row of the texts, for messages.
 
         Raises:
             UserError: a text cannot be encoded.
@@ -147,8 +153,8 @@ class DocumentRecipe:
                 )
         return _BOUNDARY.join(texts)
 
-    def parts(self, document: str) -> Iterator[tuple[str, bool]]:
-        """Yield pairs (text, is_learned): a part of a document to encode, and whether its tokens have weight 1."""
+    def labeled_parts(self, document: str) -> Iterator[tuple[str, bool]]:
+        """Yield each part of a document to encode, with whether its tokens have weight 1."""
         if len(self.fields) == 2:
             prompt, answer = document.split(_BOUNDARY)
             yield from ((self.beginning, False), (prompt, False), (answer, True), (self.ending, True))
@@ -208,8 +214,10 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     }
 
 
-def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """Yield every text to encode, as tuples (split_index, is_document_start, is_learned, text).
+def labeled_texts(
+    files: list[str], recipe: DocumentRecipe, held_out_start: int
+) -> Iterator[tuple[int, bool, bool, str]]:
+    """Yield every text to encode with its labels, as tuples (split_index, is_document_start, is_learned, text).
 
     `split_index` is 0 for the training part and 1 for the held-out part. `is_document_start` is true if the text is the
     first one of its document in that part. `is_learned` is true if the text's tokens have weight 1.
@@ -225,16 +233,16 @@ def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iter
         for document in recipe.documents_of(source.read(file), file):
             if recipe.is_cut_at_document:
                 split_index, is_document_start = int(position >= held_out_start), True
-                for text, is_learned in recipe.parts(document):
+                for text, is_learned in recipe.labeled_parts(document):
                     if text:
                         yield split_index, is_document_start, is_learned, text
                         is_document_start = False
                 position += 1
                 continue
             has_started = [False, False]  # for each split, whether it has a text of this document
-            for text, is_learned in recipe.parts(document):
-                cut = min(max(held_out_start - position, 0), len(text))  # index of the first held-out character
-                for split_index, split_text in enumerate((text[:cut], text[cut:])):
+            for text, is_learned in recipe.labeled_parts(document):
+                cut_index = min(max(held_out_start - position, 0), len(text))  # index of the first held-out character
+                for split_index, split_text in enumerate((text[:cut_index], text[cut_index:])):
                     if split_text:
                         yield split_index, not has_started[split_index], is_learned, split_text
                         has_started[split_index] = True

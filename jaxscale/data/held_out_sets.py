@@ -1,7 +1,7 @@
 """Named held-out sets of an experiment: data that is evaluated beside the held-out part of the training data.
 
-A set is data with something held out, whose held-out part is evaluated. A shorter form stands for a set of which all is
-held out: a path for files that are read as the training data, a dict of arrays, or an iterable of batches.
+A set is data of which a part is held out; that part is evaluated. A shorter form stands for a set that is all held out:
+a path of files, which are read like the training data, a dict of arrays, or an iterable of batches.
 """
 
 import os
@@ -26,7 +26,7 @@ def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
 
     Args:
         sources: for each name, data, a path, a dict of arrays or an iterable of batches.
-        data: the training data, as which the files at a path are read.
+        data: the training data; files at a path are read with its settings.
 
     Raises:
         UserError: a name cannot be part of a metric's name, or a set is none of these.
@@ -56,15 +56,15 @@ def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
 
 
 def as_held_out(source: Any, data: Any) -> Any:
-    """Return the data that stands for one held-out set; the parameters are those of `as_held_out_sets`."""
+    """Return the data of one held-out set; the parameters are those of `as_held_out_sets`."""
     if isinstance(source, str | os.PathLike) or _are_paths(source):
-        paths = source if isinstance(source, str | os.PathLike) else tuple(map(Path, source))
+        path_or_paths = source if isinstance(source, str | os.PathLike) else tuple(map(Path, source))
         if not hasattr(data, "held_out_at"):
             raise UserError(
-                f"got the path {_text_of(paths)}, but the training data, a {type(data).__name__}, reads no files: give "
-                "data such as jaxscale.data.Text(path, held_out=1.0)"
+                f"got the path {_paths_text(path_or_paths)}, but the training data, a {type(data).__name__}, reads no "
+                "files: give data such as jaxscale.data.Text(path, held_out=1.0)"
             )
-        return data.held_out_at(paths)
+        return data.held_out_at(path_or_paths)
     if isinstance(source, Mapping):
         return Arrays(source, held_out=1.0)
     if not hasattr(source, "open"):
@@ -83,13 +83,17 @@ def as_held_out(source: Any, data: Any) -> Any:
 
 
 def _are_paths(source: Any) -> bool:
-    """Return whether a value is several paths."""
+    """Return whether `source` is a list or tuple of paths."""
     return isinstance(source, list | tuple) and bool(source) and all(isinstance(p, str | os.PathLike) for p in source)
 
 
-def _text_of(paths: Any) -> str:
+def _paths_text(path_or_paths: Any) -> str:
     """Return one path, or several, as text."""
-    return os.fspath(paths) if isinstance(paths, str | os.PathLike) else ", ".join(map(os.fspath, paths))
+    return (
+        os.fspath(path_or_paths)
+        if isinstance(path_or_paths, str | os.PathLike)
+        else ", ".join(map(os.fspath, path_or_paths))
+    )
 
 
 def open_held_out_sets(
@@ -115,12 +119,12 @@ def open_held_out_sets(
     for name, data in sets.items():
         settings = {"tokenizer": tokenizer} if tokenizer is not None and isinstance(data, Text | Mixture) else {}
         try:
-            opened = data.open(batch, seed, process=process, processes=processes, **settings)
-            if next(iter(opened.evaluation()), None) is None:
+            opened_set = data.open(batch, seed, process=process, processes=processes, **settings)
+            if next(iter(opened_set.evaluation()), None) is None:
                 raise UserError("nothing is held out, expected rows to evaluate: set held_out above 0; 1 holds out all")
         except UserError as error:
             raise UserError(f"held_out.{name}: {error}") from None
-        opened_sets[name] = opened
+        opened_sets[name] = opened_set
     return opened_sets
 
 
@@ -134,13 +138,14 @@ def check_same_arrays(sets: Mapping[str, Any], batch: NumpyBatch) -> None:
     Raises:
         UserError: an array is missing or superfluous, or differs in shape or dtype.
     """
-    expected = _descriptions(batch)
-    for name, opened in sets.items():
-        descriptions = _descriptions(next(iter(opened.evaluation())))
+    expected_descriptions = _array_descriptions(batch)
+    for name, opened_set in sets.items():
+        descriptions = _array_descriptions(next(iter(opened_set.evaluation())))
         differences = [
-            f"{array} is {descriptions.get(array, 'missing')}, expected {expected.get(array, 'no such array')}"
-            for array in sorted(expected.keys() | descriptions.keys())
-            if descriptions.get(array) != expected.get(array)
+            f"{array_name} is {descriptions.get(array_name, 'missing')}, expected "
+            f"{expected_descriptions.get(array_name, 'no such array')}"
+            for array_name in sorted(expected_descriptions.keys() | descriptions.keys())
+            if descriptions.get(array_name) != expected_descriptions.get(array_name)
         ]
         if differences:
             raise UserError(
@@ -148,6 +153,6 @@ def check_same_arrays(sets: Mapping[str, Any], batch: NumpyBatch) -> None:
             )
 
 
-def _descriptions(batch: NumpyBatch) -> dict[str, str]:
+def _array_descriptions(batch: NumpyBatch) -> dict[str, str]:
     """Return the dtype and shape of each array in a batch as text, without weights, which any batch may have."""
     return {name: f"{array.dtype}{list(array.shape)}" for name, array in batch.items() if name != "weights"}

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxscale.data import source
 from jaxscale.data.loader import Opened
-from jaxscale.data.shuffle import derive, split_rows
+from jaxscale.data.shuffle import derive_seed, split_rows
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError
 from jaxscale.platforms.cores import usable_cores
@@ -52,7 +52,7 @@ class ImageFolder:
 
     Raises:
         UserError: a value is out of range; or, on `open`, a folder is missing or has no images; or, while it is read, a
-            file is no image.
+            file is not an image.
 
     Example:
         >>> ImageFolder("imagenet/train", held_out_path="imagenet/val").size
@@ -84,11 +84,11 @@ class ImageFolder:
             object.__setattr__(self, "held_out_path", source.absolute_path(os.fspath(self.held_out_path)))
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the images, 0 <= held_out < 1")
-        for name, largest in {"size": 2**14, "workers": 1024}.items():
+        for name, largest_count in {"size": 2**14, "workers": 1024}.items():
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
-            check_at_most(name, count or 1, largest)
+            check_at_most(name, count or 1, largest_count)
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
             raise UserError(f"crop: got {self.crop!r}, expected shares of the area, 0 < smallest <= largest <= 1")
         if not all(math.isfinite(mean) for mean in self.mean):
@@ -97,7 +97,7 @@ class ImageFolder:
             raise UserError(f"std: got {self.std!r}, expected a positive standard deviation of each channel")
 
     def held_out_at(self, path: str | Path) -> "ImageFolder":
-        """Return this folder with the images in another one held out."""
+        """Return this folder, with the images of another folder as its held-out part."""
         return dataclasses.replace(self, held_out_path=path)
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
@@ -118,35 +118,38 @@ class ImageFolder:
         """
         check_share(batch, process, processes)
         _pillow()
-        classes, files, labels = _list_images(str(self.path))
+        class_names, files, labels = _list_images(str(self.path))
         if self.held_out_path is None:
-            train_rows, held_out_rows = split_rows(len(files), self.held_out, f"{self.path} holds {len(files)} images")
-            held_out_files, held_out_labels = [files[row] for row in held_out_rows], labels[held_out_rows]
-            files, labels = [files[row] for row in train_rows], labels[train_rows]
+            train_indices, held_out_indices = split_rows(
+                len(files), self.held_out, f"{self.path} holds {len(files)} images"
+            )
+            held_out_files, held_out_labels = [files[index] for index in held_out_indices], labels[held_out_indices]
+            files, labels = [files[index] for index in train_indices], labels[train_indices]
         else:
-            held_out_classes, held_out_files, held_out_labels = _list_images(str(self.held_out_path))
-            if held_out_classes != classes:
-                different = sorted(set(classes) ^ set(held_out_classes))
+            held_out_class_names, held_out_files, held_out_labels = _list_images(str(self.held_out_path))
+            if held_out_class_names != class_names:
+                unmatched_names = sorted(set(class_names) ^ set(held_out_class_names))
                 raise UserError(
-                    f"held_out_path: {self.held_out_path} has {len(held_out_classes)} classes and {self.path} has "
-                    f"{len(classes)}, expected the same subfolders in both; {different[0]!r} is in one of them alone"
+                    f"held_out_path: {self.held_out_path} has {len(held_out_class_names)} classes and {self.path} has "
+                    f"{len(class_names)}, expected the same subfolders in both; {unmatched_names[0]!r} is in only "
+                    "one of them"
                 )
-        train = FolderImages(self, files, labels, derive(seed, "augment", 0))
-        held_out = FolderImages(self, held_out_files, held_out_labels, None)
+        train_images = FolderImages(self, files, labels, derive_seed(seed, "augment", 0))
+        held_out_images = FolderImages(self, held_out_files, held_out_labels, None)
         settings = {**dataclasses.asdict(self), "path": "", "held_out_path": "", "workers": None}
-        names = [file.removeprefix(str(self.path)) for file in files]
-        names += [file.removeprefix(str(self.held_out_path or self.path)) for file in held_out_files]
+        relative_paths = [file.removeprefix(str(self.path)) for file in files]
+        relative_paths += [file.removeprefix(str(self.held_out_path or self.path)) for file in held_out_files]
         facts = {
             "kind": "images",
             "shape": [self.size, self.size, 3],
-            "classes": len(classes),
-            "rows": len(train),
-            "targets": len(train),
-            "held_out_rows": len(held_out),
-            "held_out_targets": len(held_out),
-            "hash": source.digest(repr((names, sorted(settings.items()))).encode())[:16],
+            "classes": len(class_names),
+            "rows": len(train_images),
+            "targets": len(train_images),
+            "held_out_rows": len(held_out_images),
+            "held_out_targets": len(held_out_images),
+            "hash": source.digest(repr((relative_paths, sorted(settings.items()))).encode())[:16],
         }
-        return Opened((train,), (1.0,), (held_out,), batch, seed, process, processes, None, facts)
+        return Opened((train_images,), (1.0,), (held_out_images,), batch, seed, process, processes, None, facts)
 
 
 class FolderImages:
@@ -174,37 +177,37 @@ class FolderImages:
         return len(self)
 
     @functools.cached_property
-    def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
-        """The threads that decode."""
+    def _executor(self) -> concurrent.futures.ThreadPoolExecutor:
+        """The pool of threads that decode."""
         worker_count = self.settings.workers or usable_cores()
         return concurrent.futures.ThreadPoolExecutor(worker_count, thread_name_prefix="images")
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, row_indices: np.ndarray) -> dict[str, np.ndarray]:
         """Read the rows with these indices, [B] int64, in the endless sequence of epochs."""
         size = self.settings.size
-        images = np.empty((len(rows), size, size, 3), np.float32)
+        images = np.empty((len(row_indices), size, size, 3), np.float32)
 
-        def read_image(place: int) -> None:
-            """Decode one image into its place in the batch."""
-            np.multiply(self._pixels(int(rows[place])), self._scale, out=images[place])
-            images[place] -= self._shift
+        def read_image(position: int) -> None:
+            """Decode the image at a position of the batch into `images`."""
+            np.multiply(self._pixels(int(row_indices[position])), self._scale, out=images[position])
+            images[position] -= self._shift
 
-        for _ in self._threads.map(read_image, range(len(rows))):  # raises what a thread raised
+        for _ in self._executor.map(read_image, range(len(row_indices))):  # raises what a thread raised
             pass
-        return {"images": images, "labels": self.labels[rows % len(self)]}
+        return {"images": images, "labels": self.labels[row_indices % len(self)]}
 
-    def _pixels(self, row: int) -> np.ndarray:
+    def _pixels(self, row_index: int) -> np.ndarray:
         """Return the image of a row, uint8 [size, size, 3], cut and scaled."""
-        file, size = self.files[row % len(self)], self.settings.size
+        file, size = self.files[row_index % len(self)], self.settings.size
         image = decoded_image(file)
         if self.seed is None:
-            image = _scaled(image, size)
-            return _cut(image, (image.width - size) // 2, (image.height - size) // 2, size)
-        rng = np.random.default_rng((self.seed, row))
+            image = _scaled_image(image, size)
+            return _square_part(image, (image.width - size) // 2, (image.height - size) // 2, size)
+        rng = np.random.default_rng((self.seed, row_index))
         if self.settings.crop is None:
-            image = _scaled(image, size)
+            image = _scaled_image(image, size)
             left, top = (int(rng.integers(0, side - size + 1)) for side in image.size)
-            pixels = _cut(image, left, top, size)
+            pixels = _square_part(image, left, top, size)
         else:
             box = random_part(image.size, self.settings.crop, rng)
             pixels = np.asarray(image.crop(box).resize((size, size), _pillow().Resampling.BILINEAR))
@@ -212,13 +215,13 @@ class FolderImages:
 
 
 def random_part(
-    image_size: tuple[int, int], shares: tuple[float, float], rng: np.random.Generator
+    image_size: tuple[int, int], area_shares: tuple[float, float], rng: np.random.Generator
 ) -> tuple[int, int, int, int]:
     """Return a random part of an image, as (left, top, right, bottom).
 
     Args:
         image_size: width and height of the image, in pixels.
-        shares: smallest and largest share of the image's area.
+        area_shares: smallest and largest share of the image's area.
         rng: source of the draws.
 
     Example:
@@ -226,10 +229,10 @@ def random_part(
         (0, 0, 100, 100)
     """
     width, height = image_size
-    low_ratio, high_ratio = map(math.log, _ASPECT_RATIOS)
+    low_log_ratio, high_log_ratio = map(math.log, _ASPECT_RATIOS)
     for _ in range(10):
-        area = width * height * rng.uniform(*shares)
-        ratio = math.exp(rng.uniform(low_ratio, high_ratio))
+        area = width * height * rng.uniform(*area_shares)
+        ratio = math.exp(rng.uniform(low_log_ratio, high_log_ratio))
         part_width, part_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < part_width <= width and 0 < part_height <= height:
             left, top = rng.integers(0, width - part_width + 1), rng.integers(0, height - part_height + 1)
@@ -242,10 +245,10 @@ def random_part(
 
 
 def _list_images(folder: str) -> tuple[list[str], list[str], np.ndarray]:
-    """Return the names of the classes in a folder, the paths of all images, and the class of each, int32."""
+    """Return the names of the classes in a folder, the paths of all images, and the label of each image, int32."""
     location = source.path_object(folder)
     if not location.is_dir():
-        source.find_files((folder,))  # raises an error that suggests a similar name, if there is none
+        source.find_files((folder,))  # raises an error that suggests a similar name, if the folder is missing
         raise UserError(f"{folder} is a file, expected a folder with a subfolder for each class")
     class_folders = sorted((entry for entry in location.iterdir() if entry.is_dir()), key=lambda entry: entry.name)
     class_folders = [entry for entry in class_folders if not entry.name.startswith(".")]
@@ -254,14 +257,14 @@ def _list_images(folder: str) -> tuple[list[str], list[str], np.ndarray]:
     files: list[str] = []
     labels: list[int] = []
     for label, class_folder in enumerate(class_folders):
-        images = sorted(os.fspath(file) for file in class_folder.rglob("*") if file.suffix.lower() in SUFFIXES)
-        if not images:
+        image_files = sorted(os.fspath(file) for file in class_folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+        if not image_files:
             raise UserError(
                 f"{class_folder} holds no image, expected files that end in {', '.join(SUFFIXES)}: add some, or remove "
                 "the folder"
             )
-        files += images
-        labels += [label] * len(images)
+        files += image_files
+        labels += [label] * len(image_files)
     return [entry.name for entry in class_folders], files, np.array(labels, np.int32)
 
 
@@ -275,15 +278,15 @@ def _pillow() -> Any:
 
 
 def decoded_image(file: str) -> Any:
-    """Return the image of a file in red, green and blue."""
+    """Return Pillow's image of a file, in RGB."""
     pillow = _pillow()
     try:
         return pillow.open(io.BytesIO(source.read(file))).convert("RGB")
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise UserError(f"{file} is no complete image ({error}): replace it, or remove it") from error
+        raise UserError(f"{file} is not a complete image ({error}): replace it, or remove it") from error
 
 
-def _scaled(image: Any, size: int) -> Any:
+def _scaled_image(image: Any, size: int) -> Any:
     """Return an image whose shorter side is 8 / 7 of `size`."""
     shorter_side = round(size * 8 / 7)
     if min(image.size) == shorter_side:
@@ -292,6 +295,6 @@ def _scaled(image: Any, size: int) -> Any:
     return image.resize((width, height), _pillow().Resampling.BILINEAR)
 
 
-def _cut(image: Any, left: int, top: int, size: int) -> np.ndarray:
+def _square_part(image: Any, left: int, top: int, size: int) -> np.ndarray:
     """Return a square part of an image, uint8 [size, size, 3]."""
     return np.asarray(image)[top : top + size, left : left + size]

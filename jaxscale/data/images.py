@@ -78,26 +78,28 @@ class Images:
         content = source.read(file)
         pixels, labels = self._read_arrays(content)
         split_indices = split_rows(len(labels), self.held_out, f"{self.path} holds {len(labels)} images")
-        train, held_out = (LabeledImages(pixels[rows], labels[rows], self.scale) for rows in split_indices)
+        train_images, held_out_images = (
+            LabeledImages(pixels[row_indices], labels[row_indices], self.scale) for row_indices in split_indices
+        )
         facts = {
             "kind": "images",
-            "shape": list(train.shape),
+            "shape": list(train_images.shape),
             "classes": int(labels.max()) + 1,
-            "rows": len(train),
-            "targets": len(train),
-            "held_out_rows": len(held_out),
-            "held_out_targets": len(held_out),
+            "rows": len(train_images),
+            "targets": len(train_images),
+            "held_out_rows": len(held_out_images),
+            "held_out_targets": len(held_out_images),
             "hash": source.digest(repr((source.digest(content), dataclasses.astuple(self)[1:])).encode())[:16],
         }
-        return Opened((train,), (1.0,), (held_out,), batch, seed, process, processes, None, facts)
+        return Opened((train_images,), (1.0,), (held_out_images,), batch, seed, process, processes, None, facts)
 
     def _read_arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Check the file's content, and return its images [N, height, width, C] and labels [N]."""
         try:
-            content_value = np.load(BytesIO(content), allow_pickle=False)
-            if isinstance(content_value, np.ndarray):
+            array_or_archive = np.load(BytesIO(content), allow_pickle=False)
+            if isinstance(array_or_archive, np.ndarray):
                 raise UserError(f"{self.path} holds one array: expected an .npz file of images and labels")
-            with content_value as archive:
+            with array_or_archive as archive:
                 for name in (self.images, self.labels):
                     if name not in archive.files:
                         raise UserError(
@@ -152,8 +154,8 @@ class LabeledImages:
         """Height, width and number of channels of one image."""
         return self.pixels.shape[1:]
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, row_indices: np.ndarray) -> dict[str, np.ndarray]:
         """Read the rows with these indices, [B] int64, in the endless sequence of epochs."""
-        epoch_rows = rows % len(self)
-        images = self.pixels[epoch_rows].astype(np.float32) / np.float32(self.scale)
-        return {"images": images, "labels": self.labels[epoch_rows].astype(np.int32)}
+        indices_in_epoch = row_indices % len(self)
+        images = self.pixels[indices_in_epoch].astype(np.float32) / np.float32(self.scale)
+        return {"images": images, "labels": self.labels[indices_in_epoch].astype(np.int32)}

@@ -53,7 +53,7 @@ def join_texts(texts: Iterable[str], marker: Marker | None, max_characters: int)
 
     Args:
         texts: the texts to encode.
-        marker: special token to put between joined texts; `None` joins no texts.
+        marker: special token to put between joined texts; with `None`, no texts are joined.
         max_characters: exclusive upper limit of the number of characters in joined texts.
 
     Example:
@@ -64,24 +64,24 @@ def join_texts(texts: Iterable[str], marker: Marker | None, max_characters: int)
         yield from (JoinedTexts(text, 1) for text in texts)
         return
     pending_texts: list[str] = []
-    pending_characters = 0
+    pending_character_count = 0
     for text in texts:
         has_marker = marker.text in text
-        if pending_texts and (has_marker or pending_characters + len(text) >= max_characters):
+        if pending_texts and (has_marker or pending_character_count + len(text) >= max_characters):
             yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
-            pending_texts, pending_characters = [], 0
+            pending_texts, pending_character_count = [], 0
         if has_marker:
             yield JoinedTexts(text, 1)
         else:
             pending_texts.append(text)
-            pending_characters += len(text)
+            pending_character_count += len(text)
     if pending_texts:
         yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
 
 
 def separate_ids(
     ids_by_call: Sequence[Sequence[int]],
-    calls: Sequence[JoinedTexts],
+    texts_by_call: Sequence[JoinedTexts],
     marker: Marker | None,
     encode: Callable[[str], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -89,35 +89,35 @@ def separate_ids(
 
     Args:
         ids_by_call: for each call of the tokenizer, the ids that it returned.
-        calls: for each call, the joined texts that it encoded.
+        texts_by_call: for each call, the joined texts that it encoded.
         marker: special token between joined texts; `None` if no texts are joined.
-        encode: returns the ids of one text; called if the ids of joined texts have the marker's id elsewhere, too, as
-            that of an unknown character.
+        encode: function that returns the ids of one text. It is called if the ids of joined texts have the marker's id
+            elsewhere as well, for example as the id of an unknown character.
 
     Returns:
         int32 ids of all texts, one text after another, without markers; and the int64 number of ids of each text.
 
     Example:
-        >>> calls = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
-        >>> ids, lengths = separate_ids([[5, 6, 0, 7], [0]], calls, Marker("|", 0), np.array)
+        >>> texts_by_call = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
+        >>> ids, lengths = separate_ids([[5, 6, 0, 7], [0]], texts_by_call, Marker("|", 0), np.array)
         >>> ids.tolist(), lengths.tolist()
         ([5, 6, 7, 0], [2, 1, 1])
     """
-    text_ids: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-    for call_ids, joined_texts in zip(ids_by_call, calls, strict=True):
-        id_array = np.array(call_ids, np.int32)
+    id_arrays: list[np.ndarray] = []
+    length_arrays: list[np.ndarray] = []
+    for call_ids, joined_texts in zip(ids_by_call, texts_by_call, strict=True):
+        call_id_array = np.array(call_ids, np.int32)
         if joined_texts.text_count == 1 or marker is None:
-            text_ids.append(id_array)
-            lengths.append(np.array([len(id_array)]))
+            id_arrays.append(call_id_array)
+            length_arrays.append(np.array([len(call_id_array)]))
             continue
-        is_marker = id_array == marker.id
+        is_marker = call_id_array == marker.id
         marker_positions = np.flatnonzero(is_marker)
         if len(marker_positions) != joined_texts.text_count - 1:
-            separate_texts = [encode(text) for text in joined_texts.text.split(marker.text)]
-            text_ids += separate_texts
-            lengths.append(np.array([len(ids) for ids in separate_texts]))
+            ids_by_text = [encode(text) for text in joined_texts.text.split(marker.text)]
+            id_arrays += ids_by_text
+            length_arrays.append(np.array([len(ids) for ids in ids_by_text]))
             continue
-        text_ids.append(id_array[~is_marker])
-        lengths.append(np.diff(marker_positions, prepend=-1, append=len(id_array)) - 1)
-    return np.concatenate(text_ids), np.concatenate(lengths).astype(np.int64)
+        id_arrays.append(call_id_array[~is_marker])
+        length_arrays.append(np.diff(marker_positions, prepend=-1, append=len(call_id_array)) - 1)
+    return np.concatenate(id_arrays), np.concatenate(length_arrays).astype(np.int64)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxscale.data.row_order import MOST_ROWS, RowOrder
-from jaxscale.data.shuffle import derive
+from jaxscale.data.shuffle import derive_seed
 from jaxscale.errors import UserError
 
 NumpyBatch = dict[str, np.ndarray]
@@ -38,7 +38,7 @@ class EpochRows(Protocol):
         """Number of targets in one epoch."""
         ...
 
-    def read(self, rows: np.ndarray) -> NumpyBatch:
+    def read(self, row_indices: np.ndarray) -> NumpyBatch:
         """Read rows by their indices over all epochs: index r is row `r % len(self)` of epoch `r // len(self)`."""
         ...
 
@@ -57,8 +57,8 @@ class Opened:
         processes: number of processes that share the batch.
         tokenizer: tokenizer of the texts; `None` for images.
         facts: facts for the report, as JSON values; `facts["hash"]` identifies the content.
-        note: what the user should know about the data, as a line of text; `None` if there is nothing.
-        chat_template: template of the chats (`chat_template.ChatTemplate`); `None` for data that are no chats.
+        note: a line of text about the data for the user, which a run shows; `None` for none.
+        chat_template: template of the chats (`chat_template.ChatTemplate`); `None` for data that is not chats.
     """
 
     parts: tuple[Any, ...]
@@ -74,8 +74,8 @@ class Opened:
     chat_template: Any = None
 
     def __repr__(self) -> str:
-        train_rows, held_out_rows = (sum(map(len, parts)) for parts in (self.parts, self.held_out))
-        return f"<Opened: {train_rows:,} rows to train on, {held_out_rows:,} held out, {self.batch} a batch>"
+        train_row_count, held_out_row_count = (sum(map(len, parts)) for parts in (self.parts, self.held_out))
+        return f"<Opened: {train_row_count:,} rows to train on, {held_out_row_count:,} held out, {self.batch} a batch>"
 
     def train(self, start: dict[str, Any] | None = None) -> "Batches":
         """Return the endless training batches, starting at the first one or at a state from `Batches.get_state`.
@@ -98,30 +98,32 @@ class Opened:
         part_datasets = []  # for each part, a dataset of row numbers in random order
         for part_index, part in enumerate(self.parts):
             row_count = len(part)
-            seed, epoch_count = derive(self.seed, "order", part_index), _ENDLESS_ROW_COUNT // row_count
+            seed, epoch_count = derive_seed(self.seed, "order", part_index), _ENDLESS_ROW_COUNT // row_count
             if row_count <= MOST_ROWS:
                 order = RowOrder(row_count, seed)
-                rows = grain.MapDataset.range(epoch_count * row_count).map(order.row)
+                row_dataset = grain.MapDataset.range(epoch_count * row_count).map(order.row)
             else:
-                rows = grain.MapDataset.range(row_count).seed(seed).shuffle().repeat(epoch_count)
-            part_datasets.append(rows.map_with_index(_row_encoder(part_index, len(self.parts), row_count)))
+                row_dataset = grain.MapDataset.range(row_count).seed(seed).shuffle().repeat(epoch_count)
+            part_datasets.append(row_dataset.map_with_index(_row_encoder(part_index, len(self.parts), row_count)))
         row_numbers = part_datasets[0] if len(part_datasets) == 1 else grain.MapDataset.mix(part_datasets, self.weights)
         local_batches = row_numbers.batch(self.batch // self.processes)[self.process :: self.processes]
         return local_batches.map(self._read)
 
     def _read(self, row_numbers: np.ndarray) -> NumpyBatch:
-        """Read the batch with these row numbers, which `_row_encoder` computes from part, epoch and row."""
-        rows, part_indices = np.divmod(row_numbers, len(self.parts))
+        """Read the batch with these row numbers, which a `_row_encoder` computed from part, epoch and row."""
+        row_indices, part_indices = np.divmod(row_numbers, len(self.parts))
         if len(self.parts) == 1:
-            return self.parts[0].read(rows)
+            return self.parts[0].read(row_indices)
         batch: NumpyBatch = {}
         for index, part in enumerate(self.parts):
             positions = np.flatnonzero(part_indices == index)
             if not len(positions):
                 continue
-            for name, values in _with_weights(part.read(rows[positions]), self._has_weights).items():
-                array = batch.setdefault(name, np.empty((len(row_numbers), *values.shape[1:]), values.dtype))
-                array[positions] = values
+            for name, part_array in _with_weights(part.read(row_indices[positions]), self._has_weights).items():
+                batch_array = batch.setdefault(
+                    name, np.empty((len(row_numbers), *part_array.shape[1:]), part_array.dtype)
+                )
+                batch_array[positions] = part_array
         return batch
 
     @functools.cached_property
@@ -242,28 +244,30 @@ class HeldOut:
         """Read the batch of rows at these indices of the order; indices beyond the last row give padding."""
         row_count = len(self._order)
         is_row = order_indices < row_count
-        rows = np.where(is_row, self._order[np.minimum(order_indices, row_count - 1)], row_count)
+        row_indices = np.where(is_row, self._order[np.minimum(order_indices, row_count - 1)], row_count)
         batch: NumpyBatch = {}
         first_row = 0
         for part in self.parts:
-            positions = np.flatnonzero((rows >= first_row) & (rows < first_row + len(part)))
-            part_rows = rows[positions] - first_row
+            positions = np.flatnonzero((row_indices >= first_row) & (row_indices < first_row + len(part)))
+            part_row_indices = row_indices[positions] - first_row
             # a part without rows in this batch is read, too: a batch of padding alone needs arrays of the right shapes
-            for name, values in _with_weights(part.read(part_rows), True).items():
-                array = batch.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))
-                array[positions] = values
+            for name, part_array in _with_weights(part.read(part_row_indices), True).items():
+                batch_array = batch.setdefault(
+                    name, np.zeros((len(row_indices), *part_array.shape[1:]), part_array.dtype)
+                )
+                batch_array[positions] = part_array
             first_row += len(part)
         return batch
 
 
-def spread_order(count: int) -> np.ndarray:
-    """Return an order of the indices below `count` in which the first N, for every N, are spread evenly over all.
+def spread_order(index_count: int) -> np.ndarray:
+    """Return an order of the indices below `index_count` whose first N entries, for every N, are spread evenly.
 
     Args:
-        count: number of indices to order.
+        index_count: number of indices to order.
 
     Returns:
-        [count] int64, each index once: entry k is the rank of frac(k phi) among the fractions for all k, where phi is
+        [index_count] int64, each index once: entry k is the rank of frac(k phi) among the fractions for all k; phi is
         the golden section.
 
     Example:
@@ -273,7 +277,7 @@ def spread_order(count: int) -> np.ndarray:
     References:
         Kuipers, Niederreiter 1974, "Uniform Distribution of Sequences", chapter 2: multiples of the golden section.
     """
-    fractions = np.arange(count) * ((5**0.5 - 1) / 2) % 1
-    order = np.empty(count, np.int64)
-    order[np.argsort(fractions, kind="stable")] = np.arange(count)
+    fractions = np.arange(index_count) * ((5**0.5 - 1) / 2) % 1
+    order = np.empty(index_count, np.int64)
+    order[np.argsort(fractions, kind="stable")] = np.arange(index_count)
     return order

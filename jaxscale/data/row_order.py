@@ -15,7 +15,7 @@ import functools
 import numpy as np
 
 MOST_ROWS = 1 << 16
-"""Number of rows up to which `RowOrder` has Grain's order; above it, Grain's blocks are larger, and few."""
+"""Number of rows up to which `RowOrder` has Grain's order; above it, Grain's blocks are larger than 16 bits."""
 
 _WORD_BITS = 8  # a block has two words
 _ROUNDS = 4
@@ -49,11 +49,11 @@ class RowOrder:
         """Return the rows of an epoch in their order, uint16 of shape (row_count,)."""
         if self._row_count == 1:
             return np.zeros(1, np.uint16)
-        # walk[x] is where the walk from x has arrived: it ends at the first value that is a row
-        walk = _encrypt_all(_round_keys((self._seed + epoch) % 2**32))
-        while (walk[: self._row_count] >= self._row_count).any():
-            walk = np.where(walk < self._row_count, walk, walk[walk])  # as many steps again
-        return walk[: self._row_count].copy()
+        # arrivals[x] is where the walk from x has arrived: it ends at the first value that is a row
+        arrivals = _encrypt_all(_round_keys((self._seed + epoch) % 2**32))
+        while (arrivals[: self._row_count] >= self._row_count).any():
+            arrivals = np.where(arrivals < self._row_count, arrivals, arrivals[arrivals])  # as many steps again
+        return arrivals[: self._row_count].copy()
 
 
 def _encrypt_all(keys: list[int]) -> np.ndarray:
@@ -66,36 +66,39 @@ def _encrypt_all(keys: list[int]) -> np.ndarray:
     return left.astype(np.uint16) << _WORD_BITS | right
 
 
-def _mix(word: np.ndarray) -> np.ndarray:
-    """Return the round function of SIMON: (x <<< 1 & x <<< 8) ^ (x <<< 2), for words of 8 bits."""
-    return (_rotate(word, 1) & word) ^ _rotate(word, 2)
+def _mix(words: np.ndarray) -> np.ndarray:
+    """Return the round function of SIMON: (x <<< 1 & x <<< 8) ^ (x <<< 2), for 8-bit words."""
+    return (_rotate(words, 1) & words) ^ _rotate(words, 2)
 
 
-def _rotate(word: np.ndarray, bits: int) -> np.ndarray:
-    """Return words of 8 bits rotated to the left."""
-    return word << bits | word >> (_WORD_BITS - bits)
+def _rotate(words: np.ndarray, bit_count: int) -> np.ndarray:
+    """Return 8-bit words rotated to the left."""
+    return words << bit_count | words >> (_WORD_BITS - bit_count)
 
 
 def _round_keys(seed: int) -> list[int]:
-    """Return the keys of the rounds: the first numbers of C++'s `std::seed_seq` for one seed of 32 bits."""
-    mask, count = 0xFFFFFFFF, _ROUNDS
-    near, far = 1, 2  # the distances p and q of the standard, for 4 numbers
-    keys = [0x8B8B8B8B] * count
+    """Return the keys of the rounds: the first numbers of C++'s `std::seed_seq` for one 32-bit seed.
+
+    The letters k, T, p, q and r are those of the C++ standard, [rand.util.seedseq].
+    """
+    mask, key_count = 0xFFFFFFFF, _ROUNDS
+    p, q = 1, 2  # for 4 numbers
+    keys = [0x8B8B8B8B] * key_count
 
     def stir(number: int, factor: int) -> int:
-        """Return the standard's T, times a factor."""
+        """Return T of a number, times a factor, modulo 2**32."""
         return factor * (number ^ number >> 27) & mask
 
-    for k in range(count):
-        drawn = stir(keys[k] ^ keys[(k + near) % count] ^ keys[k - 1], 1664525)
-        changed = drawn + (1 if k == 0 else k + seed if k == 1 else k) & mask
-        keys[(k + near) % count] = keys[(k + near) % count] + drawn & mask
-        keys[(k + far) % count] = keys[(k + far) % count] + changed & mask
-        keys[k] = changed
-    for k in range(count):
-        drawn = stir(keys[k] + keys[(k + near) % count] + keys[k - 1] & mask, 1566083941)
-        changed = drawn - k & mask
-        keys[(k + near) % count] ^= drawn
-        keys[(k + far) % count] ^= changed
-        keys[k] = changed
+    for k in range(key_count):
+        r1 = stir(keys[k] ^ keys[(k + p) % key_count] ^ keys[k - 1], 1664525)
+        r2 = r1 + (1 if k == 0 else k + seed if k == 1 else k) & mask
+        keys[(k + p) % key_count] = keys[(k + p) % key_count] + r1 & mask
+        keys[(k + q) % key_count] = keys[(k + q) % key_count] + r2 & mask
+        keys[k] = r2
+    for k in range(key_count):
+        r3 = stir(keys[k] + keys[(k + p) % key_count] + keys[k - 1] & mask, 1566083941)
+        r4 = r3 - k & mask
+        keys[(k + p) % key_count] ^= r3
+        keys[(k + q) % key_count] ^= r4
+        keys[k] = r4
     return keys

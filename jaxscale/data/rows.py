@@ -1,6 +1,6 @@
 """Rows of a user's own: arrays, and datasets that are read by an index.
 
-Both are shuffled and shared between processes as our own data, and a continued run continues exactly.
+Both are shuffled and divided among processes like the library's own data, and a continued run continues exactly.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ class Arrays:
         check_types(self)
         _check_held_out(self.held_out)
         if not isinstance(self.arrays, Mapping) or not self.arrays:
-            got = "an empty dict" if isinstance(self.arrays, Mapping) else f"a {type(self.arrays).__name__}"
-            raise UserError(f"arrays: got {got}, expected a dict of NumPy arrays, such as {{'x': x, 'y': y}}")
+            got_text = "an empty dict" if isinstance(self.arrays, Mapping) else f"a {type(self.arrays).__name__}"
+            raise UserError(f"arrays: got {got_text}, expected a dict of NumPy arrays, such as {{'x': x, 'y': y}}")
         checked_arrays = {name: checked_array(name, array, "arrays") for name, array in self.arrays.items()}
         row_counts = {name: len(array) for name, array in checked_arrays.items()}
         if len(set(row_counts.values())) > 1:
@@ -60,14 +60,14 @@ class Arrays:
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """Return the batches of these arrays; see `Rows.open`."""
-        digest = hashlib.sha256()
+        hasher = hashlib.sha256()
         for name, array in sorted(self.arrays.items()):
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
+            hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+            hasher.update(np.ascontiguousarray(array).data)
         row_count = len(next(iter(self.arrays.values())))
         if 0 < self.held_out < 1:
             _check_split(self.arrays, row_count)
-        return open_rows("arrays", row_count, self._read, self.held_out, digest, batch, seed, process, processes)
+        return open_rows("arrays", row_count, self._read, self.held_out, hasher, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices."""
@@ -125,43 +125,43 @@ class Rows:
             processes: number of processes that share the batch; each process gets contiguous rows.
 
         Raises:
-            UserError: too few rows are left to train or evaluate on, or a row is no dict of numbers.
+            UserError: too few rows are left to train or evaluate on, or a row is not a dict of numbers.
         """
-        digest = hashlib.sha256(str(len(self.rows)).encode())
+        hasher = hashlib.sha256(str(len(self.rows)).encode())
         for array in self._read(np.zeros(1, np.int64)).values() if len(self.rows) else ():
-            digest.update(array.tobytes())
-        return open_rows("rows", len(self.rows), self._read, self.held_out, digest, batch, seed, process, processes)
+            hasher.update(array.tobytes())
+        return open_rows("rows", len(self.rows), self._read, self.held_out, hasher, batch, seed, process, processes)
 
     def _read(self, indices: np.ndarray) -> NumpyBatch:
         """Return the rows with these indices, stacked."""
-        many_at_once = getattr(self.rows, "__getitems__", None)
+        read_many = getattr(self.rows, "__getitems__", None)
         index_list = indices.tolist()
-        rows = [self.rows[index] for index in index_list] if many_at_once is None else many_at_once(index_list)
-        row_dicts = [self._row(index, row) for index, row in zip(index_list, rows, strict=True)]
-        return {name: self._stacked(name, index_list, row_dicts) for name in row_dicts[0]}
+        rows = [self.rows[index] for index in index_list] if read_many is None else read_many(index_list)
+        row_dicts = [self._row_dict(index, row) for index, row in zip(index_list, rows, strict=True)]
+        return {name: self._stacked_array(name, index_list, row_dicts) for name in row_dicts[0]}
 
-    def _row(self, index: int, row: Any) -> dict[str, Any]:
+    def _row_dict(self, index: int, row: Any) -> dict[str, Any]:
         """Return a row as a dict."""
         if self.names and isinstance(row, tuple | list) and len(row) == len(self.names):
             return dict(zip(self.names, row, strict=True))
         if self.names or not isinstance(row, Mapping):
             length_text = f" of {len(row)}" if isinstance(row, tuple | list) else ""
             expected_text = f"a tuple of {', '.join(self.names)}" if self.names else "a dict of arrays or numbers"
-            way_out = "" if self.names else "; a tuple needs names=(...)"
+            advice_text = "" if self.names else "; a tuple needs names=(...)"
             raise UserError(
-                f"rows[{index}]: got a {type(row).__name__}{length_text}, expected {expected_text}{way_out}"
+                f"rows[{index}]: got a {type(row).__name__}{length_text}, expected {expected_text}{advice_text}"
             )
         return dict(row)
 
-    def _stacked(self, name: str, indices: list[int], rows: list[dict[str, Any]]) -> np.ndarray:
+    def _stacked_array(self, name: str, indices: list[int], row_dicts: list[dict[str, Any]]) -> np.ndarray:
         """Return the arrays of this name in the rows, as one array."""
-        for index, row in zip(indices, rows, strict=True):
-            if row.keys() != rows[0].keys():
+        for index, row in zip(indices, row_dicts, strict=True):
+            if row.keys() != row_dicts[0].keys():
                 raise UserError(
                     f"rows[{index}] has {', '.join(map(str, row))}, but rows[{indices[0]}] has "
-                    f"{', '.join(map(str, rows[0]))}: expected the same names in all rows"
+                    f"{', '.join(map(str, row_dicts[0]))}: expected the same names in all rows"
                 )
-        arrays = [np.asarray(row[name]) for row in rows]
+        arrays = [np.asarray(row[name]) for row in row_dicts]
         for index, array in zip(indices, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise UserError(
@@ -172,25 +172,25 @@ class Rows:
 
 
 def _check_held_out(held_out: float) -> None:
-    """Raise an error if `held_out` is no share of the rows."""
+    """Raise an error if `held_out` is not a share of the rows."""
     if not 0 <= held_out <= 1:
         raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
 
 
 def _check_split(arrays: Mapping[str, np.ndarray], row_count: int) -> None:
-    """Raise an error if an array of one number a row rises or falls along the order in which rows are held out.
+    """Raise an error if an array of one number per row rises or falls along the order in which rows are held out.
 
-    The generator of that order then made the array, and its extreme values alone would be held out.
+    Such an array was drawn by the generator of that order, so its extreme values alone would be held out.
     """
-    sample_size = min(row_count, 1000)
-    order = np.argsort(split_draws(sample_size))
+    sample_count = min(row_count, 1000)
+    order = np.argsort(split_draws(sample_count))
     for name, array in arrays.items():
-        if array.size != row_count or array.dtype.kind not in "fiu" or sample_size < 20:
+        if array.size != row_count or array.dtype.kind not in "fiu" or sample_count < 20:
             continue
-        column = array.reshape(row_count)[:sample_size][order].astype(np.float64)
-        steps = np.diff(column)
-        is_varied = len(np.unique(column)) > sample_size / 2
-        if is_varied and (np.all(steps >= 0) or np.all(steps <= 0)):
+        column = array.reshape(row_count)[:sample_count][order].astype(np.float64)
+        differences = np.diff(column)
+        is_varied = len(np.unique(column)) > sample_count / 2
+        if is_varied and (np.all(differences >= 0) or np.all(differences <= 0)):
             raise UserError(
                 f"arrays[{name!r}] rises or falls along the order in which rows are held out, so that its extreme "
                 "values alone would be held out: np.random.default_rng(0) made both. Make the data with another seed, "
@@ -203,25 +203,25 @@ def open_rows(
     row_count: int,
     read: Callable[[np.ndarray], NumpyBatch],
     held_out: float,
-    digest: Any,
+    hasher: Any,
     batch: int,
     seed: int,
     process: int,
     processes: int,
 ) -> Opened:
-    """Return the opened data of `row_count` rows that `read` returns by their indices."""
+    """Return the opened data of `row_count` rows, which `read` returns by their indices; `hasher` has the content."""
     check_share(batch, process, processes)
     train_indices, held_out_indices = split_rows(row_count, held_out, f"the data has {row_count} rows")
-    train, evaluation = IndexedRows(read, train_indices), IndexedRows(read, held_out_indices, is_weighted=True)
+    train_rows, held_out_rows = IndexedRows(read, train_indices), IndexedRows(read, held_out_indices, is_weighted=True)
     facts = {
         "kind": kind,
-        "rows": len(train),
-        "targets": len(train),
-        "held_out_rows": len(evaluation),
-        "held_out_targets": len(evaluation),
-        "hash": digest.hexdigest()[:16],
+        "rows": len(train_rows),
+        "targets": len(train_rows),
+        "held_out_rows": len(held_out_rows),
+        "held_out_targets": len(held_out_rows),
+        "hash": hasher.hexdigest()[:16],
     }
-    return Opened((train,), (1.0,), (evaluation,), batch, seed, process, processes, None, facts)
+    return Opened((train_rows,), (1.0,), (held_out_rows,), batch, seed, process, processes, None, facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,12 +229,12 @@ class IndexedRows:
     """The rows of one split (`EpochRows`), read by a function of indices.
 
     Args:
-        read_indices: function that returns the rows with some indices of the dataset.
+        read_rows: function that returns the rows with given indices of the dataset.
         indices: indices of the rows of this split, [N] int64.
         is_weighted: whether a row without a weight gets the weight 1.
     """
 
-    read_indices: Callable[[np.ndarray], NumpyBatch]
+    read_rows: Callable[[np.ndarray], NumpyBatch]
     indices: np.ndarray
     is_weighted: bool = False
 
@@ -247,9 +247,9 @@ class IndexedRows:
         """Number of rows in one epoch."""
         return len(self)
 
-    def read(self, rows: np.ndarray) -> NumpyBatch:
+    def read(self, row_indices: np.ndarray) -> NumpyBatch:
         """Read the rows with these indices, [B] int64, in the endless sequence of epochs."""
-        if not len(rows):  # the names, dtypes and shapes are those of any row
+        if not len(row_indices):  # the names, dtypes and shapes are those of any row
             return {name: array[:0] for name, array in self.read(np.zeros(1, np.int64)).items()}
-        batch = self.read_indices(self.indices[rows % len(self)])
+        batch = self.read_rows(self.indices[row_indices % len(self)])
         return with_row_weights(batch) if self.is_weighted else batch

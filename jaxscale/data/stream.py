@@ -21,8 +21,8 @@ from jaxscale.values.functions import check_parameters
 from jaxscale.values.short_repr import short_repr
 from jaxscale.values.user_frames import place_of
 
-_STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-"""Pairs of methods that return and set the state of an iterator: those of Grain, and those of torchdata."""
+_STATE_METHOD_NAMES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+"""Names of the methods that return and set the state of an iterator: those of Grain, and those of torchdata."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Stream:
 
     A batch is the global one, of which every process takes its rows. A function with parameters `process` and
     `processes` returns the batches of one process, with its part of the rows. At its end, the iterable is iterated
-    again, which an iterator, such as a generator, does not allow: a function that returns it does.
+    again. An iterator, such as a generator, can be iterated only once; give a function that returns it instead.
 
     A continued run sets the state of data that has one: `get_state()` and `set_state(state)`, or `state_dict()` and
     `load_state_dict(state)`, of the iterator or of the iterable, with a state of JSON values or bytes. Without a state,
@@ -42,7 +42,7 @@ class Stream:
         held_out: iterable of batches to evaluate on, or a function that returns one; the last batch may be shorter.
 
     Raises:
-        UserError: `batches` is no iterable; or, while they are read, a batch is not as described, or the batches end.
+        UserError: `batches` is not an iterable; or, while they are read, a batch is not as described or they end.
 
     Example:
         >>> def batches():
@@ -127,22 +127,22 @@ class OpenedStream:
         """Yield the held-out batches, with weights; the rows that fill up a shorter batch have weight 0."""
         if self.stream.held_out is None:
             return
-        iterable, is_local = self.iterable("held_out")
+        iterable, is_local = self.iterable_and_is_local("held_out")
         row_count = self.batch // (self.processes if is_local else 1)
         for index, batch in enumerate(iterable):
-            where = f"{place_of(self.stream.held_out)}batch {index} of held_out"
-            weighted_batch = with_row_weights(checked_batch(batch, where))
-            missing_count = row_count - common_row_count(weighted_batch, where)
-            if missing_count < 0:
-                raise UserError(f"{where} has {row_count - missing_count} rows, expected at most {row_count}")
+            place = f"{place_of(self.stream.held_out)}batch {index} of held_out"
+            weighted_batch = with_row_weights(checked_batch(batch, place))
+            missing_row_count = row_count - common_row_count(weighted_batch, place)
+            if missing_row_count < 0:
+                raise UserError(f"{place} has {row_count - missing_row_count} rows, expected at most {row_count}")
             padded_batch = {
-                name: np.pad(array, [(0, missing_count)] + [(0, 0)] * (array.ndim - 1))
+                name: np.pad(array, [(0, missing_row_count)] + [(0, 0)] * (array.ndim - 1))
                 for name, array in weighted_batch.items()
             }
             yield padded_batch if is_local else self.own_rows(padded_batch)
 
-    def iterable(self, name: str) -> tuple[Any, bool]:
-        """Return the iterable that "batches" or "held_out" gives, and whether it has this process's rows alone."""
+    def iterable_and_is_local(self, name: str) -> tuple[Any, bool]:
+        """Return the iterable of "batches" or "held_out", and whether its batches have only this process's rows."""
         source = getattr(self.stream, name)
         if isinstance(source, Iterable):
             return source, False
@@ -167,7 +167,7 @@ class OpenedStream:
 
 
 def _parameter_names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's parameters; none for functions in C that do not specify them."""
+    """Return the names of a function's parameters; an empty set for a function in C that does not specify them."""
     try:
         return set(inspect.signature(function).parameters)
     except ValueError:
@@ -188,8 +188,8 @@ class StreamBatches(Iterator[NumpyBatch]):
     def __init__(self, opened: OpenedStream, start: dict[str, Any] | None) -> None:
         self._opened = opened
         self._batch_count = 0  # in all epochs
-        self._shapes: dict[str, Any] | None = None
-        self._iterable, self._is_local = opened.iterable("batches")
+        self._shapes_and_dtypes: dict[str, Any] | None = None
+        self._iterable, self._is_local = opened.iterable_and_is_local("batches")
         self._iterator = iter(self._iterable)
         self.note = (
             None if self._state_owner() else "the data has no state: a continued run reads batches and drops them"
@@ -198,34 +198,37 @@ class StreamBatches(Iterator[NumpyBatch]):
             self._continue_from(start)
 
     def __next__(self) -> NumpyBatch:
-        where = f"{place_of(self._opened.stream.batches)}batch {self._batch_count}"
-        batch = checked_batch(self._next(), where)
+        place = f"{place_of(self._opened.stream.batches)}batch {self._batch_count}"
+        batch = checked_batch(self._next_batch(), place)
         row_count = self._opened.batch // (self._opened.processes if self._is_local else 1)
-        if (found_count := common_row_count(batch, where)) != row_count:
-            fitting_count = found_count * (self._opened.processes if self._is_local else 1)
+        if (batch_row_count := common_row_count(batch, place)) != row_count:
+            global_row_count = batch_row_count * (self._opened.processes if self._is_local else 1)
             process_text = " for each process" if self._is_local else ""
-            advice_text = f"; set batch={fitting_count}" if not self._batch_count and found_count else ""
+            advice_text = f"; set batch={global_row_count}" if not self._batch_count and batch_row_count else ""
             raise UserError(
-                f"{where} has {found_count} rows, expected {row_count}{process_text}: the experiment's batch is "
+                f"{place} has {batch_row_count} rows, expected {row_count}{process_text}: the experiment's batch is "
                 f"{self._opened.batch}{advice_text}"
             )
-        shapes = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
-        if self._shapes not in (None, shapes):
-            raise UserError(f"{where} has {shapes}, but the first batch {self._shapes}: expected one shape and dtype")
-        self._shapes = shapes
+        shapes_and_dtypes = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
+        if self._shapes_and_dtypes not in (None, shapes_and_dtypes):
+            raise UserError(
+                f"{place} has {shapes_and_dtypes}, but the first batch {self._shapes_and_dtypes}: expected one shape "
+                "and dtype"
+            )
+        self._shapes_and_dtypes = shapes_and_dtypes
         self._batch_count += 1
         return batch if self._is_local else self._opened.own_rows(batch)
 
-    def _next(self) -> Any:
+    def _next_batch(self) -> Any:
         """Return the next batch as the iterable returns it; at its end, iterate again."""
         for batch in self._iterator:
             return batch
         if isinstance(self._iterable, OnePass):
             raise UserError(
-                f"the data ended after {self._iterable.count} batches, as an iterator can be read only once: give a "
-                "function that returns the iterator, or set fewer steps"
+                f"the data ended after {self._iterable.taken_count} batches, as an iterator can be read only once: "
+                "give a function that returns the iterator, or set fewer steps"
             )
-        self._iterable, _ = self._opened.iterable("batches")
+        self._iterable, _ = self._opened.iterable_and_is_local("batches")
         self._iterator = iter(self._iterable)
         for batch in self._iterator:
             return batch
@@ -236,74 +239,75 @@ class StreamBatches(Iterator[NumpyBatch]):
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last batch, for `OpenedStream.train`, as JSON values."""
         state_owner = self._state_owner()
-        own_state = {} if state_owner is None else {"state": _to_json(state_owner.get())}
-        return {"next": self._batch_count, **own_state}
+        state_fields = {} if state_owner is None else {"state": _to_json(state_owner.get())}
+        return {"next": self._batch_count, **state_fields}
 
     def _continue_from(self, start: dict[str, Any]) -> None:
         """Continue with the batch that followed when `get_state` returned this state."""
         state_owner = self._state_owner()
         if state_owner is not None and "state" in start:
             state_owner.set(_from_json(start["state"]))
-            if state_owner.value is self._iterable:
+            if state_owner.iterable is self._iterable:
                 self._iterator = iter(self._iterable)
             elif isinstance(self._iterator, OnePass):
                 self._iterator.forget()
         else:
-            if isinstance(self._iterable, OnePass) and self._iterable.count:
+            if isinstance(self._iterable, OnePass) and self._iterable.taken_count:
                 raise UserError(
-                    "the run cannot continue with an iterator that has been read: give a function that returns it anew"
+                    "the run cannot continue with an iterator that has been read: give a function that returns "
+                    "a new one"
                 )
             for _ in range(start["next"]):
-                self._next()
+                self._next_batch()
             self.note = f"the data has no state: read {start['next']:,} batches and dropped them"
         self._batch_count = start["next"]
 
     def _state_owner(self) -> "StateOwner | None":
         """Return the iterator, or else the iterable, if it has a state."""
         iterator = self._iterator.iterator if isinstance(self._iterator, OnePass) else self._iterator
-        for value in (iterator, self._iterable):
-            for get_name, set_name in _STATE_METHODS:
-                if hasattr(value, get_name) and hasattr(value, set_name):
-                    return StateOwner(value, getattr(value, get_name), getattr(value, set_name))
+        for candidate in (iterator, self._iterable):
+            for get_name, set_name in _STATE_METHOD_NAMES:
+                if hasattr(candidate, get_name) and hasattr(candidate, set_name):
+                    return StateOwner(candidate, getattr(candidate, get_name), getattr(candidate, set_name))
         return None
 
 
 class StateOwner(NamedTuple):
-    """An iterator or iterable with a state, and its methods that return the state and set it."""
+    """An iterator, or another iterable, that has a state, with its methods that return the state and set it."""
 
-    value: Any
+    iterable: Any
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
 class OnePass(Iterator[Any]):
-    """An iterator whose next batch can be seen without being taken.
+    """An iterator whose next batch can be read without being taken.
 
     Args:
         iterator: the iterator.
 
     Attributes:
-        count: number of batches taken.
+        taken_count: number of batches taken.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
-        self._seen_batches: list[Any] = []
-        self.count = 0
+        self._peeked_batches: list[Any] = []
+        self.taken_count = 0
 
     def peek(self) -> Any:
-        """Return the next batch."""
-        if not self._seen_batches:
-            self._seen_batches = [next(self.iterator)]
-        return self._seen_batches[0]
+        """Return the next batch without taking it."""
+        if not self._peeked_batches:
+            self._peeked_batches = [next(self.iterator)]
+        return self._peeked_batches[0]
 
     def forget(self) -> None:
-        """Drop the batch that was seen, after the iterator's state was set."""
-        self._seen_batches.clear()
+        """Drop the batch that `peek` returned, which is out of date once the iterator's state is set."""
+        self._peeked_batches.clear()
 
     def __next__(self) -> Any:
-        batch = self._seen_batches.pop() if self._seen_batches else next(self.iterator)
-        self.count += 1
+        batch = self._peeked_batches.pop() if self._peeked_batches else next(self.iterator)
+        self.taken_count += 1
         return batch
 
 
@@ -317,15 +321,15 @@ def _to_json(state: Any) -> dict[str, Any]:
         raise UserError(f"the state of the data cannot be stored: {error}; expected JSON values or bytes") from None
 
 
-def _from_json(stored: dict[str, Any]) -> Any:
+def _from_json(state_json: dict[str, Any]) -> Any:
     """Return the state that `_to_json` stored."""
-    return base64.b64decode(stored["bytes"]) if "bytes" in stored else stored["json"]
+    return base64.b64decode(state_json["bytes"]) if "bytes" in state_json else state_json["json"]
 
 
 def as_data(source: Any) -> Any:
     """Return what an experiment's `data` stands for: a dict of arrays as `Arrays`, an iterable of batches as `Stream`.
 
-    `None` and values that have `open` or `shapes` are returned as they are.
+    `None` and values that have `open` or `shapes` are returned unchanged.
 
     Raises:
         UserError: `source` is none of these.
@@ -338,9 +342,9 @@ def as_data(source: Any) -> Any:
         return source
     if isinstance(source, Mapping):
         return Arrays(source)
-    arrays = source if isinstance(source, list | tuple) else [source]
-    if arrays and all(hasattr(array, "dtype") for array in arrays):
-        count_text = f"{len(arrays)} arrays without names" if len(arrays) > 1 else "an array without a name"
+    elements = source if isinstance(source, list | tuple) else [source]
+    if elements and all(hasattr(element, "dtype") for element in elements):
+        count_text = f"{len(elements)} arrays without names" if len(elements) > 1 else "an array without a name"
         raise UserError(
             f"data: got {count_text}, expected a dict of arrays, such as {{'x': x, 'y': y}}, with the names that the "
             "score reads"
@@ -354,9 +358,9 @@ def as_data(source: Any) -> Any:
 
 
 def _advice_on_path(source: Any) -> str:
-    """Return which data reads the file or folder of a path, as the end of a message; "" if it is no path."""
+    """Return which data reads the file or folder of a path, as the end of a message; "" if it is not a path."""
     if not isinstance(source, str | Path):
         return ""
     suffix = Path(source).suffix
-    kind = "Images" if suffix == ".npz" else "ImageFolder" if not suffix else "Text"
-    return f": jaxscale.data.{kind}({str(source)!r}) reads a path"
+    class_name = "Images" if suffix == ".npz" else "ImageFolder" if not suffix else "Text"
+    return f": jaxscale.data.{class_name}({str(source)!r}) reads a path"

@@ -19,8 +19,8 @@ from jaxscale.values import check_types
 class Table:
     """Columns of numbers in .parquet and .arrow files as batches: an array for each column.
 
-    A column of lists of one length, such as pixels, is an array of one dim more. The columns are read into memory; they
-    need pyarrow (`pip install 'jaxscale[parquet]'`). Columns of texts are data of `Text`.
+    A column of lists of one length, such as pixels, becomes an array with one more dim. The columns are read into
+    memory, with pyarrow (`pip install 'jaxscale[parquet]'`). For columns of texts, use `Text`.
 
     Args:
         path: path of a file or a glob, or several of them, or the folder to which Hugging Face's `Dataset.save_to_disk`
@@ -31,7 +31,7 @@ class Table:
 
     Raises:
         UserError: a value is out of range; or, on `open`, a file is missing or damaged, or lacks a column, or a column
-            holds other values than numbers.
+            holds values other than numbers.
 
     Example:
         >>> Table("rows.parquet", columns=("x", "y")).held_out
@@ -77,31 +77,33 @@ class Table:
             UserError: a file is invalid, or too few rows are left to train or evaluate on.
         """
         paths = self.path if isinstance(self.path, tuple) else (self.path,)
-        digest = hashlib.sha256(repr(self.columns).encode())
-        parts: list[dict[str, np.ndarray]] = []
+        hasher = hashlib.sha256(repr(self.columns).encode())
+        arrays_by_file: list[dict[str, np.ndarray]] = []
         for file in source.find_files(tuple(map(str, paths))):
             if not arrow.is_table(file):
-                raise UserError(f"{file} is no table, expected a name that ends in {' or '.join(arrow.SUFFIXES)}")
+                raise UserError(f"{file} is not a table, expected a name that ends in {' or '.join(arrow.SUFFIXES)}")
             content = source.read(file)
-            digest.update(source.digest(content).encode())
+            hasher.update(source.digest(content).encode())
             file_arrays = arrow.read_arrays(content, file, self.columns)
-            parts.append({name: checked_array(name, array, file) for name, array in file_arrays.items()})
-            self._check_alike(parts[0], parts[-1], file)
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in self.columns}
+            arrays_by_file.append({name: checked_array(name, array, file) for name, array in file_arrays.items()})
+            self._check_alike(arrays_by_file[0], arrays_by_file[-1], file)
+        arrays = {name: np.concatenate([each[name] for each in arrays_by_file]) for name in self.columns}
 
         def read(indices: np.ndarray) -> NumpyBatch:
             """Return the rows with these indices."""
             return {name: array[indices] for name, array in arrays.items()}
 
         row_count = len(arrays[self.columns[0]])
-        return open_rows("table", row_count, read, self.held_out, digest, batch, seed, process, processes)
+        return open_rows("table", row_count, read, self.held_out, hasher, batch, seed, process, processes)
 
-    def _check_alike(self, first: NumpyBatch, other: NumpyBatch, file: str) -> None:
+    def _check_alike(self, first_arrays: NumpyBatch, other_arrays: NumpyBatch, file: str) -> None:
         """Check that the columns of a file have the dtypes and shapes of those of the first file."""
         for name in self.columns:
-            first_text, text = (f"{part[name].dtype}{list(part[name].shape[1:])}" for part in (first, other))
-            if first_text != text:
+            first_text, other_text = (
+                f"{arrays[name].dtype}{list(arrays[name].shape[1:])}" for arrays in (first_arrays, other_arrays)
+            )
+            if first_text != other_text:
                 raise UserError(
-                    f"{file}: each row of {name} is {text}, expected {first_text}, as in the first file: write all "
-                    "files with one schema"
+                    f"{file}: each row of {name} is {other_text}, expected {first_text}, as in the first file: write "
+                    "all files with one schema"
                 )

@@ -12,7 +12,7 @@ from jaxscale.data.cache import Corpus, open_corpus
 from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.loader import Opened
 from jaxscale.data.pack import Packed
-from jaxscale.data.shuffle import derive
+from jaxscale.data.shuffle import derive_seed
 from jaxscale.data.tokenizer import KINDS, Bytes, Characters, Tokenizer
 from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.data.windows import Windows
@@ -77,7 +77,7 @@ class Text:
             object.__setattr__(self, "path", tuple(source.absolute_path(path) for path in self.path))
         if not self.path:
             raise UserError("path: got no path, expected at least one text file or glob")
-        object.__setattr__(self, "tokenizer", _stored_tokenizer(os.fspath(self.tokenizer)))
+        object.__setattr__(self, "tokenizer", _kind_or_absolute_path(os.fspath(self.tokenizer)))
         if self.context < 1:
             raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
         if not 0 <= self.held_out <= 1:
@@ -119,7 +119,7 @@ class Text:
             The opened data, with `train()`, `evaluation()`, `tokenizer` and `facts`.
 
         Raises:
-            UserError: a file is invalid, the text is too short for a row, or the batch cannot be shared.
+            UserError: a file is invalid, the text is too short for a row, or the batch cannot be split evenly.
         """
         return _open((self,), (1.0,), batch, seed, process, processes, tokenizer)
 
@@ -210,17 +210,17 @@ class Mixture:
 
 
 def _refuse_part(part: Any) -> NoReturn:
-    """Raise the error for a part of a mixture that is no text."""
-    kind = type(part).__name__
+    """Raise the error for a part of a mixture that is not a `Text`."""
+    class_name = type(part).__name__
     advice_text = ""
     if isinstance(part, str | os.PathLike):
         advice_text = f": write Text({os.fspath(part)!r})"
-    elif kind == "Chats":
+    elif class_name == "Chats":
         advice_text = ": give the files of several sets of chats to one Chats, as in Chats(path=('a.jsonl', 'b.jsonl'))"
-    raise UserError(f"parts: got a {kind}, expected a Text, since a mixture joins texts{advice_text}")
+    raise UserError(f"parts: got a {class_name}, expected a Text, since a mixture joins texts{advice_text}")
 
 
-def _stored_tokenizer(kind_or_path: str) -> str:
+def _kind_or_absolute_path(kind_or_path: str) -> str:
     """Return the text to store for a tokenizer: its kind, or the absolute path of its file."""
     if kind_or_path in KINDS:
         return kind_or_path
@@ -263,7 +263,7 @@ def _open(
             part_train_rows = Packed(corpus.train, part.context)
             part_held_out_rows = Packed(corpus.held_out, part.context)
         else:
-            part_train_rows = Windows(corpus.train, part.context, derive(seed, "windows", index))
+            part_train_rows = Windows(corpus.train, part.context, derive_seed(seed, "windows", index))
             part_held_out_rows = Windows(corpus.held_out, part.context, None)
         if not len(part_train_rows) and part.held_out < 1:
             raise _too_short_error("training", part, corpus.facts["train"])
@@ -303,15 +303,17 @@ def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -
     return load_tokenizer(kind_or_path)
 
 
-def _too_short_error(split: str, part: Text, facts: dict[str, Any]) -> UserError:
+def _too_short_error(split_name: str, part: Text, facts: dict[str, Any]) -> UserError:
     """Return the error for a split of a text that is too short for a row.
 
     Args:
-        split: "training" or "held-out".
+        split_name: "training" or "held-out".
         part: the text.
         facts: the numbers of "tokens" and "documents" in the split.
     """
-    counts_text = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+    counts_text = (
+        f"the {split_name} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+    )
     if part.layout == "packed":
         return UserError(
             f"{counts_text}, and no target to learn: expected documents of two tokens or more. Whole documents are "
@@ -331,18 +333,18 @@ def _facts(
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Return `Opened.facts`: counts over all parts, the share of the positions that hold targets, and hashes."""
-    total_count = functools.partial(_sum_counts, corpora)
+    sum_counts = functools.partial(_sum_counts, corpora)
     target_count = sum(rows.targets for rows in train_rows)
     return {
         "kind": "text",
         "layout": parts[0].layout,
         "tokenizer": tokenizer.kind,
         "vocabulary": tokenizer.size,
-        "files": total_count("files"),
-        "bytes": total_count("bytes"),
-        "characters": total_count("characters"),
-        "documents": total_count("documents"),
-        "documents_without_prompt_end": total_count("documents") - total_count("marked"),
+        "files": sum_counts("files"),
+        "bytes": sum_counts("bytes"),
+        "characters": sum_counts("characters"),
+        "documents": sum_counts("documents"),
+        "documents_without_prompt_end": sum_counts("documents") - sum_counts("marked"),
         "tokens": sum(corpus.facts["train"]["tokens"] for corpus in corpora),
         "held_out_tokens": sum(corpus.facts["held_out"]["tokens"] for corpus in corpora),
         "rows": sum(map(len, train_rows)),
@@ -356,5 +358,5 @@ def _facts(
 
 
 def _sum_counts(corpora: list[Corpus], name: str) -> int:
-    """Return the sum over all corpora of the count that has this name in their facts."""
+    """Sum the fact `name`, a count, over all corpora."""
     return sum(corpus.facts[name] for corpus in corpora)

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, characters, or any Hugging Face `tokenizers` file (BPE, WordPiece, Unigram).
 
-A run stores its tokenizer with `to_json`; whoever continues the run, or samples from its model, restores the tokenizer
-with `from_json`. A tokenizer never adds, truncates or pads tokens; a file's settings for doing so are ignored.
+A run stores its tokenizer with `to_json`; a continued run, and a program that samples from the model, restore it with
+`from_json`. A tokenizer never adds, truncates or pads tokens; a file's settings for doing so are ignored.
 """
 
 import concurrent.futures
@@ -158,7 +158,7 @@ class Characters:
         return len(self.alphabet)
 
     @functools.cached_property
-    def _ids(self) -> np.ndarray:
+    def _ids_by_code_point(self) -> np.ndarray:
         """Ids by code point, up to the alphabet's last code point plus 1; -1 for characters that the alphabet lacks."""
         code_points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
         ids = np.full(int(code_points[-1]) + 2, -1, np.int32)  # the last entry is for all larger code points
@@ -172,7 +172,7 @@ class Characters:
             UserError: the text contains a character that the alphabet lacks.
         """
         code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
+        ids = self._ids_by_code_point[np.minimum(code_points, len(self._ids_by_code_point) - 1)]
         if len(ids) and ids.min() < 0:
             unknown_characters = sorted({text[index] for index in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
@@ -241,7 +241,7 @@ class Subwords:
     def encode_beginning(self, text: str) -> np.ndarray:
         """Return the int32 ids of a text that begins a document, with the special tokens that the file puts around it.
 
-        Models of some families, such as Gemma, are lost without the token at the beginning.
+        Models of some families, such as Gemma, need the token at the beginning to write sensible text.
         """
         model = self._model
         with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
@@ -275,52 +275,60 @@ class Subwords:
         # while the ids of one group are extracted, which only one core can do, the next group is encoded
         is_marker_checked, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
-            pending_groups: list[tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]] = []
-            for group in itertools.chain(_group_parts(self._parts(texts)), [None]):
+            pending_encodings: list[
+                tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]
+            ] = []
+            for group in itertools.chain(_group_parts(self._indexed_parts(texts)), [None]):
                 if group:
                     _, parts = zip(*group, strict=True)
                     if not is_marker_checked:
-                        is_marker_checked, marker = True, self._marker(parts[:_CHECK_COUNT])
-                    calls = list(join_texts(parts, marker, _CHUNK_CHARACTERS))
+                        is_marker_checked, marker = True, self._safe_marker(parts[:_CHECK_COUNT])
+                    texts_by_call = list(join_texts(parts, marker, _CHUNK_CHARACTERS))
                     # the fast variant omits the offsets of tokens in the text, which are not needed
                     encode_batch = self._model.encode_batch_fast
-                    future = executor.submit(encode_batch, [call.text for call in calls], add_special_tokens=False)
-                    pending_groups.append((group, calls, future))
-                if pending_groups and (len(pending_groups) == 2 or not group):
-                    earlier_group, earlier_calls, earlier_future = pending_groups.pop(0)
+                    future = executor.submit(
+                        encode_batch, [joined_texts.text for joined_texts in texts_by_call], add_special_tokens=False
+                    )
+                    pending_encodings.append((group, texts_by_call, future))
+                if pending_encodings and (len(pending_encodings) == 2 or not group):
+                    earlier_group, earlier_texts_by_call, earlier_future = pending_encodings.pop(0)
                     with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
                         ids_by_call = [encoding.ids for encoding in earlier_future.result()]
-                    yield _make_encoded(earlier_group, *separate_ids(ids_by_call, earlier_calls, marker, self.encode))
+                    yield _make_encoded(
+                        earlier_group, *separate_ids(ids_by_call, earlier_texts_by_call, marker, self.encode)
+                    )
 
-    def _marker(self, texts: Sequence[str]) -> Marker | None:
+    def _safe_marker(self, texts: Sequence[str]) -> Marker | None:
         """Return a special token that separates these texts without changing their ids; `None` if there is none."""
         marker = marker_of(self._model)
         if marker is None or any(marker.text in text for text in texts):
             return None
         joined_ids = self.encode(marker.text.join(texts))
-        expected_ids = [ids for text in texts for ids in (self.encode(text), [marker.id])]
-        return marker if np.array_equal(joined_ids, np.concatenate(expected_ids)[:-1]) else None
+        expected_id_lists = [ids for text in texts for ids in (self.encode(text), [marker.id])]
+        return marker if np.array_equal(joined_ids, np.concatenate(expected_id_lists)[:-1]) else None
 
-    def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Yield pairs (index of the text, part). Long texts are cut into parts until a checked cut changes the ids."""
+    def _indexed_parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
+        """Yield each part after its text's index. Long texts are cut into parts until a checked cut changes the ids."""
         checks_left: float = _CHECK_COUNT  # minus infinity once a checked cut has changed the ids
         for text_index, text in enumerate(texts):
             if len(text) <= 2 * _CHUNK_CHARACTERS:
                 yield text_index, text
                 continue
             start = 0
-            while len(text) - start > 2 * _CHUNK_CHARACTERS and (cut := _CUT.search(text, start + _CHUNK_CHARACTERS)):
+            while len(text) - start > 2 * _CHUNK_CHARACTERS and (
+                cut_match := _CUT.search(text, start + _CHUNK_CHARACTERS)
+            ):
                 if checks_left > 0:
-                    checks_left = checks_left - 1 if self._is_cut_safe(text, cut.end()) else float("-inf")
+                    checks_left = checks_left - 1 if self._is_cut_safe(text, cut_match.end()) else float("-inf")
                 if checks_left < 0:
                     break
-                yield text_index, text[start : cut.end()]
-                start = cut.end()
+                yield text_index, text[start : cut_match.end()]
+                start = cut_match.end()
             yield text_index, text[start:]
 
-    def _is_cut_safe(self, text: str, cut: int) -> bool:
+    def _is_cut_safe(self, text: str, cut_index: int) -> bool:
         """Return whether the 256 characters on each side of a cut have the same ids when encoded separately."""
-        text_before, text_after = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
+        text_before, text_after = text[max(cut_index - 256, 0) : cut_index], text[cut_index : cut_index + 256]
         return np.array_equal(
             self.encode(text_before + text_after), np.concatenate([self.encode(text_before), self.encode(text_after)])
         )
@@ -334,7 +342,7 @@ class Subwords:
 def _explain_errors(fault: str, advice: str) -> Iterator[None]:
     """Turn an error of the tokenizers library into a UserError.
 
-    The library raises bare Exception, and a panic of Rust is a BaseException.
+    The library raises plain `Exception`, and a panic in its Rust code becomes a `BaseException`.
     """
     try:
         yield
@@ -344,32 +352,32 @@ def _explain_errors(fault: str, advice: str) -> Iterator[None]:
         raise UserError(f"{fault} ({error}): {advice}") from error
 
 
-def _make_encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
-    """Return the `Encoded` of a group.
+def _make_encoded(indexed_parts: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
+    """Return the `Encoded` of parts that were encoded together.
 
     Args:
-        group: pairs (index of the text, part).
+        indexed_parts: pairs (index of the text, part).
         ids: int32 ids of all parts, one part after another.
         lengths: [parts] int64, number of ids of each part.
     """
-    text_indices, parts = zip(*group, strict=True)
+    text_indices, parts = zip(*indexed_parts, strict=True)
     return Encoded(ids, lengths, np.array(text_indices, np.int64), sum(map(len, parts)))
 
 
 def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
     """Yield the ids of many texts, in order, encoded one by one on one core."""
-    for group in _group_parts(enumerate(texts)):
-        ids_by_text = [tokenizer.encode(text) for _, text in group]
+    for indexed_texts in _group_parts(enumerate(texts)):
+        ids_by_text = [tokenizer.encode(text) for _, text in indexed_texts]
         lengths = np.array([len(text_ids) for text_ids in ids_by_text], np.int64)
-        text_indices = np.array([index for index, _ in group], np.int64)
-        yield Encoded(np.concatenate(ids_by_text), lengths, text_indices, sum(len(text) for _, text in group))
+        text_indices = np.array([index for index, _ in indexed_texts], np.int64)
+        yield Encoded(np.concatenate(ids_by_text), lengths, text_indices, sum(len(text) for _, text in indexed_texts))
 
 
-def _group_parts(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def _group_parts(indexed_parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     """Group pairs (index of the text, part); all groups but the last have `_GROUP_CHARACTERS` characters or more."""
     group: list[tuple[int, str]] = []
     character_count = 0
-    for text_index, part in parts:
+    for text_index, part in indexed_parts:
         group.append((text_index, part))
         character_count += len(part)
         if character_count >= _GROUP_CHARACTERS:
@@ -405,10 +413,10 @@ def load(path: str) -> Subwords:
     (file,) = source.find_files((path,))
     tokenizer = Subwords(source.decode(read_bytes(source.path_object(file)), file))
     try:
-        size = tokenizer.size
+        vocab_size = tokenizer.size
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    check_at_most(f"{path}: size of the vocabulary", size, MAX_INT32)
-    if size == 0:
+    check_at_most(f"{path}: size of the vocabulary", vocab_size, MAX_INT32)
+    if vocab_size == 0:
         raise UserError(f"{path}: the tokenizer has no tokens; expected a trained tokenizer")
     return tokenizer

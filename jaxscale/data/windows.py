@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from jaxscale.data.cache import Tokens
-from jaxscale.data.shuffle import derive
+from jaxscale.data.shuffle import derive_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +50,22 @@ class Windows:
         if self.seed is None:
             return 0
         spare_target_count = len(self.tokens.ids) - 1 - self.targets
-        return derive(self.seed, "offset", epoch) % (min(self.context - 1, spare_target_count) + 1)
+        return derive_seed(self.seed, "offset", epoch) % (min(self.context - 1, spare_target_count) + 1)
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, row_indices: np.ndarray) -> dict[str, np.ndarray]:
         """Read the rows with these indices in the endless sequence of epochs.
 
         Args:
-            rows: [B] int64, indices of the rows.
+            row_indices: [B] int64, indices of the rows.
 
         Returns:
             The batch: `tokens` and `targets`, int32 [B, context]; and `weights`, float32 [B, context], if prompts have
             weight 0 or a row may be incomplete.
         """
         # [B] each: the index of each row's epoch, and of its window in the epoch
-        epochs, window_indices = np.divmod(rows, len(self))
-        distinct_epochs, index_in_distinct = np.unique(epochs, return_inverse=True)
-        offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[index_in_distinct]
+        epochs, window_indices = np.divmod(row_indices, len(self))
+        distinct_epochs, distinct_indices = np.unique(epochs, return_inverse=True)
+        offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[distinct_indices]
         token_indices = (offsets + window_indices * self.context)[:, None] + np.arange(self.context + 1)[None, :]
         is_in_range = token_indices < len(self.tokens.ids)
         valid_indices = np.where(is_in_range, token_indices, 0)

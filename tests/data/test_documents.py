@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jaxscale.data.documents import DocumentRecipe, check_and_count, texts
+from jaxscale.data.documents import DocumentRecipe, check_and_count, labeled_texts
 from jaxscale.errors import UserError
 
 PLAIN = DocumentRecipe(separator=None, beginning="", ending="", prompt_end=None, held_out=0.1, is_cut_at_document=False)
@@ -18,7 +18,7 @@ def files(tmp_path):
 def joined(files, recipe, cut):
     """The two splits as text, a bar before each document."""
     splits = ["", ""]
-    for split, begins, _, text in texts(files, recipe, cut):
+    for split, begins, _, text in labeled_texts(files, recipe, cut):
         splits[split] += "|" * begins + text
     return tuple(splits)
 
@@ -33,7 +33,7 @@ def test_a_separator_is_dropped_with_what_is_empty(files):
 
 def test_without_a_separator_each_file_is_one_document(files):
     assert check_and_count(files, PLAIN)["documents"] == 2
-    splits = [split for split, begins, *_ in texts(files, PLAIN, 100) if begins]
+    splits = [split for split, begins, *_ in labeled_texts(files, PLAIN, 100) if begins]
     assert splits == [0, 0]
 
 
@@ -58,7 +58,7 @@ def test_what_is_learned_is_what_follows_the_marker(tmp_path):
     recipe = DocumentRecipe(
         separator="|", beginning="<", ending=">", prompt_end="A:", held_out=0.0, is_cut_at_document=True
     )
-    found = [(text, learned) for _, _, learned, text in texts([str(path)], recipe, 3)]
+    found = [(text, learned) for _, _, learned, text in labeled_texts([str(path)], recipe, 3)]
     assert found == [
         *(("<", False), ("Q: 1? A:", False), (" 2 A: 3", True), (">", True)),
         *(("<", False), ("Q: no answer", False), (">", False)),

@@ -130,7 +130,7 @@ def test_a_grey_image_becomes_red_green_and_blue(tmp_path):
 def test_a_broken_image_is_named(folder, content):
     for file in folder.rglob("*.png"):
         file.write_bytes(content)
-    with pytest.raises(UserError, match=r"\d+.png is no complete image"):
+    with pytest.raises(UserError, match=r"\d+.png is not a complete image"):
         next(ImageFolder(folder, size=14).open(4, 0).train())
 
 

@@ -26,8 +26,8 @@ def one_by_one(lengths, capacity):
 def test_best_fit_equals_its_definition(drawn):
     capacity, lengths = drawn
     packing = best_fit(np.array(lengths, np.int64), capacity)
-    assert sorted(packing.pieces.tolist()) == list(range(len(lengths)))
-    rows = [packing.pieces[a:b] for a, b in zip(packing.row_starts[:-1], packing.row_starts[1:], strict=True)]
+    assert sorted(packing.piece_indices.tolist()) == list(range(len(lengths)))
+    rows = [packing.piece_indices[a:b] for a, b in zip(packing.row_starts[:-1], packing.row_starts[1:], strict=True)]
     rooms = sorted(capacity - sum(lengths[i] for i in row) for row in rows)
     assert rooms == one_by_one(lengths, capacity)
 
@@ -35,7 +35,7 @@ def test_best_fit_equals_its_definition(drawn):
 def test_a_million_documents_are_packed_well():
     lengths = np.random.default_rng(0).integers(1, 2049, 1_000_000)
     packing = best_fit(lengths, 2048)
-    assert len(packing.pieces) == len(lengths)
+    assert len(packing.piece_indices) == len(lengths)
     assert lengths.sum() / ((len(packing.row_starts) - 1) * 2048) > 0.99
 
 
