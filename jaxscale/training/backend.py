@@ -39,8 +39,8 @@ def start_backend(*, is_watched: bool = False) -> None:
     from jaxscale.platforms.cpu_threads import provide_threads
 
     hush_absent_gpus()
-    place = place_of(os.environ)
-    local_process_count = 1 if place is None else place.local_processes
+    process_place = place_of(os.environ)
+    local_process_count = 1 if process_place is None else process_place.local_processes
     config: Any = jax.config
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not accelerators():
         config.update("jax_platforms", "cpu")
@@ -85,9 +85,9 @@ def make_cache_folder() -> Path | None:
 
 
 def allow_slow_collectives() -> None:
-    """Make XLA:CPU wait for an hour in a collective, as of a slow first step, before it aborts the process.
+    """Make XLA:CPU wait for an hour in a collective, such as one of a slow first step, before it aborts the process.
 
-    It still warns after 20 seconds. A limit that the environment sets stays, and so does that of a running backend.
+    It still warns after 20 seconds. A limit that the environment sets is kept, as is that of a running backend.
     """
     from jaxscale.compat import has_collective_timeout, is_backend_started
 

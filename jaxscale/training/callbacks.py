@@ -76,7 +76,7 @@ class EarlyStopping:
                 f"mode: got min for {self.metric}, which is better if it is higher, so that the run would stop as it "
                 "improves: set mode='max'"
             )
-        self._best, self._worse_count = math.inf, 0
+        self._best_value, self._worse_count = math.inf, 0
 
     def __call__(self, event: Event) -> bool:
         """Return whether the run is to stop."""
@@ -84,9 +84,11 @@ class EarlyStopping:
             return False
         name = self.metric.removeprefix("eval/")
         self._check_name(event.values)
-        value = event.values[name] * (1 if self.mode == "min" else -1)
-        is_better = value < self._best - self.least_change
-        self._best, self._worse_count = (value, 0) if is_better else (self._best, self._worse_count + 1)
+        signed_value = event.values[name] * (1 if self.mode == "min" else -1)
+        is_better = signed_value < self._best_value - self.least_change
+        self._best_value, self._worse_count = (
+            (signed_value, 0) if is_better else (self._best_value, self._worse_count + 1)
+        )
         return self._worse_count >= self.patience
 
     def check(self, names: Sequence[str], every: int, steps: int) -> None:
@@ -103,8 +105,8 @@ class EarlyStopping:
         self._check_name(names)
         if every == 0 or every >= steps:
             warnings.warn(
-                f"EarlyStopping({self.metric!r}) stops no run of {steps} steps with evaluation.every {every}, since "
-                "the only evaluation comes after the last step: set evaluation.every to a smaller number",
+                f"EarlyStopping({self.metric!r}) cannot stop a run of {steps} steps with evaluation.every {every}, "
+                "since the only evaluation comes after the last step: set evaluation.every to a smaller number",
                 stacklevel=2,
             )
 
@@ -123,12 +125,12 @@ class Callbacks:
 
     Args:
         callbacks: functions of an event.
-        report_failure: called with the step, the name of a callback that failed, the text of its error, and the user's
-            line as "FILE:LINE: ".
+        report_failure: function that is called with the step, the name of a callback that failed, the text of its
+            error, and the user's line as "FILE:LINE: ".
 
     Attributes:
         stop_cause: name of the callback that asked the run to stop; `None` if none did.
-        early_stopping: those that are an `EarlyStopping`.
+        early_stopping: the callbacks that are an `EarlyStopping`.
 
     Raises:
         UserError: one of them cannot be called with an event.
@@ -159,19 +161,17 @@ class Callbacks:
 
 
 def _check_callable(callback: Any) -> None:
-    """Raise UserError for a callback that cannot be called, or is a class in place of an object of it."""
+    """Raise UserError for a callback that cannot be called, or is a class instead of an instance."""
     if isinstance(callback, type):
         name = callback.__name__
-        raise UserError(
-            f"{place_of(callback.__init__)}callbacks: got the class {name}, expected an object of it: {name}()"
-        )
+        raise UserError(f"{place_of(callback.__init__)}callbacks: got the class {name}, expected an instance: {name}()")
     if callable(callback):
         return
-    methods = [name for name, method in vars(type(callback)).items() if place_of(method)]
-    if not methods:
+    method_names = [name for name, method in vars(type(callback)).items() if place_of(method)]
+    if not method_names:
         raise UserError(f"callbacks: got {callback!r:.80}, expected functions of an Event")
     raise UserError(
-        f"{place_of(getattr(type(callback), methods[0]))}callbacks: got a {type(callback).__name__}, which cannot be "
-        f"called, expected functions of an Event: instead of {methods[-1]}, define __call__(self, event), and choose "
-        "by event.kind"
+        f"{place_of(getattr(type(callback), method_names[0]))}callbacks: got a {type(callback).__name__}, which cannot "
+        f"be called, expected functions of an Event: instead of {method_names[-1]}, define __call__(self, event), and "
+        "choose by event.kind"
     )

@@ -50,22 +50,22 @@ def open_sets(experiment: Experiment, data: Any, process_index: int, process_cou
         processes=process_count,
         tokenizer=getattr(data, "tokenizer", None),
     )
-    for name, opened in sets.items():
+    for name, opened_set in sets.items():
         try:
-            check_data(dataclasses.replace(experiment, data=experiment.held_out[name]), opened, trained=False)
+            check_data(dataclasses.replace(experiment, data=experiment.held_out[name]), opened_set, is_trained=False)
         except UserError as error:
             raise UserError(f"held_out.{name}: {error}") from None
     return sets
 
 
-def check_data(experiment: Experiment, data: Any, *, trained: bool = True) -> None:
+def check_data(experiment: Experiment, data: Any, *, is_trained: bool = True) -> None:
     """Raise an error for data that the model cannot be trained on.
 
     Args:
         experiment: the experiment, with the model.
         data: the opened data. If the data has a `tokenizer` or a dict `facts`, these are checked; `facts` may give the
             number of "classes" and the "shape" of the images.
-        trained: whether the model is trained on the data; if false, all of it may be held out.
+        is_trained: whether the model is trained on the data; if false, all of it may be held out.
 
     Raises:
         UserError: all of the data is held out; the tokenizer has more tokens than the model's vocabulary, or cannot
@@ -92,7 +92,7 @@ def check_data(experiment: Experiment, data: Any, *, trained: bool = True) -> No
                     f"{traits.context} positions: shorten the prompt"
                 )
     data_facts = getattr(data, "facts", {})
-    if trained and data_facts.get("rows") == 0:
+    if is_trained and data_facts.get("rows") == 0:
         raise UserError("data.held_out: got 1, which leaves nothing to train on; give a share below 1")
     class_count = data_facts.get("classes", 0)
     if traits.classes is not None and class_count > traits.classes:
@@ -160,38 +160,40 @@ def check_evaluation(
         callbacks: the callbacks of the run.
 
     Raises:
-        UserError: a metric returns other than one number per row or per target; nothing is held out, so that there are
-            no evaluations; or they report no figure of the name that early stopping watches.
+        UserError: a metric returns something other than one number per row or per target; nothing is held out, so that
+            there are no evaluations; or they do not report the figure that early stopping watches.
     """
     if not metrics and not callbacks.early_stopping:
         return
     own_batch = next(iter(data.evaluation()), None)
-    set_batches = {name: next(iter(opened.evaluation()), None) for name, opened in sets.items()}
+    set_batches = {name: next(iter(opened_set.evaluation()), None) for name, opened_set in sets.items()}
     batch = next((each for each in (own_batch, *set_batches.values()) if each is not None), None)
     if batch is None:
-        name = f"metrics: got {', '.join(metrics)}" if metrics else "callbacks: got EarlyStopping"
+        got_text = f"metrics: got {', '.join(metrics)}" if metrics else "callbacks: got EarlyStopping"
         raise UserError(
-            f"{name}, but nothing is held out, so that no evaluation takes place: set data.held_out above 0, or give "
-            'a set as Experiment(held_out={"name": ...})'
+            f"{got_text}, but nothing is held out, so that no evaluation takes place: set data.held_out above 0, or "
+            'give a set as Experiment(held_out={"name": ...})'
         )
     _trace(step, metrics, batch)
     has_accuracy = getattr(step.experiment.model, "accuracy", None) is not None
-    figures = ["loss", "targets", *(["accuracy"] if has_accuracy else []), *metrics]
-    names = [*figures, *(f"{name}/{figure}" for name in sets for figure in figures)]
+    figure_names = ["loss", "targets", *(["accuracy"] if has_accuracy else []), *metrics]
+    all_figure_names = [*figure_names, *(f"{name}/{figure}" for name in sets for figure in figure_names)]
     evaluation, step_count = step.experiment.evaluation, step.experiment.steps
     for callback in callbacks.early_stopping:
-        callback.check(names, evaluation.every, step_count)
+        callback.check(all_figure_names, evaluation.every, step_count)
 
 
 def _trace(step: Any, metrics: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
     """Trace each metric for a global batch whose rows are like those of `batch`."""
     import jax
 
-    rows = step.experiment.batch
-    shapes = {name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype) for name, array in batch.items()}
+    row_count = step.experiment.batch
+    abstract_arrays = {
+        name: jax.ShapeDtypeStruct((row_count, *array.shape[1:]), array.dtype) for name, array in batch.items()
+    }
     for name, metric in metrics.items():
         try:
-            jax.eval_shape(step.metric_fn(metric), step.layout.abstract, step.abstract_batch(shapes))
+            jax.eval_shape(step.metric_fn(metric), step.layout.abstract, step.abstract_batch(abstract_arrays))
         except UserError:
             raise
         except Exception as error:

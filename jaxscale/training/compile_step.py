@@ -53,31 +53,33 @@ def compile_step(
         journal.say(line)
         journal.log_event(updates, "kernels", **fields_of(step.kernels))
     # bytes by kind of tensor, such as "parameters"
-    device_bytes, host_bytes = step.memory(batch), step.host_memory()
+    device_bytes_by_kind, host_bytes_by_kind = step.memory(batch), step.host_memory()
     copy_bytes = step.canonical_copy_bytes
-    bytes_by_name = device_bytes | {f"host {kind}": kind_bytes for kind, kind_bytes in host_bytes.items()}
+    bytes_by_name = device_bytes_by_kind | {
+        f"host {kind}": kind_bytes for kind, kind_bytes in host_bytes_by_kind.items()
+    }
     bytes_by_name["checkpoint copy"] = copy_bytes
     predicted_fields: dict[str, float] = {}
-    predicted_fields |= {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
+    predicted_fields |= {f"{name.replace(' ', '_')}_bytes": byte_count for name, byte_count in bytes_by_name.items()}
     try:
-        seconds = modeled_step_seconds(step)
+        step_seconds = modeled_step_seconds(step)
     except UserError as error:  # a damaged calibration is no reason not to train
-        seconds = None
+        step_seconds = None
         journal.say(f"the step has no modeled seconds: {error}")
-    if seconds is not None:
-        predicted_fields["step_seconds"] = seconds
+    if step_seconds is not None:
+        predicted_fields["step_seconds"] = step_seconds
     model_flop = int(step.model_flop(batch))
     journal.log_event(updates, "predicted", model_flop=model_flop, parameters=step.parameters, **predicted_fields)
     if is_first():
-        all_device_bytes = {**device_bytes, "gradients and activations": compile_facts.temp_bytes}
+        all_device_bytes_by_kind = {**device_bytes_by_kind, "gradients and activations": compile_facts.temp_bytes}
         with run_files.explain_write_errors(journal.folder):
-            layout_json = {**step.layout.table(), "memory": all_device_bytes, "host_memory": host_bytes}
+            layout_json = {**step.layout.table(), "memory": all_device_bytes_by_kind, "host_memory": host_bytes_by_kind}
             run_files.write_json(journal.folder / "layout.json", layout_json)
             if step.decision is not None:
                 run_files.write_json(journal.folder / "memory.json", to_json(step.decision))
     first_device = step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
     measured_device = None if first_device.platform == "cpu" else first_device
-    if (warning := save_memory_warning(sum(device_bytes.values()), copy_bytes, measured_device)) is not None:
+    if (warning := save_memory_warning(sum(device_bytes_by_kind.values()), copy_bytes, measured_device)) is not None:
         journal.say(warning)
     journal.say(f"{step.parameters:,} parameters, compiled in {compile_facts.seconds:.1f} s")
     if count_excluded() > excluded_count:
@@ -97,5 +99,5 @@ def modeled_step_seconds(step: "TrainStep") -> float | None:
     from jaxscale.platforms.detect import detect
 
     devices = list(step.mesh.devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
-    seconds = seconds_of(step.experiment, detect(devices), step.plan)
-    return None if seconds is None else seconds.total
+    modeled_seconds = seconds_of(step.experiment, detect(devices), step.plan)
+    return None if modeled_seconds is None else modeled_seconds.total

@@ -136,17 +136,17 @@ class Summary:
             share_texts = "".join(f"{device_time.share(kind):>12.1%}" for kind in KINDS)
             span_text, gap_text = _time_text(device_time.span / self.steps), _time_text(device_time.longest_gap)
             yield f"{device_time.device:<16}{span_text:>10}{device_time.busy_share:>8.1%}{gap_text:>14}{share_texts}"
-        busiest_device = max(self.devices, key=lambda device_time: device_time.busy)
+        busiest_time = max(self.devices, key=lambda device_time: device_time.busy)
         yield ""
-        yield f"{busiest_device.device}: operations by self time"
+        yield f"{busiest_time.device}: operations by self time"
         yield f"{'seconds':>10}{'share':>8}{'times':>9}  {'kind':<12}name"
-        for operation in busiest_device.operations[:_LISTED_COUNT]:
-            share = operation.seconds / busiest_device.seconds if busiest_device.seconds else 0.0
+        for operation in busiest_time.operations[:_LISTED_COUNT]:
+            share = operation.seconds / busiest_time.seconds if busiest_time.seconds else 0.0
             yield (
                 f"{_time_text(operation.seconds / self.steps):>10}{share:>8.1%}{operation.count / self.steps:>9.4g}"
                 f"  {operation.kind:<12}{operation.name[:80]}"
             )
-        unlisted_operations = busiest_device.operations[_LISTED_COUNT:]
+        unlisted_operations = busiest_time.operations[_LISTED_COUNT:]
         if unlisted_operations:
             unlisted_seconds = sum(operation.seconds for operation in unlisted_operations) / self.steps
             yield f"{_time_text(unlisted_seconds):>10}  {len(unlisted_operations)} more"
@@ -225,11 +225,16 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
     Args:
         planes: `ProfileData.planes`.
     """
-    events_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)  # with a list for each line
+    # for each device, a list of events for each of its lines
+    event_lists_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
     for plane in planes:
         for device, line_events in device_events(plane):
-            events_by_device[device].append(line_events)
-    return [_device_time(device, events) for device, events in sorted(events_by_device.items()) if any(events)]
+            event_lists_by_device[device].append(line_events)
+    return [
+        _device_time(device, event_lists)
+        for device, event_lists in sorted(event_lists_by_device.items())
+        if any(event_lists)
+    ]
 
 
 def kind_of(name: str) -> OperationKind:
@@ -251,7 +256,7 @@ def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> Device
     seconds_by_operation: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
     count_by_operation: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
     for line_events in events_by_line:
-        for event, self_ns in _self_times(line_events):
+        for event, self_ns in _events_and_self_ns(line_events):
             seconds_by_operation[event.name, event.kind] += self_ns * 1e-9
             count_by_operation[event.name, event.kind] += 1
     busy_ns, longest_gap_ns, latest_end_ns = 0.0, 0.0, None
@@ -271,7 +276,7 @@ def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> Device
     return DeviceTime(device, span_ns * 1e-9, busy_ns * 1e-9, longest_gap_ns * 1e-9, tuple(operations))
 
 
-def _self_times(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
+def _events_and_self_ns(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
     """Yield each event of a line with its self time in nanoseconds, without the time of events nested in the event."""
     nested_ns: dict[int, float] = collections.defaultdict(float)
     events = sorted(line_events, key=lambda event: (event.start, -event.end))

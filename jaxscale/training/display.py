@@ -28,7 +28,7 @@ class Display:
     """
 
     def __init__(self, steps: int, *, quiet: bool, name: str) -> None:
-        self._steps, self._quiet, self._name = steps, quiet, name
+        self._step_count, self._quiet, self._name = steps, quiet, name
         self._progress: Any = None  # rich's progress bar, once it is shown
         self._task_id: Any = None  # rich's id for the bar's only task
         self._is_notebook = "ipykernel" in sys.modules
@@ -54,21 +54,23 @@ class Display:
             step: number of updates so far.
             row: metrics of the step, as in metrics.jsonl.
         """
-        if self._quiet or (time.monotonic() - self._last_update_time < self._interval_seconds and step < self._steps):
+        if self._quiet or (
+            time.monotonic() - self._last_update_time < self._interval_seconds and step < self._step_count
+        ):
             return
         self._last_update_time = time.monotonic()
         metrics_text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             metrics_text += f"  mfu {row['mfu']:.1%}"
         if self._is_notebook:
-            seconds_left = round((self._steps - step) * row.get("step_seconds", 0.0))
+            seconds_left = round((self._step_count - step) * row.get("step_seconds", 0.0))
             time_left = datetime.timedelta(seconds=seconds_left)
-            _print(f"\rstep {step}/{self._steps}  {metrics_text}  {time_left} left ", end="")
+            _print(f"\rstep {step}/{self._step_count}  {metrics_text}  {time_left} left ", end="")
             self._has_open_line = True
         elif self.is_live:
             self._terminal_progress().update(self._task_id, completed=step, text=metrics_text)
         else:
-            _print(f"step {step}/{self._steps}  {metrics_text}")
+            _print(f"step {step}/{self._step_count}  {metrics_text}")
 
     def close(self) -> None:
         """End the live line and restore the terminal."""
@@ -90,7 +92,7 @@ class Display:
                 TimeRemainingColumn(),
                 refresh_per_second=5,
             )
-            self._task_id = self._progress.add_task("", total=self._steps, text="")
+            self._task_id = self._progress.add_task("", total=self._step_count, text="")
             self._progress.start()
         return self._progress
 

@@ -1,4 +1,4 @@
-"""Endings of a run, except a good one: by a signal, by divergence, because a step is stuck, or with many skipped steps.
+"""How a run ends early or badly: by a signal, by divergence, because a step is stuck, or with many skipped steps.
 
 The main thread may be in C++ and not return. Another thread then ends the process, with the same message and code.
 """
@@ -60,7 +60,7 @@ def _early_error(step: int, cause: str) -> Preempted | KeyboardInterrupt:
 
 
 @contextlib.contextmanager
-def explained_stop(journal: Journal, stop: Stop) -> Iterator[None]:
+def explain_stop(journal: Journal, stop: Stop) -> Iterator[None]:
     """Turn the `StoppedEarly` that a signal raises before the first step into the error that `train` documents."""
     try:
         yield
@@ -71,14 +71,14 @@ def explained_stop(journal: Journal, stop: Stop) -> Iterator[None]:
 
 
 def newest_step(folder: Any) -> int:
-    """Return the step of the newest checkpoint of the run in a folder; 0 if there is none, or none can be listed."""
+    """Return the step of the newest checkpoint of the run in a folder; 0 if there is none, or it cannot be listed."""
     with contextlib.suppress(UserError, OSError):
         return max(Checkpoints(folder / run_files.CHECKPOINTS, write=False).steps(), default=0)
     return 0
 
 
 def end_process_early(journal: Journal, step: int, signal_name: str) -> None:
-    """End this process before its first step, while the main thread is in C++; a notebook gets a message alone.
+    """End this process before its first step, while the main thread is in C++; in a notebook, only print a message.
 
     Args:
         journal: the run's journal.
@@ -111,24 +111,28 @@ def watch_steps(journal: Journal, checkpoints: Checkpoints, train_step: Any) -> 
     import jax
 
     return StuckWatch(
-        lambda *waiting: _end_stuck(journal, checkpoints, train_step, waiting), process_count=jax.process_count()
+        lambda *step_wait_and_limit: _end_stuck(journal, checkpoints, train_step, step_wait_and_limit),
+        process_count=jax.process_count(),
     )
 
 
-def _end_stuck(journal: Journal, checkpoints: Checkpoints, train_step: Any, waiting: tuple[int, float, float]) -> None:
-    """End this process, whose main thread waits for a step without end; a notebook gets a message alone.
+def _end_stuck(
+    journal: Journal, checkpoints: Checkpoints, train_step: Any, step_wait_and_limit: tuple[int, float, float]
+) -> None:
+    """End this process, whose main thread waits for a step without end; in a notebook, only print a message.
 
     Args:
         journal: the run's journal.
         checkpoints: the run's checkpoints; a save may still be running.
         train_step: the compiled train step.
-        waiting: number of the step, seconds that the main thread has waited for it, and the limit in seconds.
+        step_wait_and_limit: the step's number, the seconds that the main thread has waited for it, and the limit in
+            seconds.
     """
-    step, seconds, limit = waiting
+    step, waited_seconds, limit_seconds = step_wait_and_limit
     beat, _ = heartbeat.now()
     text = (
-        f"step {step} is stuck: it has waited {seconds:.0f} s for its devices, and the limit is {limit:.0f} s (30 s or "
-        f"20 median steps). The main thread is in {beat.place or 'C++'}"
+        f"step {step} is stuck: it has waited {waited_seconds:.0f} s for its devices, and the limit is "
+        f"{limit_seconds:.0f} s (30 s or 20 median steps). The main thread is in {beat.place or 'C++'}"
     )
 
     def finish() -> None:
@@ -137,57 +141,57 @@ def _end_stuck(journal: Journal, checkpoints: Checkpoints, train_step: Any, wait
         with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file, as in a notebook
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         program = train_step.program or ""
-        counts_text, channels = collectives_text(program, train_step.mesh), collectives_by_channel(program)
-        hint = (
+        counts_text, collective_by_channel = collectives_text(program, train_step.mesh), collectives_by_channel(program)
+        hint_text = (
             "; XLA's lines above name the one that waits, by its op_id" if train_step.layout.platform == "cpu" else ""
         )
-        print(f"jaxscale: the step's collectives: {counts_text}{hint}", file=sys.stderr, flush=True)
+        print(f"jaxscale: the step's collectives: {counts_text}{hint_text}", file=sys.stderr, flush=True)
         journal.log_event(
             step - 1,
             "stuck",
-            seconds=seconds,
-            limit=limit,
+            seconds=waited_seconds,
+            limit=limit_seconds,
             place=beat.place,
             collectives=counts_text,
-            by_op_id=channels,
+            by_op_id=collective_by_channel,
         )
         saved_step = checkpoints.settle(STUCK_SAVE_SECONDS / 2)
-        after = f"the checkpoint of step {saved_step} is intact" if saved_step else "there is no checkpoint"
-        print(f"jaxscale: {after}: start the run again to continue it", file=sys.stderr, flush=True)
+        checkpoint_text = f"the checkpoint of step {saved_step} is intact" if saved_step else "there is no checkpoint"
+        print(f"jaxscale: {checkpoint_text}: start the run again to continue it", file=sys.stderr, flush=True)
         heartbeat.fail(Stuck(text))
         journal.close()
 
     _end_process(STUCK, finish, STUCK_SAVE_SECONDS)
 
 
-def _end_process(code: int, finish: Callable[[], None], seconds: float) -> None:
-    """End this process at once, except one in which somebody works, after a last function.
+def _end_process(exit_code: int, finish: Callable[[], None], finish_seconds: float) -> None:
+    """Call a last function, and then end this process at once, unless it is interactive.
 
-    Rank 0 of several waits a second more, because JAX aborts the others once its service is gone, and they may be about
-    to report the same.
+    Rank 0 of several waits one second before it ends. JAX aborts the other ranks once the service of rank 0 is gone,
+    and they may be about to report the same.
 
     Args:
-        code: exit code.
-        finish: the last work, whose errors are passed over: a disk may be full, and a terminal gone.
-        seconds: seconds that `finish` may take.
+        exit_code: exit code.
+        finish: the last function. Its errors are ignored, because a disk may be full or a terminal gone.
+        finish_seconds: seconds that `finish` may take.
     """
 
     def run() -> None:
-        """Finish, and write out the output of the program."""
-        for act in (finish, sys.stdout.flush, sys.stderr.flush):
+        """Call `finish`, and flush the output of the program."""
+        for action in (finish, sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):
-                act()
+                action()
 
     thread = threading.Thread(target=run, name="last words", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(finish_seconds)
     if is_interactive():
         return
     import jax
 
     if jax.distributed.is_initialized() and heartbeat.now()[0].rank == 0:
         time.sleep(1)
-    os._exit(code)
+    os._exit(exit_code)
 
 
 def stop_diverged(
@@ -230,30 +234,30 @@ def stop_diverged(
     )
 
 
-def check_skipped(folder: Any, step: int, skip_count: int, causes: Causes | None = None) -> None:
+def check_skipped(folder: Any, step_count: int, skip_count: int, causes: Causes | None = None) -> None:
     """Raise an error at the end of a run if too large a share of its steps was skipped.
 
     Args:
         folder: the run's folder.
-        step: number of steps of the run, skipped ones included.
+        step_count: number of steps of the run, skipped ones included.
         skip_count: number of the skipped steps.
         causes: why the first of them was skipped, as far as that was found.
 
     Raises:
         MostlySkipped: more than a tenth of the steps was skipped.
     """
-    if skip_count > MOST_SKIPPED * step:
-        text, advice = ("", "") if causes is None else (causes.text, causes.advice)
+    if skip_count > MOST_SKIPPED * step_count:
+        cause_text, cause_advice = ("", "") if causes is None else (causes.text, causes.advice)
         advice_text = (
             "Lower the learning rate or lengthen its warm-up, or raise guard.spike if such gradients are normal, or "
             "guard.update if such updates are,"
         )
-        if advice:
-            advice_text = f"{advice[0].upper()}{advice[1:]},"
+        if cause_advice:
+            advice_text = f"{cause_advice[0].upper()}{cause_advice[1:]},"
         raise MostlySkipped(
-            f"{f'{text}. ' if text else ''}"
-            f"{skip_count:,} of {step:,} steps ({skip_count / step:.0%}) were skipped, so {folder} holds the weights "
-            f"of {step - skip_count:,} updates; the event of each in metrics.jsonl has its loss and its gradient norm. "
-            f"{advice_text} and train again from an earlier checkpoint with --from STEP, or in another directory with "
-            "--out"
+            f"{f'{cause_text}. ' if cause_text else ''}"
+            f"{skip_count:,} of {step_count:,} steps ({skip_count / step_count:.0%}) were skipped, so {folder} holds "
+            f"the weights of {step_count - skip_count:,} updates; the event of each in metrics.jsonl has its loss and "
+            f"its gradient norm. {advice_text} and train again from an earlier checkpoint with --from STEP, or in another "
+            "directory with --out"
         )

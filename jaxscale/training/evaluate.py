@@ -1,6 +1,5 @@
 """Measure the held-out loss, and the accuracy if the model reports it, during a run and after it.
 
-
 The figures of a named held-out set have its name before theirs, as in "news/loss".
 """
 
@@ -66,16 +65,16 @@ def held_out_means(
     batch_sums: list[Any] = []
     for batch in itertools.islice(data.evaluation(), batches):
         device_batch = step.place(batch)
-        if filled_count := _fill_count(batch):
-            device_batch = _without_fill(step, state, batch, device_batch, filled_count)
+        if fill_count := _fill_count(batch):
+            device_batch = _batch_without_fill(step, state, batch, device_batch, fill_count)
             if device_batch is None:
                 continue
-        weighted_loss = step.evaluate(state, device_batch)
+        loss_and_weight_sums = step.evaluate(state, device_batch)
         if one_at_a_time:
-            jax.block_until_ready(weighted_loss)
+            jax.block_until_ready(loss_and_weight_sums)
         # the accuracy needs a second forward pass, since the loss may be computed in chunks, without all logits at once
         metric_sums = {name: step.metric(metric, state, device_batch) for name, metric in metrics.items()}
-        batch_sums.append((*weighted_loss[:2], step.accuracy(state, device_batch), metric_sums))
+        batch_sums.append((*loss_and_weight_sums[:2], step.accuracy(state, device_batch), metric_sums))
         if len(batch_sums) >= in_flight_limit:
             jax.block_until_ready(batch_sums[-in_flight_limit])
     host_sums = jax.device_get(batch_sums)
@@ -103,40 +102,42 @@ def all_means(
         is neither a held-out part nor a set.
     """
     own_means = held_out_means(step, data, state, batches, **settings)
-    empty = {"loss": math.nan, "targets": 0.0}
-    by_set = {name: held_out_means(step, sets[name], state, batches, **settings) or empty for name in sets}
-    main = own_means or next(iter(by_set.values()), None)
-    if main is None:
+    empty_means = {"loss": math.nan, "targets": 0.0}
+    means_by_set = {name: held_out_means(step, sets[name], state, batches, **settings) or empty_means for name in sets}
+    main_means = own_means or next(iter(means_by_set.values()), None)
+    if main_means is None:
         return None
-    return main | {f"{name}/{figure}": value for name, means in by_set.items() for figure, value in means.items()}
+    return main_means | {
+        f"{name}/{figure}": value for name, means in means_by_set.items() for figure, value in means.items()
+    }
 
 
-def _mean(sums: Iterable[tuple[Any, Any]]) -> float:
+def _mean(sum_pairs: Iterable[tuple[Any, Any]]) -> float:
     """Return the mean that pairs of a weighted sum and a sum of weights give together; NaN if all weights are 0."""
-    totals, weights = np.array(list(sums), np.float64).sum(0)
-    return float(totals / weights) if weights else math.nan
+    total_sum, total_weight = np.array(list(sum_pairs), np.float64).sum(0)
+    return float(total_sum / total_weight) if total_weight else math.nan
 
 
 def _fill_count(batch: NumpyBatch) -> int:
-    """Return the number of rows at the end of a batch that have weight 0, with which the last batch is filled up."""
+    """Return the number of rows of weight 0 at the end of a batch; such rows fill up the last batch."""
     weights = batch.get("weights")
     if weights is None:
         return 0
-    counted_rows = np.flatnonzero(np.any(np.asarray(weights).reshape(len(weights), -1), axis=1))
-    return len(weights) - (int(counted_rows[-1]) + 1 if len(counted_rows) else 0)
+    weighted_row_indices = np.flatnonzero(np.any(np.asarray(weights).reshape(len(weights), -1), axis=1))
+    return len(weights) - (int(weighted_row_indices[-1]) + 1 if len(weighted_row_indices) else 0)
 
 
-def _without_fill(step: Any, state: Any, batch: NumpyBatch, device_batch: Any, filled_count: int) -> Any:
-    """Return a batch that was filled up, for a loss that couples rows without the rows that fill it.
+def _batch_without_fill(step: Any, state: Any, batch: NumpyBatch, device_batch: Any, fill_count: int) -> Any:
+    """Return a filled-up batch on the devices; if the loss couples rows, without the rows that fill it.
 
     Returns:
-        The arrays on the devices; `None` if the loss couples rows, and the devices cannot share the other rows evenly.
+        The batch; `None` if the loss couples rows, and the devices cannot share the remaining rows evenly.
     """
     import jax
 
     if not step.couples_rows(state, device_batch):
         return device_batch
-    row_count = len(batch["weights"]) - filled_count
+    row_count = len(batch["weights"]) - fill_count
     is_shared_evenly = row_count and not row_count % step.row_shards
     if not is_shared_evenly or jax.process_count() > 1:
         return None
@@ -186,30 +187,30 @@ def evaluate(
             raise UserError(
                 f"{run} is a model folder: got {'best, but a folder has no checkpoints' if best else no_data_text}"
             )
-        file_data, opened = _open_file(run, data)
-        loaded = open_folder(run, file_data, opened.batch, split=True)
-        settings["one_at_a_time"] = loaded.step.mesh.devices.flat[0].platform == "cpu"
-        _show_note(opened)
-        means = held_out_means(loaded.step, opened, loaded.state, batches, **settings)
+        file_data, opened_data = _open_file(run, data)
+        loaded_model = open_folder(run, file_data, opened_data.batch, split=True)
+        settings["one_at_a_time"] = loaded_model.step.mesh.devices.flat[0].platform == "cpu"
+        _show_note(opened_data)
+        means = held_out_means(loaded_model.step, opened_data, loaded_model.state, batches, **settings)
         assert means is not None, "a file without targets is refused when it is opened"
         return means
     trained_run = restore_parameters(run, best=best, split=True)
     experiment = trained_run.experiment
     process_index, process_count = trained_run.step.data_shard()
     if data is None:
-        opened = open_data(experiment, process_index, process_count)
-        sets = open_sets(experiment, opened, process_index, process_count)
+        opened_data = open_data(experiment, process_index, process_count)
+        sets = open_sets(experiment, opened_data, process_index, process_count)
     else:
-        other = dataclasses.replace(experiment, held_out={"data": data}, evaluation=Evaluation())
-        tokenizer = SimpleNamespace(tokenizer=read_tokenizer(trained_run.directory))
+        other_experiment = dataclasses.replace(experiment, held_out={"data": data}, evaluation=Evaluation())
+        tokenizer_holder = SimpleNamespace(tokenizer=read_tokenizer(trained_run.directory))
         try:
-            opened = open_sets(other, tokenizer, process_index, process_count)["data"]
+            opened_data = open_sets(other_experiment, tokenizer_holder, process_index, process_count)["data"]
         except UserError as error:
             raise UserError(f"data{str(error).removeprefix('held_out.data')}") from None
-        _show_note(opened)
+        _show_note(opened_data)
         sets = {}
     settings["one_at_a_time"] = trained_run.step.mesh.devices.flat[0].platform == "cpu"
-    means = all_means(trained_run.step, opened, sets, trained_run.state, batches, **settings)
+    means = all_means(trained_run.step, opened_data, sets, trained_run.state, batches, **settings)
     if means is None:
         raise UserError(
             f"the data of {trained_run.directory} has nothing held out: set data.held_out above 0, or give sets"
@@ -217,10 +218,10 @@ def evaluate(
     return {"step": trained_run.description.step, **means}
 
 
-def _show_note(opened: Opened) -> None:
+def _show_note(opened_data: Opened) -> None:
     """Print what the data reports about its rows, such as how many chats were cut."""
-    if opened.note is not None:
-        print(f"jaxscale: {opened.note}", file=sys.stderr, flush=True)
+    if opened_data.note is not None:
+        print(f"jaxscale: {opened_data.note}", file=sys.stderr, flush=True)
 
 
 def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
@@ -234,10 +235,10 @@ def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
     context = min(traits.context, MAX_CONTEXT)
     if str(file).endswith((".jsonl", ".json")):
         chats = Chats(file, folder, context, held_out=1.0)
-        longest = chats.open(_BATCH, 0).facts["longest"]
-        chats = dataclasses.replace(chats, context=max(1, min(context, -(-(longest - 1) // 64) * 64)))
+        longest_chat_tokens = chats.open(_BATCH, 0).facts["longest"]
+        chats = dataclasses.replace(chats, context=max(1, min(context, -(-(longest_chat_tokens - 1) // 64) * 64)))
         return chats, chats.open(_BATCH, 0)
-    folder_tokenizer(folder)  # refuses a folder without one
+    folder_tokenizer(folder)  # raises an error if the folder has no tokenizer
     text = Text(file, Path(folder) / "tokenizer.json", 1, held_out=1.0)
     text = dataclasses.replace(text, context=min(context, text.open(1, 0).facts["held_out_tokens"] - 1))
     return text, text.open(_BATCH, 0)

@@ -79,14 +79,14 @@ def stream(
 
 def model_continuations(model: TextModel, prompt: str | Sequence[str], sampling: Sampling, chat: bool | None) -> Any:
     """Return the continuation of a prompt, or those of several, as `generate` does."""
-    text, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
-    return continuations(model.generator, model.tokenizer, text, model.with_stops(sampling), encode)
+    rendered_prompt, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
+    return continuations(model.generator, model.tokenizer, rendered_prompt, model.with_stops(sampling), encode)
 
 
 def model_stream(model: TextModel, prompt: str, sampling: Sampling, chat: bool | None) -> Iterator[str]:
     """Return an iterator of the pieces of a prompt's continuation, as `stream` does."""
-    text, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
-    return stream_text(model.generator, model.tokenizer, text, model.with_stops(sampling), encode)
+    rendered_prompt, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
+    return stream_text(model.generator, model.tokenizer, rendered_prompt, model.with_stops(sampling), encode)
 
 
 def make_sampling(tokens: int, settings: dict[str, Any]) -> Sampling:
@@ -100,26 +100,26 @@ def make_sampling(tokens: int, settings: dict[str, Any]) -> Sampling:
     return Sampling(tokens, **settings)
 
 
-def _encode(
+def _encoded_prompts(
     generator: Any, tokenizer: Any, prompts: Sequence[str], sampling: Sampling, encode: Encode | None
 ) -> list[np.ndarray]:
     """Return the ids of each prompt, after checks of the prompts and of what stops a continuation."""
     check_can_generate(generator.model, tokenizer)
     check_stop_texts(tokenizer, sampling.stop)
-    encoded_prompts = []
+    ids_by_prompt = []
     for prompt in prompts:
         prompt_ids = np.asarray((encode or tokenizer.encode)(prompt), np.int32)
         if not len(prompt_ids):
             raise UserError(f"prompt {prompt!r} has no tokens: give at least one character, such as a line break")
-        check_prompt(generator.model, len(prompt_ids), f"prompt {_short(prompt)}")
-        encoded_prompts.append(prompt_ids)
-    if not encoded_prompts:
+        check_prompt(generator.model, len(prompt_ids), f"prompt {_quoted_prompt(prompt)}")
+        ids_by_prompt.append(prompt_ids)
+    if not ids_by_prompt:
         raise UserError("prompt: got no prompts, expected one or more texts to continue")
-    return encoded_prompts
+    return ids_by_prompt
 
 
-def _short(prompt: str) -> str:
-    """Return the prompt in quotes, or its beginning."""
+def _quoted_prompt(prompt: str) -> str:
+    """Return the prompt, or its beginning, in quotes."""
     return repr(prompt if len(prompt) <= 40 else prompt[:37] + "...")
 
 
@@ -139,9 +139,9 @@ def continuations(
         UserError: the model cannot generate text, or a prompt or a stop text is not valid.
     """
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-    encoded_prompts = _encode(generator, tokenizer, prompts, sampling, encode)
+    ids_by_prompt = _encoded_prompts(generator, tokenizer, prompts, sampling, encode)
     burst = _BURST if sampling.stop else None
-    decoding = Decoding(generator, encoded_prompts, sampling, choice_count=tokenizer.size, burst=burst)
+    decoding = Decoding(generator, ids_by_prompt, sampling, choice_count=tokenizer.size, burst=burst)
     streams = [TextStream(tokenizer, sampling.stop) for _ in decoding.rows]
     for ids_by_row in decoding:
         if sampling.stop:
@@ -151,11 +151,13 @@ def continuations(
                     decoding.stop(index)
     for row_stream, row in zip(streams, decoding.rows, strict=True):
         row_stream.push((), is_last=True) if sampling.stop else row_stream.push(row.drawn_ids, is_last=True)
-    texts = [row_stream.text for row_stream in streams]
-    results: list[Any] = texts
+    row_texts = [row_stream.text for row_stream in streams]
+    continuations_by_prompt: list[Any] = row_texts
     if sampling.samples > 1:
-        results = [texts[start : start + sampling.samples] for start in range(0, len(texts), sampling.samples)]
-    return results[0] if isinstance(prompt, str) else results
+        continuations_by_prompt = [
+            row_texts[start : start + sampling.samples] for start in range(0, len(row_texts), sampling.samples)
+        ]
+    return continuations_by_prompt[0] if isinstance(prompt, str) else continuations_by_prompt
 
 
 def stream_text(
@@ -164,8 +166,8 @@ def stream_text(
     """Return an iterator of the pieces of a prompt's continuation, as `stream` does; mistakes are reported at once."""
     if sampling.samples > 1 or not isinstance(prompt, str):
         raise UserError("stream: got several continuations, expected one prompt and one sample; call generate for more")
-    encoded_prompts = _encode(generator, tokenizer, (prompt,), sampling, encode)
-    decoding = Decoding(generator, encoded_prompts, sampling, choice_count=tokenizer.size, burst=1)
+    ids_by_prompt = _encoded_prompts(generator, tokenizer, (prompt,), sampling, encode)
+    decoding = Decoding(generator, ids_by_prompt, sampling, choice_count=tokenizer.size, burst=1)
 
     def pieces() -> Iterator[str]:
         text_stream = TextStream(tokenizer, sampling.stop)
@@ -204,13 +206,13 @@ def draw_samples(
 
 
 def decode(
-    generator: Any, prompts: Sequence[np.ndarray], sampling: Sampling, *, choice_count: int | None = None
+    generator: Any, ids_by_prompt: Sequence[np.ndarray], sampling: Sampling, *, choice_count: int | None = None
 ) -> list[np.ndarray]:
     """Draw tokens after each prompt.
 
     Args:
         generator: the model and its parameters (`generation.generator.Generator`).
-        prompts: int32 ids [length] of each prompt; lengths may differ, and are at least 1.
+        ids_by_prompt: int32 ids [length] of each prompt; lengths may differ, and are at least 1.
         sampling: what to draw; its stop texts are not used.
         choice_count: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
 
@@ -218,7 +220,7 @@ def decode(
         For each sample of each prompt, the int32 ids that were drawn after it: `sampling.tokens` ids, or fewer up to a
         stop id.
     """
-    decoding = Decoding(generator, prompts, sampling, choice_count=choice_count)
+    decoding = Decoding(generator, ids_by_prompt, sampling, choice_count=choice_count)
     for _ in decoding:
         pass
     return [row.drawn_ids for row in decoding.rows]

@@ -1,7 +1,7 @@
 """The check that a CPU's host holds the train state, made before the state is created.
 
-A state that is larger than the memory ends the process without a message, or makes the machine swap for hours. Other
-platforms have a compiled program's figure, and devices that refuse an allocation.
+A state that is larger than the memory ends the process without a message, or makes the machine swap for hours. On other
+platforms, the compiled program reports the memory that it needs, and a device refuses an allocation that is too large.
 """
 
 import math
@@ -16,17 +16,17 @@ _WARNING_SHARE = 0.7  # gradients and activations come on top of the state
 
 
 def state_bytes(step: Any) -> int:
-    """Return the bytes of the train state that this process holds: parameters, optimizer state and what goes with them.
+    """Return the bytes of the train state that this process holds: parameters, optimizer state and all other arrays.
 
     Args:
         step: the train step.
     """
     import jax
 
-    abstract = step.layout.abstract
+    abstract_state = step.layout.abstract
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
-        for leaf in jax.tree.leaves(abstract)
+        for leaf in jax.tree.leaves(abstract_state)
     )
 
 

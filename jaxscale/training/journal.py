@@ -15,18 +15,18 @@ from jaxscale.records.processes import is_first
 from jaxscale.training.callbacks import Callbacks, Event, EventKind
 from jaxscale.training.display import Display
 
-_LOGGED = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
+_LOGGED_NAMES = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
 """Metrics of a step in its row of metrics.jsonl; only a gradient codec reports the last two."""
 
 
-def logged(scalars: Mapping[str, float]) -> dict[str, float]:
+def logged_metrics(scalars: Mapping[str, float]) -> dict[str, float]:
     """Return those metrics of a step that its row of metrics.jsonl has, with the learning rate of each group.
 
     Example:
-        >>> logged({"learning_rate/head": 0.1, "loss": 2.0, "weight": 64.0})
+        >>> logged_metrics({"learning_rate/head": 0.1, "loss": 2.0, "weight": 64.0})
         {'loss': 2.0, 'learning_rate/head': 0.1}
     """
-    names = (*_LOGGED, *(name for name in scalars if name.startswith("learning_rate/")))
+    names = (*_LOGGED_NAMES, *(name for name in scalars if name.startswith("learning_rate/")))
     return {name: scalars[name] for name in names if name in scalars}
 
 
@@ -83,14 +83,16 @@ class Journal:
     def log_hours(self, step: int, moment: str) -> None:
         """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
         beat, start_time = heartbeat.now()
-        seconds = {phase: round(value, 3) for phase, value in beat.seconds_by_phase.items()}
-        self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds)
+        seconds_by_phase = {phase: round(phase_seconds, 3) for phase, phase_seconds in beat.seconds_by_phase.items()}
+        self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds_by_phase)
 
-    def _report_failure(self, step: int, callback: str, error: str, place: str) -> None:
+    def _report_failure(self, step: int, callback_name: str, error_text: str, place: str) -> None:
         """Show and log that a callback failed after a step."""
         place_text = f" ({place.removesuffix(': ')})" if place else ""
-        self.say(f"the callback {callback} failed after step {step} and is not called again: {error}{place_text}")
-        self.log_event(step, "callback_failed", callback=callback, error=error)
+        self.say(
+            f"the callback {callback_name} failed after step {step} and is not called again: {error_text}{place_text}"
+        )
+        self.log_event(step, "callback_failed", callback=callback_name, error=error_text)
 
     def report(self, kind: EventKind, step: int, values: Mapping[str, float]) -> None:
         """Call the callbacks with an event of this kind, after a step."""

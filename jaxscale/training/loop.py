@@ -39,11 +39,11 @@ from jaxscale.training.check_data import check_data, check_evaluation, checked_m
 from jaxscale.training.compile_step import compile_step
 from jaxscale.training.display import Display
 from jaxscale.training.host_memory import check_host_holds, state_bytes
-from jaxscale.training.journal import Journal, logged
+from jaxscale.training.journal import Journal, logged_metrics
 from jaxscale.training.meter import Meter, host_scalars
 from jaxscale.training.pauses import Pauses, measure_of
 from jaxscale.training.profile import Profiler, ProfileRange
-from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_run, log_fields
+from jaxscale.training.resume import EarlierRun, Rewind, check_return, describe_return, finished_counts, log_fields
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
@@ -130,7 +130,7 @@ def train(
     journal = Journal(folder, display, callbacks)
     stop = Stop(lambda name: endings.end_process_early(journal, stop.saved_step, name))
     try:
-        with stop, endings.explained_stop(journal, stop), run_files.explain_file_errors(folder):
+        with stop, endings.explain_stop(journal, stop), run_files.explain_file_errors(folder):
             stop.saved_step = endings.newest_step(folder) if resume == "auto" else 0
             resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
             training = _Training(
@@ -169,7 +169,7 @@ class _Training:
         skip_count: number of updates that the guard skipped.
         best_loss: the lowest held-out loss so far; `None` before the first evaluation.
         data_state: state of the iterator over batches, after the last batch that was taken.
-        earlier: the record of the run that this one continues; `None` for a new run.
+        earlier_run: the record of the run that this one continues; `None` for a new run.
         rewind: the return to a checkpoint that this start makes; `None` if it makes none.
 
     Attributes set while the run is prepared:
@@ -203,7 +203,7 @@ class _Training:
     skip_count: int = 0
     best_loss: float | None = None
     data_state: Any = None
-    earlier: EarlierRun | None = None
+    earlier_run: EarlierRun | None = None
     rewind: Rewind | None = None
     _last_earlier_step: int | None = None  # last step of earlier attempts; `None` once this attempt went beyond it
 
@@ -233,16 +233,16 @@ class _Training:
             heartbeat.start(process_index(), run_files.heartbeat_folder(self.folder))
             check_shared_folder(self.folder)
             settings = self.experiment.checkpoint
-            self.earlier = EarlierRun.read(self.folder, self.experiment, is_returning=self.from_step is not None)
+            self.earlier_run = EarlierRun.read(self.folder, self.experiment, is_returning=self.from_step is not None)
             wait_for_all("the directory is checked")
             self.rewind = Rewind.of(self.folder, self.from_step, self.experiment, self.plan, self.journal.say)
             if has_run:
                 self._prepare()
-            if self.earlier is not None and self.rewind is None:
-                finished = finished_run(self.folder, self.step, self.experiment.steps, self.journal.say)
-                if finished is not None:
-                    return self._show_finished(*finished)
-            if self.earlier is None:
+            if self.earlier_run is not None and self.rewind is None:
+                step_and_skips = finished_counts(self.folder, self.step, self.experiment.steps, self.journal.say)
+                if step_and_skips is not None:
+                    return self._show_finished(*step_and_skips)
+            if self.earlier_run is None:
                 self._write_values()
             self._last_earlier_step = last_logged_step(self.folder) if is_first() and self.rewind is None else 0
             self.journal.open()
@@ -312,34 +312,36 @@ class _Training:
 
     def _restore_state(self) -> Any:
         """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
-        heartbeat.set_phase("initializing" if self.earlier is None else "restoring")
-        leaves = self.step.canonical_abstract()
-        self.checkpoints.keep_host_copies(self.folder, leaves, self.experiment)
+        heartbeat.set_phase("initializing" if self.earlier_run is None else "restoring")
+        abstract_arrays = self.step.canonical_abstract()
+        self.checkpoints.keep_host_copies(self.folder, abstract_arrays, self.experiment)
         return_fields: dict[str, Any] = {}
         if self.rewind is None:
-            restored = self.checkpoints.restore_arrays(leaves, set_aside=True, say=self.journal.say)
+            restored_checkpoint = self.checkpoints.restore_arrays(abstract_arrays, set_aside=True, say=self.journal.say)
         else:
-            assert self.earlier is not None
-            restored, return_fields = self.rewind.restore(self.checkpoints, leaves, self.earlier.settings)
-        if restored is None:
+            assert self.earlier_run is not None
+            restored_checkpoint, return_fields = self.rewind.restore(
+                self.checkpoints, abstract_arrays, self.earlier_run.setting_changes
+            )
+        if restored_checkpoint is None:
             if self._last_earlier_step:
                 self.journal.say(f"{self.checkpoints.folder} holds no checkpoint: the run starts again at step 1")
             return self.beginning.state(self.step, self.journal.say, self.log_event)
-        description = restored.description
+        description = restored_checkpoint.description
         self.updates, self.tokens = description.step, description.tokens
         if description.measure == measure_of(self.experiment, self.data, self.sets):
             self.best_loss = description.best
         self.stop.saved_step = self.updates
         self.data_state = description.data
-        state = self.step.from_canonical(restored.arrays)
+        state = self.step.from_canonical(restored_checkpoint.arrays)
         self.skip_count = int(state.watch.skipped)
-        resume_fields = log_fields(restored, return_fields)
-        extras_note = self.step.describe_restored(restored.arrays)
-        self.journal.say(f"continuing {self.folder} after step {self.updates}{restored.origin}{extras_note}")
-        for line in (*restored.converted, *describe_return(return_fields)):
+        resume_fields = log_fields(restored_checkpoint, return_fields)
+        extras_note = self.step.describe_restored(restored_checkpoint.arrays)
+        self.journal.say(f"continuing {self.folder} after step {self.updates}{restored_checkpoint.origin}{extras_note}")
+        for line in (*restored_checkpoint.converted, *describe_return(return_fields)):
             self.journal.say(line)
-        assert self.earlier is not None
-        for line, change_fields in self.earlier.changes(self.experiment, self.source, self.updates):
+        assert self.earlier_run is not None
+        for line, change_fields in self.earlier_run.lines_and_fields(self.experiment, self.source, self.updates):
             self.journal.say(line)
             resume_fields |= change_fields
         self.log_event("resume", tokens=self.tokens, **resume_fields)
@@ -351,7 +353,7 @@ class _Training:
 
     def _train(self) -> Run:
         """Train from the newest checkpoint, or from the initial state, to the last step, and return the run."""
-        with endings.explained_stop(self.journal, self.stop):
+        with endings.explain_stop(self.journal, self.stop):
             state = self._restore_state()
             self.agreement = Agreement(self.step.mesh)
             self._stop_before_first_step()  # compiling takes longer than a platform's grace period
@@ -366,15 +368,15 @@ class _Training:
                 check_same_arrays(self.sets, first_batch)
                 batch = self.step.place(first_batch)
                 self.data_state = batches.get_state()
-                if self.earlier is not None:
+                if self.earlier_run is not None:
                     self._write_values()
                 compile_step(self.step, batch, self.journal, self.updates, self.device_limit)
                 self.meter, self.causes = Meter.of(self.step, batch, self.is_cpu), Causes(self.step)
                 self.stop.is_early = False  # from now on there is something to save
                 self._stop_before_first_step()
                 start_time = time.monotonic()
-                parts = self.experiment, self.step, self.data, self.sets, self.checkpoints, self.journal
-                pauses = Pauses(*parts, self.best_loss, self.is_cpu, self.metrics)
+                run_parts = self.experiment, self.step, self.data, self.sets, self.checkpoints, self.journal
+                pauses = Pauses(*run_parts, self.best_loss, self.is_cpu, self.metrics)
                 if self.updates == 0 and self.experiment.evaluation.at_start:
                     pauses.evaluate_start(state)
                 try:
@@ -393,8 +395,8 @@ class _Training:
         self.journal.write_report()
         self.journal.conclude()
         endings.check_skipped(self.folder, self.updates, self.skip_count, self.causes)
-        live_state = {"train_step": self.step, "state": state, "data": self.data}
-        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
+        run_arguments = {"train_step": self.step, "state": state, "data": self.data}
+        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **run_arguments)
 
     def _run_steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
         """Run all steps from a train state and the first batch, and return the last train state.
@@ -473,9 +475,9 @@ class _Training:
         if self._last_earlier_step is not None and step > self._last_earlier_step:
             self._last_earlier_step = None
             self.journal.log_hours(step, "first new step")
-        step_tokens = round(scalars["weight"])
-        self.tokens += step_tokens
-        self.meter.add(step_tokens)
+        step_token_count = round(scalars["weight"])
+        self.tokens += step_token_count
+        self.meter.add(step_token_count)
         self.journal.report("step", step, scalars)
         if self.step.async_pipeline is None:  # in an asynchronous pipeline, the first step applies no gradient
             warn_of_no_gradient(step, scalars, self.experiment.model)
@@ -483,7 +485,7 @@ class _Training:
             self.skip_count = scalars["skipped"]
             self.journal.log_skip(step, scalars, **self.causes.of_step(step, scalars))
         if step % self.log_every == 0 or step == self.experiment.steps:
-            self.journal.log_step(step, logged(scalars) | {"tokens": self.tokens, **self.meter.row()})
+            self.journal.log_step(step, logged_metrics(scalars) | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
             endings.stop_diverged(self.journal, self.checkpoints, step, scalars, self.causes)
 

@@ -18,7 +18,7 @@ class Meter:
 
     def __init__(self, flop: int, peak: float | None, device: Any) -> None:
         self._flop, self._peak, self._device = flop, peak, device
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+        self._seconds, self._step_count, self._token_count = 0.0, 0, 0
         self.resume()
 
     @classmethod
@@ -30,21 +30,21 @@ class Meter:
         """Start timing the next step now, so that the time since the previous step does not count."""
         self._step_start = time.perf_counter()
 
-    def add(self, tokens: int) -> None:
+    def add(self, token_count: int) -> None:
         """Count a step that ends now and had this number of target tokens."""
         now = time.perf_counter()
         self._seconds += now - self._step_start
         self._step_start = now
-        self._steps += 1
-        self._tokens += tokens
+        self._step_count += 1
+        self._token_count += token_count
 
     def row(self) -> dict[str, float]:
         """Return a row of the log, with means over the steps since the previous row, and start the next row."""
-        seconds = self._seconds / self._steps
+        step_seconds = self._seconds / self._step_count
         row: dict[str, float] = {
-            "step_seconds": seconds,
-            "tokens_per_second": self._tokens / self._seconds,
-            "flop_per_second": self._flop / seconds,
+            "step_seconds": step_seconds,
+            "tokens_per_second": self._token_count / self._seconds,
+            "flop_per_second": self._flop / step_seconds,
         }
         if self._peak:
             row["mfu"] = row["flop_per_second"] / self._peak
@@ -52,16 +52,16 @@ class Meter:
             memory_stats = self._device.memory_stats() or {}
             stat_by_field = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
             row |= {field: memory_stats[stat] for field, stat in stat_by_field.items() if stat in memory_stats}
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+        self._seconds, self._step_count, self._token_count = 0.0, 0, 0
         return row
 
 
 def host_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Wait for the metrics of a step, and return them as numbers; `jax.device_get` takes several times as long."""
     for scalar in metrics.values():
-        copy = getattr(scalar, "copy_to_host_async", None)
-        if copy is not None:
-            copy()
+        start_copy = getattr(scalar, "copy_to_host_async", None)
+        if start_copy is not None:
+            start_copy()
     return {name: np.asarray(scalar).item() for name, scalar in metrics.items()}
 
 

@@ -30,7 +30,7 @@ class Pauses:
         one_at_a_time: whether to wait for each held-out batch before starting the next one, as the CPU platform
             requires.
         metrics: functions of module and batch that are evaluated beside the loss, by name.
-        held_out_loss: that loss at the newest pause; `None` if that pause measured none.
+        held_out_loss: the held-out loss at the newest pause; `None` if that pause measured none.
     """
 
     experiment: Experiment
@@ -55,9 +55,9 @@ class Pauses:
 
     def is_due(self, updates: int) -> bool:
         """Return whether a pause is due after this number of updates, by one of the intervals in steps."""
-        checkpoint = self.experiment.checkpoint
-        intervals = self.experiment.evaluation.every, self.experiment.samples.every, checkpoint.every
-        intervals += (checkpoint.memory_every,)
+        checkpoint_settings = self.experiment.checkpoint
+        intervals = self.experiment.evaluation.every, self.experiment.samples.every, checkpoint_settings.every
+        intervals += (checkpoint_settings.memory_every,)
         return any(_is_due(updates, interval) for interval in intervals)
 
     def __call__(
@@ -97,7 +97,7 @@ class Pauses:
         self._log_commit(self.checkpoints.poll())
 
     def evaluate_start(self, state: Any) -> None:
-        """Measure and log the held-out loss before the first step; it is no candidate for the best checkpoint."""
+        """Measure and log the held-out loss before the first step; it is not a candidate for the best checkpoint."""
         with heartbeat.in_phase("evaluating"):
             means = self._held_out_means(state)
             if means is not None:
@@ -173,11 +173,11 @@ def measure_of(experiment: Experiment, data: Any, sets: Mapping[str, Any]) -> st
         data: the opened data.
         sets: the opened held-out sets by name.
     """
-    name = experiment.evaluation.best.rpartition("/")[0]
-    if not name and (not sets or next(iter(data.evaluation()), None) is not None):
+    set_name = experiment.evaluation.best.rpartition("/")[0]
+    if not set_name and (not sets or next(iter(data.evaluation()), None) is not None):
         return ""
-    name = name or next(iter(sets))
-    return f"{name} {getattr(sets[name], 'facts', {}).get('hash', '')}".strip()
+    set_name = set_name or next(iter(sets))
+    return f"{set_name} {getattr(sets[set_name], 'facts', {}).get('hash', '')}".strip()
 
 
 def _is_due(step: int, interval: int) -> bool:

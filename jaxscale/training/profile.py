@@ -85,7 +85,7 @@ class Profiler:
         return self._first_step is not None
 
     def missed_text(self, step: int) -> str:
-        """Return a line on a range of which a run that continues after `step` makes no step; "" if it makes one."""
+        """Return a line for the user if a run that continues after `step` makes no step of the range; otherwise ""."""
         if self.step_range is None or self.step_range.stop > step + 1:
             return ""
         return (
@@ -150,11 +150,11 @@ class Profiler:
         if is_remote(folder):
             _upload(self._trace_folder, folder / FOLDER)
             shutil.rmtree(self._trace_folder)
-        busiest_device = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
-        if log_event is not None and busiest_device is not None:
+        busiest_time = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
+        if log_event is not None and busiest_time is not None:
             # by kind of operation, and under "busy" the share of the span
-            shares: dict[str, float] = {kind: round(busiest_device.share(kind), 4) for kind in KINDS}
-            shares["busy"] = round(busiest_device.busy_share, 4)
+            shares: dict[str, float] = {kind: round(busiest_time.share(kind), 4) for kind in KINDS}
+            shares["busy"] = round(busiest_time.busy_share, 4)
             log_event("profile", steps=f"{first_step}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **shares)
         if say is not None:
             say(str(summary))

@@ -45,12 +45,12 @@ class EarlierRun:
     Args:
         steps: number of updates that the run's experiment specified.
         sha256: SHA-256 of the run's experiment file; `None` if there is no such file.
-        settings: old and new value of each setting that changes as the run returns to a checkpoint, by its path.
+        setting_changes: old and new value of each setting that changes as the run returns to a checkpoint, by its path.
     """
 
     steps: int
     sha256: str | None
-    settings: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    setting_changes: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: Any, experiment: Experiment, *, is_returning: bool = False) -> "EarlierRun | None":
@@ -71,31 +71,35 @@ class EarlierRun:
         if stored_json is None:
             return None
         differences = [change for change in values.changes(experiment, stored_json) if may_change_on_return(change)]
-        settings = {change.path: [change.second, change.first] for change in differences}
-        return cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir), settings)
+        setting_changes = {change.path: [change.second, change.first] for change in differences}
+        return cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir), setting_changes)
 
-    def changes(
+    def lines_and_fields(
         self, experiment: Experiment, source: Source | None, step: int
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
         """Yield the changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
 
-        Changes of `settings` have no fields, because the log of a return has them.
+        Changes of `setting_changes` have no fields, because the log of a return has them.
 
         The learning rate's schedule ends with the last step, so another number of steps changes the rate at once. If
         the experiment holds code (functions, or classes that its file defines), an edit of the file may change the
         results. Since an edit of a comment changes the file's hash, too, a new hash is reported but raises no error.
         """
-        for path, (old_value, new_value) in self.settings.items():
+        for path, (old_value, new_value) in self.setting_changes.items():
             yield f"{path} was {old_value} and is {new_value} after step {step:,}", {}
         if experiment.steps != self.steps:
             old_steps, new_steps = self.steps, experiment.steps
-            old_lrs, new_lrs = (experiment.optimizer.learning_rates(step, steps) for steps in (old_steps, new_steps))
+            old_lr_by_group, new_lr_by_group = (
+                experiment.optimizer.learning_rates(step, steps) for steps in (old_steps, new_steps)
+            )
             (old_lr, *old_group_lrs), (new_lr, *new_group_lrs) = (
-                map(float, lrs.values()) for lrs in (old_lrs, new_lrs)
+                map(float, lr_by_group.values()) for lr_by_group in (old_lr_by_group, new_lr_by_group)
             )
             effect_text = _change_text(old_lr, new_lr)
-            for pattern, old, new in zip(experiment.optimizer.groups, old_group_lrs, new_group_lrs, strict=True):
-                effect_text += f", that of group {pattern} {_change_text(old, new)}"
+            for pattern, old_group_lr, new_group_lr in zip(
+                experiment.optimizer.groups, old_group_lrs, new_group_lrs, strict=True
+            ):
+                effect_text += f", that of group {pattern} {_change_text(old_group_lr, new_group_lr)}"
             yield (
                 f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect_text}",
                 {"old_steps": old_steps, "steps": new_steps, "old_learning_rate": old_lr, "learning_rate": new_lr},
@@ -110,9 +114,9 @@ class EarlierRun:
             )
 
 
-def _change_text(old: float, new: float) -> str:
+def _change_text(old_lr: float, new_lr: float) -> str:
     """Return how a learning rate changes, as text."""
-    return f"stays at {new:.4g}" if old == new else f"changes from {old:.4g} to {new:.4g}"
+    return f"stays at {new_lr:.4g}" if old_lr == new_lr else f"changes from {old_lr:.4g} to {new_lr:.4g}"
 
 
 def _holds_code(experiment: Experiment, source: Source) -> bool:
@@ -121,8 +125,10 @@ def _holds_code(experiment: Experiment, source: Source) -> bool:
     return values.has_code(experiment_json) or f'"{source.module}:' in json.dumps(experiment_json)
 
 
-def finished_run(folder: Any, train_step: Any, step_count: int, say: Callable[[str], None]) -> tuple[int, int] | None:
-    """Return step and number of skipped steps of a finished run; `None` for a run of which steps are left to do.
+def finished_counts(
+    folder: Any, train_step: Any, step_count: int, say: Callable[[str], None]
+) -> tuple[int, int] | None:
+    """Return a finished run's last step and its number of skipped steps; `None` for a run that is not finished.
 
     The arrays of the newest undamaged checkpoint are read and compared with their checksums, because the name of a
     folder proves nothing.
@@ -137,12 +143,12 @@ def finished_run(folder: Any, train_step: Any, step_count: int, say: Callable[[s
     if max(send_from_first(checkpoints.steps()), default=0) < step_count:
         return None
     messages: list[str] = []
-    restored = checkpoints.restore_arrays(train_step.canonical_abstract(), say=messages.append)
-    if restored is None or restored.description.step < step_count:
+    restored_checkpoint = checkpoints.restore_arrays(train_step.canonical_abstract(), say=messages.append)
+    if restored_checkpoint is None or restored_checkpoint.description.step < step_count:
         return None  # the loop sets the damaged checkpoints aside, and reports them
     for message in messages:
         say(message)
-    return restored.description.step, int(restored.arrays["watch/skipped"])
+    return restored_checkpoint.description.step, int(restored_checkpoint.arrays["watch/skipped"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +169,7 @@ class Rewind:
     def of(
         cls, folder: Any, from_step: int | str | None, experiment: Experiment, plan: Plan, say: Callable[[str], None]
     ) -> "Rewind | None":
-        """Return the return to make; `None` if no step is given, or if the run has returned there already.
+        """Return the rewind to make; `None` if no step is given, or if the run has returned there already.
 
         Args:
             folder: the run directory, which holds a run.
@@ -180,24 +186,24 @@ class Rewind:
         step = whole_number(str(from_step))
         if step is not None and step >= experiment.steps:
             raise UserError(f"from step {step}: the run has {experiment.steps} steps, so no step is left after it")
-        settings = {**_settings(experiment), "plan": json.loads(json.dumps(values.to_json(plan)))}
+        settings = {**_setting_json_by_path(experiment), "plan": json.loads(json.dumps(values.to_json(plan)))}
         records = call_on_all(lambda: _read_records(folder), LookupError)
         if records and (records[-1].get("step"), records[-1].get("settings")) == (step, settings):
             say(f"the run has already returned to step {step} with these settings and this plan, so it is continued")
             return None
-        steps = _saved_steps(folder)
-        if step is None or step not in steps:
-            raise UserError(f"from step {from_step}: {_checkpoints_text(folder, steps)}")
+        saved_steps = _saved_steps(folder)
+        if step is None or step not in saved_steps:
+            raise UserError(f"from step {from_step}: {_checkpoints_text(folder, saved_steps)}")
         return cls(folder, step, settings)
 
     def restore(
-        self, checkpoints: Checkpoints, leaves: Mapping[str, Any], changes: Mapping[str, Any]
+        self, checkpoints: Checkpoints, abstract_arrays: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> tuple[Restored, dict[str, Any]]:
         """Restore the checkpoint, set the newer ones aside, and record the return.
 
         Args:
             checkpoints: the run's checkpoints.
-            leaves: shape, dtype and sharding of each array of the canonical tree, by name.
+            abstract_arrays: shape, dtype and sharding of each array of the canonical tree, by name.
             changes: old and new value of each setting that changes, by its path.
 
         Returns:
@@ -207,21 +213,21 @@ class Rewind:
             UserError: the checkpoint is damaged, or it is from a newer version or another model.
         """
         try:
-            restored = checkpoints.restore_arrays(leaves, step=self.step)
+            restored_checkpoint = checkpoints.restore_arrays(abstract_arrays, step=self.step)
         except UserError as error:
-            others = [step for step in _saved_steps(self.folder) if step != self.step]
-            raise UserError(f"from step {self.step}: {error}; {_checkpoints_text(self.folder, others)}") from error
-        assert restored is not None
-        aside = checkpoints.put_newer_aside(self.step)
+            other_steps = [step for step in _saved_steps(self.folder) if step != self.step]
+            raise UserError(f"from step {self.step}: {error}; {_checkpoints_text(self.folder, other_steps)}") from error
+        assert restored_checkpoint is not None
+        aside_names = checkpoints.put_newer_aside(self.step)
         checkpoints.drop_host_copies()
-        fields = {"changes": dict(changes), "aside": aside}
+        return_fields = {"changes": dict(changes), "aside": aside_names}
         if is_first():
-            record = {"time": round(time.time(), 3), "step": self.step, "settings": self.settings, **fields}
+            record = {"time": round(time.time(), 3), "step": self.step, "settings": self.settings, **return_fields}
             with explain_write_errors(self.folder):
                 write_json(self.folder / RETURNS, [*_read_records(self.folder), record])
                 append_return(self.folder, self.step)
         wait_for_all("the run has returned")
-        return restored, {"returned": True, **fields}
+        return restored_checkpoint, {"returned": True, **return_fields}
 
 
 def check_return(folder: Any, from_step: int | str | None, resume: str, has_run: bool) -> None:
@@ -238,37 +244,39 @@ def check_return(folder: Any, from_step: int | str | None, resume: str, has_run:
         raise UserError(f"from step {from_step}: {folder} holds no run; leave it out, or give another directory")
 
 
-def log_fields(restored: Any, return_fields: Mapping[str, Any]) -> dict[str, Any]:
+def log_fields(restored_checkpoint: Any, return_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the event "resume" on a restored checkpoint.
 
     Args:
-        restored: the checkpoint's arrays, with those that were damaged or converted.
+        restored_checkpoint: the checkpoint's arrays, with those that were damaged or converted.
         return_fields: fields on the return to this checkpoint; {} if the run only continues.
     """
-    fields: dict[str, Any] = {"from_memory": True} if restored.origin else dict(return_fields)
-    if restored.damaged:
-        fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
-    if restored.converted:
-        fields["converted"] = list(restored.converted)
+    fields: dict[str, Any] = {"from_memory": True} if restored_checkpoint.origin else dict(return_fields)
+    if restored_checkpoint.damaged:
+        fields["damaged"] = {str(step): reason for step, reason in restored_checkpoint.damaged.items()}
+    if restored_checkpoint.converted:
+        fields["converted"] = list(restored_checkpoint.converted)
     return fields
 
 
-def describe_return(fields: Mapping[str, Any]) -> list[str]:
-    """Return a line for the user on the checkpoints that a return has set aside, from its fields for the log."""
-    if not fields.get("aside"):
+def describe_return(return_fields: Mapping[str, Any]) -> list[str]:
+    """Return a list of at most one line, which names the checkpoints that a return has set aside."""
+    if not return_fields.get("aside"):
         return []
-    return [f"newer checkpoints are now {', '.join(fields['aside'])}; remove them if you do not need them any more"]
+    return [
+        f"newer checkpoints are now {', '.join(return_fields['aside'])}; remove them if you do not need them any more"
+    ]
 
 
-def _settings(experiment: Experiment) -> dict[str, Any]:
+def _setting_json_by_path(experiment: Experiment) -> dict[str, Any]:
     """Return the JSON of each setting that may change on a return, by its path."""
     experiment_json = json.loads(json.dumps(values.to_json(experiment)))
     settings = {}
     for path in MAY_CHANGE_ON_RETURN:
-        value = experiment_json
+        json_value = experiment_json
         for name in path.split("."):
-            value = value[name]
-        settings[path] = value
+            json_value = json_value[name]
+        settings[path] = json_value
     if experiment.optimizer.groups:  # records of runs without groups have no such entry
         settings["optimizer.groups"] = experiment_json["optimizer"]["groups"]
     return settings

@@ -155,7 +155,7 @@ class Run:
         return model_stream(self._text_model(), prompt, make_sampling(tokens, settings), chat)
 
     def _text_model(self) -> "TextModel":
-        """Return what generates text with `state`; its generator is made once."""
+        """Return the model of `state` with its tokenizer, to generate text; its generator is created once."""
         from jaxscale.checkpoint.restore import read_template, read_tokenizer
         from jaxscale.generation.generator import Generator
         from jaxscale.generation.text_model import TextModel, check_can_generate, data_stops

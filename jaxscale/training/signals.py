@@ -1,8 +1,9 @@
 """Stop signals: after one SIGTERM, SIGHUP or Ctrl-C, a run finishes its step, saves and stops; a second kills the run.
 
-Before its first step a run has nothing to save, and ends within two seconds. Python calls the handler of a signal in
-the main thread once that is back from C++, where XLA may compile for minutes. So a thread hears the signals, too, by
-the descriptor to which Python writes their numbers at once, and ends the process if the main thread does not react.
+Before its first step a run has nothing to save, and ends within two seconds. Python calls the handler of a signal only
+once the main thread is back from C++, where XLA may compile for minutes. So another thread receives the signals, too,
+through the wakeup descriptor, to which Python writes their numbers at once. It ends the process if the main thread does
+not react.
 
 Colab's stop button interrupts the kernel, like Ctrl-C. If there are several processes, a signal may reach any of them.
 `Agreement` makes all processes stop, or save, after the same step. SIGHUP is ignored under `nohup`.
@@ -26,9 +27,9 @@ import numpy as np
 from jaxscale import heartbeat
 
 SAME_SIGNAL_SECONDS = 3
-"""Seconds after a SIGTERM within which another one is taken for the same, under a watchdog."""
-DEAF_SECONDS = 0.5
-"""Seconds that the main thread has to react to a signal before the thread that hears it ends the process."""
+"""Seconds after a SIGTERM within which another SIGTERM is treated as a copy of the first, under a watchdog."""
+REACTION_SECONDS = 0.5
+"""Seconds that the main thread has to react to a signal before the signal thread ends the process."""
 ENDING_SECONDS = 10.0
 """Seconds that the main thread has to end once it has reacted to a signal before the first step."""
 
@@ -68,22 +69,24 @@ class Stop:
         self._has_reacted = False
         self._previous_handlers: dict[int, Any] = {}
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-        self._ear: _Ear | None = None
+        self._signal_thread: _SignalThread | None = None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             for signal_number in self.SIGNALS:
                 if not _is_hangup_ignored(signal_number):
                     self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
-            self._ear = _Ear(frozenset(self._previous_handlers), self._end_deaf, self._seconds_to_react)
-            _entered.add(self)
+            self._signal_thread = _SignalThread(
+                frozenset(self._previous_handlers), self._end_unresponsive, self._seconds_to_react
+            )
+            _open_stops.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _entered.discard(self)
-        if self._ear is not None:
-            self._ear.close()
-            self._ear = None
+        _open_stops.discard(self)
+        if self._signal_thread is not None:
+            self._signal_thread.close()
+            self._signal_thread = None
         self._restore_handlers()
 
     def _restore_handlers(self) -> None:
@@ -93,16 +96,16 @@ class Stop:
         self._previous_handlers.clear()
 
     def _leave_in_fork(self) -> None:
-        """Restore what a forked child has from before this context: its signals are not the run's."""
-        if self._ear is not None:
-            self._ear.leave_in_fork()
-            self._ear = None
+        """Restore the handlers and the descriptor in a forked child, whose signals are not the run's."""
+        if self._signal_thread is not None:
+            self._signal_thread.leave_in_fork()
+            self._signal_thread = None
         self._restore_handlers()
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
         """React to a signal in the main thread; a second one ends the process, or interrupts the kernel of a notebook.
 
-        Under a watchdog, a second SIGTERM soon after the first is the same one: a scheduler may signal all processes of
+        Under a watchdog, a second SIGTERM soon after the first is a copy of it: a scheduler may signal all processes of
         a job, among them the watchdog, which passes the signal on.
         """
         self._drop_lost_terminal()
@@ -122,11 +125,14 @@ class Stop:
         os.kill(os.getpid(), signal_number)
 
     def _seconds_to_react(self) -> float:
-        """Return the seconds from a signal after which `_end_deaf` is called."""
-        return ENDING_SECONDS if self._has_reacted and self.is_early else DEAF_SECONDS
+        """Return the number of seconds after a signal at which `_end_unresponsive` is called."""
+        return ENDING_SECONDS if self._has_reacted and self.is_early else REACTION_SECONDS
 
-    def _end_deaf(self, signal_number: int, is_second: bool) -> None:
-        """End the process, whose main thread has not reacted to a signal or has not ended; the ear calls this."""
+    def _end_unresponsive(self, signal_number: int, is_second: bool) -> None:
+        """End the process if its main thread has not reacted to a signal, or has not ended, in time.
+
+        The signal thread calls this.
+        """
         self._drop_lost_terminal()
         if self.is_early and self._end_process is not None:
             self._end_process(signal.Signals(signal_number).name)
@@ -134,27 +140,27 @@ class Stop:
             os._exit(128 + signal_number)
 
     def _drop_lost_terminal(self) -> None:
-        """Let output to a terminal that has hung up vanish: writing to it would fail, and the run would not save."""
+        """Discard output to a terminal that has hung up: writing to it would fail, and the run would not save."""
         for descriptor in self._terminals:
             if not os.isatty(descriptor):
                 with contextlib.suppress(OSError), open(os.devnull, "wb") as null:
                     os.dup2(null.fileno(), descriptor)
 
 
-class _Ear:
-    """A thread that hears signals at once, while the main thread may be in C++.
+class _SignalThread:
+    """A thread that receives signals at once, even while the main thread is in C++.
 
     Args:
-        numbers: numbers of the stop signals; others are passed on to the descriptor that was set before.
-        end: function of a signal's number, and of whether it is a second one, which is called if the context has not
-            been left in time.
-        seconds_to_react: function that returns this time in seconds.
+        stop_numbers: numbers of the stop signals; others are forwarded to the descriptor that was set before.
+        end: function that is called if the context has not been left in time, with the number of a signal and with
+            whether it is a second signal.
+        seconds_to_react: function that returns how many seconds after a signal that is.
     """
 
     def __init__(
-        self, numbers: frozenset[int], end: Callable[[int, bool], None], seconds_to_react: Callable[[], float]
+        self, stop_numbers: frozenset[int], end: Callable[[int, bool], None], seconds_to_react: Callable[[], float]
     ) -> None:
-        self._numbers, self._end, self._seconds_to_react = numbers, end, seconds_to_react
+        self._stop_numbers, self._end, self._seconds_to_react = stop_numbers, end, seconds_to_react
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._previous_descriptor = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
@@ -162,60 +168,62 @@ class _Ear:
         self._thread.start()
 
     def close(self) -> None:
-        """Restore the descriptor from before, and end the thread."""
+        """Restore the previous descriptor, and end the thread."""
         signal.set_wakeup_fd(self._previous_descriptor)
         self._sender.close()
         self._thread.join()
         self._receiver.close()
 
     def leave_in_fork(self) -> None:
-        """Restore the descriptor in a forked child, which shares the sockets and lacks the thread."""
+        """Reset the descriptor in a forked child, which shares the sockets and lacks the thread."""
         signal.set_wakeup_fd(-1)
         self._sender.close()
         self._receiver.close()
 
     def _listen(self) -> None:
-        """Hear signals until the other end is closed; end the process if nothing follows one of them in time."""
+        """Receive signals until the socket's other end is closed; call `end` if the context is not left in time."""
         first_time = second_time = None
-        last_number, is_called = 0, False
+        last_number, is_end_called = 0, False
         while True:
-            seconds = None
-            if first_time is not None and not is_called:
-                seconds = max(0.0, (second_time or first_time) + self._seconds_to_react() - time.monotonic())
+            timeout_seconds = None
+            if first_time is not None and not is_end_called:
+                timeout_seconds = max(0.0, (second_time or first_time) + self._seconds_to_react() - time.monotonic())
             has_bytes = bool(
-                select.select([self._receiver], [], [], seconds if seconds is None else min(seconds, 0.1))[0]
+                select.select(
+                    [self._receiver], [], [], timeout_seconds if timeout_seconds is None else min(timeout_seconds, 0.1)
+                )[0]
             )
             if has_bytes:
-                numbers = self._receiver.recv(64)
-                if not numbers:
+                received_numbers = self._receiver.recv(64)
+                if not received_numbers:
                     return
-                self._pass_on(bytes(number for number in numbers if number not in self._numbers))
-                for number in numbers:
-                    if number not in self._numbers:
+                self._forward(bytes(number for number in received_numbers if number not in self._stop_numbers))
+                for number in received_numbers:
+                    if number not in self._stop_numbers:
                         continue
                     now = time.monotonic()
                     if first_time is None:
                         first_time, last_number = now, number
                     elif now - first_time >= SAME_SIGNAL_SECONDS or not _may_be_repeated(number):
-                        second_time, last_number, is_called = second_time or now, number, False
-            elif seconds == 0.0:
-                is_called = True
+                        second_time, last_number, is_end_called = second_time or now, number, False
+            elif timeout_seconds == 0.0:
+                is_end_called = True
                 self._end(last_number, second_time is not None)
 
-    def _pass_on(self, numbers: bytes) -> None:
-        """Write the numbers of other signals to the descriptor from before, as of an event loop."""
+    def _forward(self, numbers: bytes) -> None:
+        """Forward the numbers of other signals to the descriptor that was set before, such as an event loop's."""
         if numbers and self._previous_descriptor != -1:
             with contextlib.suppress(OSError):
                 os.write(self._previous_descriptor, numbers)
 
 
-_entered: "weakref.WeakSet[Stop]" = weakref.WeakSet()
+_open_stops: "weakref.WeakSet[Stop]" = weakref.WeakSet()
 """The contexts that are open."""
 
 
 def _leave_in_fork() -> None:
     """Leave the open contexts in a forked child."""
-    for stop in list(_entered):
+    for stop in list(_open_stops):
         stop._leave_in_fork()
 
 
@@ -229,7 +237,7 @@ def _is_hangup_ignored(signal_number: int) -> bool:
 
 
 def _may_be_repeated(signal_number: int) -> bool:
-    """Return whether a signal may come twice for one: SIGTERM from a scheduler and from the watchdog."""
+    """Return whether a signal may arrive twice as one: SIGTERM, from a scheduler and from the watchdog."""
     return signal_number == signal.SIGTERM and heartbeat.FOLDER_VARIABLE in os.environ
 
 
@@ -260,8 +268,8 @@ class Agreement:
 
             self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
             self._device_count = mesh.size
-            replicated = NamedSharding(mesh, PartitionSpec())
-            self._combine = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
+            replicated_sharding = NamedSharding(mesh, PartitionSpec())
+            self._combine = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated_sharding)
 
     def combine(self, has_signal: bool, is_save_due: bool) -> Any:
         """Start combining the flags of all processes; every process calls this after each step.

@@ -6,9 +6,9 @@ devices disagree on the order, nothing happens any more; XLA:CPU then aborts the
 
 Slow is not stuck. The time of a step is unknown before the first one has ended, so there is no limit until then; after
 it, the limit is 30 s or 20 median steps, whichever is longer. The thread counts time only while the main thread is
-inside of `heartbeat.awaiting`, which excludes evaluations, saves, callbacks, data and compilation. Nor does the time
-count in which the process is paused: a look counts for two seconds at most, however long ago the one before was. With
-several processes, all must be in a step, because the others wait for one that evaluates, saves or is paused.
+inside of `heartbeat.awaiting`, which excludes evaluations, saves, callbacks, data and compilation. Time in which the
+process is paused does not count either: a check counts for two seconds at most, however long ago the last check was.
+With several processes, all must be in a step, because the others wait for one that evaluates, saves or is paused.
 """
 
 import collections
@@ -57,15 +57,15 @@ class StuckWatch:
     ) -> None:
         self._end, self._process_count, self._clock = end, process_count, clock
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_STEP_COUNT)
-        self._step_time = self._look_time = clock()
-        self._wait: tuple[int, int] | None = None
+        self._last_step_time = self._last_look_time = clock()
+        self._last_wait: tuple[int, int] | None = None
         self._waited_seconds = 0.0
-        self._beats: dict[int, int] = {}  # number of the last heartbeat of each process
+        self._beat_number_by_rank: dict[int, int] = {}  # number of the last heartbeat of each process, by rank
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stuck steps", daemon=True)
 
     def __enter__(self) -> "StuckWatch":
-        self._step_time = self._look_time = self._clock()
+        self._last_step_time = self._last_look_time = self._clock()
         self._thread.start()
         return self
 
@@ -77,8 +77,8 @@ class StuckWatch:
     def note_step(self) -> None:
         """Take note that a step has ended."""
         now = self._clock()
-        self._step_seconds.append(now - self._step_time)
-        self._step_time = now
+        self._step_seconds.append(now - self._last_step_time)
+        self._last_step_time = now
 
     def limit_seconds(self) -> float | None:
         """Return the seconds that a step may wait; `None` before the first step has ended."""
@@ -87,33 +87,35 @@ class StuckWatch:
         return max(LEAST_SECONDS, MEDIAN_FACTOR * statistics.median(self._step_seconds))
 
     def look(self) -> None:
-        """Look once whether the step is stuck; if it is, call the function that ends the process."""
+        """Check once whether the step is stuck; if it is, call the function that ends the process."""
         now = self._clock()
-        counted_seconds, self._look_time = min(now - self._look_time, 2 * LOOK_SECONDS), now
-        wait, limit = heartbeat.awaited(), self.limit_seconds()
-        are_in_step, are_alive = self._look_at_peers()
-        if wait is None or wait != self._wait or limit is None or _is_compiling() or not are_in_step:
-            self._wait, self._waited_seconds = wait, 0.0
+        counted_seconds, self._last_look_time = min(now - self._last_look_time, 2 * LOOK_SECONDS), now
+        wait, limit_seconds = heartbeat.awaited(), self.limit_seconds()
+        are_peers_in_step, are_peers_alive = self._look_at_peers()
+        if wait is None or wait != self._last_wait or limit_seconds is None or _is_compiling() or not are_peers_in_step:
+            self._last_wait, self._waited_seconds = wait, 0.0
             return
-        self._waited_seconds += counted_seconds if are_alive else 0.0
-        if self._waited_seconds > limit:
+        self._waited_seconds += counted_seconds if are_peers_alive else 0.0
+        if self._waited_seconds > limit_seconds:
             self._stop_event.set()
-            self._end(wait[0], self._waited_seconds, limit)
+            self._end(wait[0], self._waited_seconds, limit_seconds)
 
     def _run(self) -> None:
-        """Look once a second until the context ends, or the step is stuck."""
+        """Check once a second until the context ends, or the step is stuck."""
         while not self._stop_event.wait(LOOK_SECONDS):
             self.look()
 
     def _look_at_peers(self) -> tuple[bool, bool]:
-        """Return whether all processes are seen in a step, and whether all have written a heartbeat meanwhile."""
+        """Return whether all processes are in a step, and whether all have written a heartbeat since the last call."""
         if self._process_count == 1:
             return True, True
-        beats = heartbeat.peers()
-        numbers = {rank: beat.beat for rank, beat in beats.items()}
-        earlier_numbers, self._beats = self._beats, numbers
-        is_complete = len(beats) >= self._process_count and all(beat.is_in_step for beat in beats.values())
-        return is_complete, all(numbers[rank] != earlier_numbers.get(rank) for rank in numbers)
+        peer_beats = heartbeat.peers()
+        number_by_rank = {rank: beat.beat for rank, beat in peer_beats.items()}
+        earlier_number_by_rank, self._beat_number_by_rank = self._beat_number_by_rank, number_by_rank
+        are_all_in_step = len(peer_beats) >= self._process_count and all(
+            beat.is_in_step for beat in peer_beats.values()
+        )
+        return are_all_in_step, all(number_by_rank[rank] != earlier_number_by_rank.get(rank) for rank in number_by_rank)
 
 
 def _is_compiling() -> bool:
@@ -143,11 +145,11 @@ def collectives_by_channel(program: str) -> dict[str, str]:
 
 
 def collectives_text(program: str, mesh: Any) -> str:
-    """Return the collectives of a compiled program as text, such as "all-reduce over data (3)"; "none" without any."""
+    """Return the collectives of a compiled program as text, such as "all-reduce over data (3)", or "none"."""
     from jaxscale.compiler.collectives import collectives
 
-    counts: collections.Counter[str] = collections.Counter()
+    count_by_text: collections.Counter[str] = collections.Counter()
     for collective in collectives(program, mesh):
         axes_text = "" if collective.axes is None else f" over {', '.join(collective.axes)}"
-        counts[f"{collective.kind}{axes_text}"] += 1
-    return ", ".join(f"{text} ({count})" for text, count in counts.most_common()) or "none"
+        count_by_text[f"{collective.kind}{axes_text}"] += 1
+    return ", ".join(f"{text} ({count})" for text, count in count_by_text.most_common()) or "none"

@@ -31,8 +31,8 @@ _SCOPE = re.compile(r'op_name="[^"]*\bpipeline_([FBIW])\b')
 _TRIVIAL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
-def actions_of(program_text: str) -> dict[str, list[str]]:
-    """Find the operations of a compiled program that each kind of pipeline action runs once.
+def operation_names_by_kind(program_text: str) -> dict[str, list[str]]:
+    """Return the names of the operations that each kind of pipeline action runs once in a compiled program.
 
     Args:
         program_text: text of the program, `compiled.as_text()`.
@@ -75,12 +75,16 @@ def trace_files(step: Any) -> dict[str, str]:
     from jaxscale.state.layout import PIPE_AXIS
 
     axis_index = step.mesh.axis_names.index(PIPE_AXIS)
-    rank_by_device = {
+    rank_by_device_number = {
         _trace_device_number(device): int(mesh_index[axis_index])
         for mesh_index, device in np.ndenumerate(step.mesh.devices)
         if device.process_index == jax.process_index()
     }
-    actions_json = {"operations": actions_of(program_text), "ranks": rank_by_device, "processes": jax.process_count()}
+    actions_json = {
+        "operations": operation_names_by_kind(program_text),
+        "ranks": rank_by_device_number,
+        "processes": jax.process_count(),
+    }
     return {ACTIONS: json.dumps(actions_json) + "\n"}
 
 
@@ -127,20 +131,22 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     """
     plan = traced_plan(folder)
     trace_dir = Path(folder) / FOLDER
-    traced = read_actions(trace_dir / ACTIONS)
-    if traced.processes > 1:
-        count_text = f"{traced.processes} processes"
+    traced_actions = read_actions(trace_dir / ACTIONS)
+    if traced_actions.processes > 1:
+        count_text = f"{traced_actions.processes} processes"
         raise UserError(f"{trace_dir}: the run had {count_text}, and their clocks differ: trace a run of one process")
-    names_by_kind = traced.operations
+    names_by_kind = traced_actions.operations
     if not names_by_kind:
         raise UserError(f"{trace_dir}: the program has no branch for each kind of action, so its devices never idle")
     operation_names = {name for kind_names in names_by_kind.values() for name in kind_names}
     with newest_trace(trace_dir) as profiles:
-        timelines = _read_timelines((plane for profile in profiles for plane in profile.planes), operation_names)
+        timeline_by_device = _read_timelines(
+            (plane for profile in profiles for plane in profile.planes), operation_names
+        )
     timelines_by_rank: dict[int, list[MeasuredSpans]] = {}
-    for device_text, rank in traced.ranks.items():
-        if int(device_text) in timelines:
-            timelines_by_rank.setdefault(rank, []).append(timelines[int(device_text)])
+    for device_text, rank in traced_actions.ranks.items():
+        if int(device_text) in timeline_by_device:
+            timelines_by_rank.setdefault(rank, []).append(timeline_by_device[int(device_text)])
     assert plan.pipeline is not None
     schedule = plan.pipeline.schedule()
     forward_count = sum(action.kind.value == "F" for action in schedule.orders[0])
@@ -191,7 +197,9 @@ def _read_timelines(planes: Iterable[Any], operation_names: set[str]) -> dict[in
     Returns:
         A dict by device number; its values are dicts of sorted spans, by operation name.
     """
-    timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    timeline_by_device: dict[int, dict[str, list[Span]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
     for plane in planes:
         # on a CPU, an operation's work in other threads ends in a separate event, whose "_c" is the operation's "_p"
         host_events = (event for line in plane.lines for event in line.events if plane.name == "/host:CPU")
@@ -208,8 +216,11 @@ def _read_timelines(planes: Iterable[Any], operation_names: set[str]) -> dict[in
                 name, program_name = event.stats.get("hlo_op", event.name), event.stats.get("hlo_module", "jit__step")
                 if str(name) in operation_names and str(program_name).startswith("jit__step"):
                     end_ns = max(event.end, end_ns_by_id.get(event.stats.get("_p"), event.end))
-                    timelines[int(device_match[1])][str(name)].append((event.start * 1e-9, end_ns * 1e-9))
-    return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
+                    timeline_by_device[int(device_match[1])][str(name)].append((event.start * 1e-9, end_ns * 1e-9))
+    return {
+        device: {name: sorted(spans) for name, spans in timeline.items()}
+        for device, timeline in timeline_by_device.items()
+    }
 
 
 def _trace_device_number(device: Any) -> int:

@@ -84,7 +84,7 @@ def test_an_endless_template_is_ended(source, monkeypatch, tmp_path):
     monkeypatch.setattr(template_child, "__file__", str(script))
     (failure,) = outcomes(source, Job(HELLO, None, ((1, True),)), Job(HELLO, None, ((1, True),)))
     assert "takes more than 5 s" in failure.text
-    with pytest.raises(UserError, match=r"chat_template.jinja is no template that can be used: .* more than 5 s"):
+    with pytest.raises(UserError, match=r"chat_template.jinja cannot be used as a template: .* more than 5 s"):
         outcomes("{{ 9 ** (9 ** 9) }}")  # folded while it is compiled
 
 
@@ -104,7 +104,7 @@ def test_the_process_writes_no_file(tmp_path):
 
 @pytest.mark.parametrize("source", ["{% for m in messages %}", "{{ messages[0] }", "{% frobnicate %}"])
 def test_a_template_that_cannot_be_compiled_is_named(source):
-    with pytest.raises(UserError, match=r"folder/chat_template.jinja is no template that can be used: .* in line 1: "):
+    with pytest.raises(UserError, match=r"folder/chat_template.jinja cannot be used as a template: .* in line 1: "):
         outcomes(source)
 
 
@@ -168,7 +168,7 @@ def test_bad_folders_and_stored_templates(tmp_path):
     with pytest.raises(UserError, match=r"has no tokenizer.json: load it with transformers' AutoTokenizer"):
         folder_tokenizer(tmp_path)
     for text in ("{}", "[]", '{"source": 1, "tokens": [], "origin": "a"}', '{"source": "", "tokens": 3, "origin": ""}'):
-        with pytest.raises(UserError, match="is no chat template of a run"):
+        with pytest.raises(UserError, match="expected a chat template saved by a run"):
             ChatTemplate.from_json(text, "chat_template.json")
 
 

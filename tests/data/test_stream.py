@@ -131,7 +131,7 @@ def test_held_out_batches_have_weights_and_one_shape():
         ([{"x": np.ones((4, 2)), "class_weights": np.ones(10)}], r"numbers of rows {'x': 4, 'class_weights': 10}"),
         ([(np.ones(4), np.ones(4))], "batch 0: got a tuple, expected a dict of arrays"),
         ([{"text": ["a"] * 4}], r"batch 0: text is <U1\[4\], expected an array of numbers"),
-        ([{"x": np.full(4, 2**40)}], "of 32 bits"),
+        ([{"x": np.full(4, 2**40)}], "expected integers that fit in int32"),
         (
             lambda count: batches(count),
             r"batches: got a function with the parameters \(count\), .* no arguments",

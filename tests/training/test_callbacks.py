@@ -101,7 +101,7 @@ def test_what_cannot_be_called_is_refused_before_anything_is_written(toy, tmp_pa
     train = inspect.unwrap(jx.train)  # as without run-time type checks
     wrong = {
         "callbacks: got 'stop', expected functions of an Event": ["stop"],
-        "callbacks: got the class EarlyStopping, expected an object of it": [jx.EarlyStopping],
+        "callbacks: got the class EarlyStopping, expected an instance": [jx.EarlyStopping],
         r"test_callbacks.py:\d+: callbacks: got a Listener, .* instead of on_step, define __call__": [Listener()],
         "callbacks: got <function .*, expected a list of functions of an Event": lambda event: None,
     }
@@ -123,7 +123,7 @@ def test_early_stopping_of_what_is_not_reported_is_refused_before_the_first_step
     with pytest.raises(jx.UserError, match="callbacks: got EarlyStopping, but nothing is held out"):
         jx.train(nothing, out=tmp_path / "run", quiet=True, callbacks=[jx.EarlyStopping()])
     assert not (tmp_path / "run").exists()
-    with pytest.warns(UserWarning, match="stops no run of 12 steps with evaluation.every 0"):
+    with pytest.warns(UserWarning, match="cannot stop a run of 12 steps with evaluation.every 0"):
         jx.EarlyStopping().check(["loss"], 0, 12)
 
 

@@ -13,7 +13,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
 from jaxscale.training.profile import FOLDER, Profiler, ProfileRange
-from jaxscale.training.traced_actions import ACTIONS, actions_of, measured_run, trace_files
+from jaxscale.training.traced_actions import ACTIONS, measured_run, operation_names_by_kind, trace_files
 from jaxscale.values import override, to_json
 
 
@@ -27,7 +27,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     batch = {name: rng.integers(0, 12, (4, 8)).astype(np.int32) for name in ("tokens", "targets")}
     assert trace_files(step) == {}
     step.compile(batch)
-    assert set(actions_of(step.program or "")) == {"F", "B"}
+    assert set(operation_names_by_kind(step.program or "")) == {"F", "B"}
     state, profiler = step.init(), Profiler(ProfileRange(2, 4))
     for n in range(1, 4):
         profiler.start_before(n, tmp_path)

@@ -1,8 +1,8 @@
 """The chat template of a model folder: the Jinja text that turns messages into the text that a model was trained on.
 
-A folder has it as `chat_template.jinja`, in tokenizer_config.json, or as `chat_template.json`; transformers' format
-(https://huggingface.co/docs/transformers/chat_templating). Templates are code of strangers, so that a process of its
-own renders them (`template_child.py`), within limits of time, memory and length.
+A folder has it as `chat_template.jinja`, in tokenizer_config.json, or as `chat_template.json`, in transformers' format
+(https://huggingface.co/docs/transformers/chat_templating). A template is code from the internet, so a separate process
+renders it (`template_child.py`), within limits of time, memory and length.
 """
 
 import contextlib
@@ -73,41 +73,43 @@ class ChatTemplate:
             tokens = tuple((name, token) for name, token in fields["tokens"])
             template = cls(fields["source"], tokens, fields["origin"])
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{place} is no chat template of a run: restore the file from a copy") from None
-        if not all(isinstance(part, str) for part in (template.source, template.origin, *itertools.chain(*tokens))):
-            raise UserError(f"{place} is no chat template of a run: restore the file from a copy")
+            raise UserError(
+                f"{place}: expected a chat template saved by a run; restore the file from a backup"
+            ) from None
+        if not all(isinstance(field, str) for field in (template.source, template.origin, *itertools.chain(*tokens))):
+            raise UserError(f"{place}: expected a chat template saved by a run; restore the file from a backup")
         return template
 
     def prompt(self, text: str) -> str:
         """Return the rendered text of a chat with one message of a user, up to where the assistant answers."""
         with Renderer(self, None) as renderer:
-            (texts,) = renderer.render([Job([{"role": "user", "content": text}], None, ((1, True),))])
-        if isinstance(texts, Failure):
-            raise UserError(f"{self.origin}: {texts.text}")
-        return texts[0]
+            (texts_or_failure,) = renderer.render([Job([{"role": "user", "content": text}], None, ((1, True),))])
+        if isinstance(texts_or_failure, Failure):
+            raise UserError(f"{self.origin}: {texts_or_failure.text}")
+        return texts_or_failure[0]
 
     @functools.cached_property
     def answer_end(self) -> str:
         """What the template puts after the words of an answer that ends a chat, such as "<|im_end|>\\n"."""
-        words = "word"
-        messages = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+        answer_words = "word"
+        messages = [{"role": "user", "content": answer_words}, {"role": "assistant", "content": answer_words}]
         with Renderer(self, None) as renderer:
-            (texts,) = renderer.render([Job(messages, None, ((2, False),))])
-        return "" if isinstance(texts, Failure) else texts[0].rpartition(words)[2]
+            (texts_or_failure,) = renderer.render([Job(messages, None, ((2, False),))])
+        return "" if isinstance(texts_or_failure, Failure) else texts_or_failure[0].rpartition(answer_words)[2]
 
 
 class Job(NamedTuple):
-    """Messages to render, as a whole or up to some of them.
+    """Messages of a chat, of which a template is to render the first ones, several times.
 
     Args:
         messages: the messages.
         tools: descriptions of the tools that the assistant may call; `None` for none.
-        parts: for each rendering, the number of messages, and whether the text ends with the prompt for an answer.
+        renderings: for each text to render, the number of messages, and whether it ends with the prompt for an answer.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
-    parts: tuple[tuple[int, bool], ...]
+    renderings: tuple[tuple[int, bool], ...]
 
 
 class Failure(NamedTuple):
@@ -133,13 +135,13 @@ class Renderer:
     def __enter__(self) -> "Renderer":
         if importlib.util.find_spec("jinja2") is None:
             raise UserError("chat templates need the package jinja2: pip install 'jaxscale[chat]'")
-        self._errors = tempfile.TemporaryFile()
+        self._stderr_file = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-P", template_child.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # an interrupt from the keyboard is ours
+            stderr=self._stderr_file,
+            start_new_session=True,  # an interrupt from the keyboard does not reach the child
         )
         request = {
             "path": [entry for entry in sys.path if entry],
@@ -151,7 +153,7 @@ class Renderer:
             self._send(request)
             reply = self._receive()
             if isinstance(reply, Failure):
-                raise UserError(f"{self._template.origin} is no template that can be used: {reply.text}")
+                raise UserError(f"{self._template.origin} cannot be used as a template: {reply.text}")
         except BaseException:
             self.__exit__()
             raise
@@ -164,36 +166,38 @@ class Renderer:
                 stream.close()
         self._process.kill()
         self._process.wait()
-        self._errors.close()
+        self._stderr_file.close()
 
     def render(self, jobs: Iterable[Job]) -> Iterator[list[str] | Failure]:
-        """Yield for each job the text of each part, or a `Failure`; after one that ended the process, nothing more."""
+        """Yield the rendered texts of each job, or a `Failure`; stop after a job that ended the process."""
         jobs_left = iter(jobs)
-        while batch := [job._asdict() for job in itertools.islice(jobs_left, _JOBS_PER_LINE)]:
-            self._send(batch)
-            for _ in batch:
+        while job_dicts := [job._asdict() for job in itertools.islice(jobs_left, _JOBS_PER_LINE)]:
+            self._send(job_dicts)
+            for _ in job_dicts:
                 yield self._receive()
                 if self._process.poll() is not None:
                     return
 
     def _send(self, content: Any) -> None:
-        """Send a line to the process; what went wrong there is seen when its answer is read."""
+        """Send a line to the process; if the process has ended, reading its answer reports that."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def _receive(self) -> list[str] | Failure:
-        """Return the answer of the process to a job."""
+        """Return the texts that the process answers to a job, or why there are none."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
-            code = self._process.wait()
-            if -code in (14, 26, 27):  # SIGALRM, SIGVTALRM, SIGPROF
+            exit_code = self._process.wait()
+            if -exit_code in (14, 26, 27):  # SIGALRM, SIGVTALRM, SIGPROF
                 return Failure(f"the template takes more than {template_child.CPU_SECONDS:g} s: does it end?")
-            self._errors.seek(0)
-            last_line = (self._errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-            return Failure(f"the process that renders the template ended with code {code} {last_line:.300}".rstrip())
+            self._stderr_file.seek(0)
+            last_line = (self._stderr_file.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+            return Failure(
+                f"the process that renders the template ended with code {exit_code} {last_line:.300}".rstrip()
+            )
         reply = json.loads(line)
         if "raised" in reply:
             return Failure(f"the template refuses it: {reply['raised']}")
@@ -219,7 +223,7 @@ def read_template(folder: str | Path) -> ChatTemplate:
 
 
 def find_template(folder: str | Path) -> ChatTemplate | None:
-    """Return the chat template of a model folder, or `None` if it has none; `read_template` raises what this does."""
+    """Return the chat template of a model folder, or `None` if it has none; `read_template` describes the errors."""
     folder = Path(folder)
     if not is_folder(folder):
         raise UserError(f"{folder}: no such folder; expected that of a model, with its tokenizer and chat template")
@@ -230,22 +234,22 @@ def find_template(folder: str | Path) -> ChatTemplate | None:
             return ChatTemplate(read_bytes(folder / JINJA).decode("utf-8"), tokens, str(folder / JINJA))
         except UnicodeDecodeError as error:
             raise UserError(f"{folder / JINJA} is not UTF-8 ({error}): copy the file again") from None
-    for name, values in ((TOKENIZER_CONFIG, config), (LEGACY, _read_object(folder / LEGACY))):
-        source = values.get("chat_template")
+    for file_name, json_object in ((TOKENIZER_CONFIG, config), (LEGACY, _read_object(folder / LEGACY))):
+        source = json_object.get("chat_template")
         if isinstance(source, list):  # several, each with a name
-            named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
-            if not isinstance(named.get("default"), str):
+            source_by_name = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
+            if not isinstance(source_by_name.get("default"), str):
                 raise UserError(
-                    f"{folder / name}: chat_template has {', '.join(named) or 'no names'}, expected one "
+                    f"{folder / file_name}: chat_template has {', '.join(source_by_name) or 'no names'}, expected one "
                     f"named default: write the one to use to {JINJA}"
                 )
-            source = named["default"]
+            source = source_by_name["default"]
         if isinstance(source, str):
             if has_half_characters(source + "".join(token for _, token in tokens)):
-                raise UserError(f"{folder / name}: chat_template or a token has half a surrogate pair: repair it")
-            return ChatTemplate(source, tokens, str(folder / name))
+                raise UserError(f"{folder / file_name}: chat_template or a token has half a surrogate pair: repair it")
+            return ChatTemplate(source, tokens, str(folder / file_name))
         if source is not None:
-            raise UserError(f"{folder / name}: chat_template: got a {type(source).__name__}, expected a text")
+            raise UserError(f"{folder / file_name}: chat_template: got a {type(source).__name__}, expected a text")
     return None
 
 
@@ -253,36 +257,38 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty dict if there is no file."""
     if not is_regular(path):
         return {}
-    values = parse_json(read_bytes(path), str(path))
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: got a {type(values).__name__}, expected a JSON object; copy the file again")
-    return values
+    json_object = parse_json(read_bytes(path), str(path))
+    if not isinstance(json_object, dict):
+        raise UserError(f"{path}: got a {type(json_object).__name__}, expected a JSON object; copy the file again")
+    return json_object
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, such as bos_token; each may be an object."""
-    tokens = {}
+    """Return the special tokens that a tokenizer_config.json names, such as bos_token, by name."""
+    token_by_name = {}
     for name, token in config.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
+        token_text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(token_text, str):
+            token_by_name[name] = token_text
+    return token_by_name
 
 
 def folder_tokenizer(folder: str | Path) -> Subwords:
     """Return the tokenizer of a model folder.
 
     Raises:
-        UserError: the folder has no tokenizer.json, or it is not one.
+        UserError: the folder has no tokenizer.json, or that file does not hold a tokenizer.
     """
     from jaxscale.data.tokenizer import load
 
     path = Path(folder) / "tokenizer.json"
     if not is_regular(path):
-        is_slow = any(is_regular(Path(folder) / name) for name in ("tokenizer.model", "vocab.json", "vocab.txt"))
+        has_slow_tokenizer = any(
+            is_regular(Path(folder) / name) for name in ("tokenizer.model", "vocab.json", "vocab.txt")
+        )
         advice = (
             "load it with transformers' AutoTokenizer and save it, which writes one"
-            if is_slow
+            if has_slow_tokenizer
             else "copy it from where the model is from"
         )
         raise UserError(f"{folder} has no tokenizer.json: {advice}")
@@ -297,9 +303,9 @@ def stop_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
         tokenizer: its tokenizer; an id beyond its vocabulary is left out.
     """
     for name in ("generation_config.json", "config.json"):
-        ids = _read_object(Path(folder) / name).get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [ids]
-        ids = tuple(i for i in ids if type(i) is int and 0 <= i < tokenizer.size)
+        id_or_ids = _read_object(Path(folder) / name).get("eos_token_id")
+        stored_ids = id_or_ids if isinstance(id_or_ids, list) else [id_or_ids]
+        ids = tuple(i for i in stored_ids if type(i) is int and 0 <= i < tokenizer.size)
         if ids:
             return ids
     return ()
@@ -307,8 +313,8 @@ def stop_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 def answer_stops(template: ChatTemplate, tokenizer: Any) -> tuple[Sequence[int], Sequence[str]]:
     """Return the ids and texts that end an answer: the first special token after its words, or else the text there."""
-    end = template.answer_end
-    ids = [int(i) for i in tokenizer.encode(end) if int(i) in tokenizer.special_ids] if end else []
-    if ids:
-        return (ids[0],), ()
-    return (), ((end.strip(),) if end.strip() else ())
+    end_text = template.answer_end
+    special_ids = [int(i) for i in tokenizer.encode(end_text) if int(i) in tokenizer.special_ids] if end_text else []
+    if special_ids:
+        return (special_ids[0],), ()
+    return (), ((end_text.strip(),) if end_text.strip() else ())

@@ -27,7 +27,7 @@ class Chats:
     A row of a file is `{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}`, with
     `"tools"` if the template takes them, or `{"prompt": ..., "completion": ...}` (or `answer`, or `response`). The
     folder's chat template renders it; templates need Jinja2 (`pip install 'jaxscale[chat]'`). The ids are those of
-    transformers' `apply_chat_template`, and the tokens that an answer adds have weight 1, which includes the one that
+    transformers' `apply_chat_template`, and the tokens that an answer adds have weight 1, including the token that
     ends it. A chat that is longer than `context` is cut there. Chats are packed into rows as documents of `Text` are.
 
     Args:
@@ -99,17 +99,19 @@ class Chats:
         template, tokenizer = self.template, folder_tokenizer(self.folder)
         held_out_files = [] if self.held_out_path is None else source.find_files(_paths(self.held_out_path))
         files = [*source.find_files(_paths(self.path)), *held_out_files]
-        is_held_out = self.held_out == 1 and not held_out_files
-        share = 0.0 if is_held_out else self.held_out
-        corpus = open_corpus(files, tokenizer, ChatRecipe(template, self.date, share, len(held_out_files)))
+        is_all_held_out = self.held_out == 1 and not held_out_files
+        held_out_share = 0.0 if is_all_held_out else self.held_out
+        corpus = open_corpus(files, tokenizer, ChatRecipe(template, self.date, held_out_share, len(held_out_files)))
         rows, held_out_rows = (Packed(tokens, self.context, True) for tokens in (corpus.train, corpus.held_out))
         if not len(rows):
             raise UserError(f"{files[0]}: {_no_rows_text(corpus.train, self.context)} to train on; {_NO_ROWS_ADVICE}")
-        if not len(held_out_rows) and (held_out_files or share):
-            name = held_out_files[0] if held_out_files else f"held_out {self.held_out:g} of {files[0]}"
-            raise UserError(f"{name}: {_no_rows_text(corpus.held_out, self.context)} to evaluate; {_NO_ROWS_ADVICE}")
+        if not len(held_out_rows) and (held_out_files or held_out_share):
+            held_out_text = held_out_files[0] if held_out_files else f"held_out {self.held_out:g} of {files[0]}"
+            raise UserError(
+                f"{held_out_text}: {_no_rows_text(corpus.held_out, self.context)} to evaluate; {_NO_ROWS_ADVICE}"
+            )
         facts = _facts(corpus, rows, held_out_rows, tokenizer)
-        if is_held_out:
+        if is_all_held_out:
             rows, held_out_rows = held_out_rows, rows
         note = _note(corpus.facts, [corpus.train, corpus.held_out], self.context)
         return Opened(
@@ -142,16 +144,16 @@ def _paths(path: Any) -> tuple[str, ...]:
 
 def _facts(corpus: Corpus, rows: Packed, held_out_rows: Packed, tokenizer: Any) -> dict[str, Any]:
     """Return `Opened.facts`: counts, the share of the positions that hold targets, and hashes."""
-    lengths = [np.diff(tokens.document_starts) for tokens in (corpus.train, corpus.held_out)]
-    copied = ("files", "bytes", "characters", "documents", "chats", "unanswered")
-    return {name: corpus.facts[name] for name in copied} | {
+    lengths_by_split = [np.diff(tokens.document_starts) for tokens in (corpus.train, corpus.held_out)]
+    copied_names = ("files", "bytes", "characters", "documents", "chats", "unanswered")
+    return {name: corpus.facts[name] for name in copied_names} | {
         "kind": "chats",
         "layout": "packed",
         "tokenizer": tokenizer.kind,
         "vocabulary": tokenizer.size,
         "tokens": corpus.facts["train"]["tokens"],
         "held_out_tokens": corpus.facts["held_out"]["tokens"],
-        "longest": int(max((each.max() for each in lengths if len(each)), default=0)),
+        "longest": int(max((lengths.max() for lengths in lengths_by_split if len(lengths)), default=0)),
         "rows": len(rows),
         "targets": rows.targets,
         "held_out_rows": len(held_out_rows),
@@ -162,21 +164,21 @@ def _facts(corpus: Corpus, rows: Packed, held_out_rows: Packed, tokenizer: Any) 
     }
 
 
-def _note(facts: dict[str, Any], splits: list[Tokens], context: int) -> str | None:
-    """Return a line on what is not learned: chats that are cut, and chats without an answer."""
-    cut_count = answer_count = 0
-    for tokens in splits:
+def _note(facts: dict[str, Any], tokens_by_split: list[Tokens], context: int) -> str | None:
+    """Return a line on the chats that are cut, and on those without an answer; `None` if there are no such chats."""
+    cut_count = lost_token_count = 0
+    for tokens in tokens_by_split:
         ends = tokens.document_starts[1:]
-        cuts = np.minimum(tokens.document_starts[:-1] + context + 1, ends)
+        cut_indices = np.minimum(tokens.document_starts[:-1] + context + 1, ends)
         assert tokens.is_learned is not None
-        learned_before = np.concatenate([[0], np.cumsum(tokens.is_learned, dtype=np.int64)])
-        cut_count += int((cuts < ends).sum())
-        answer_count += int((learned_before[ends] - learned_before[cuts]).sum())
+        learned_counts_before = np.concatenate([[0], np.cumsum(tokens.is_learned, dtype=np.int64)])
+        cut_count += int((cut_indices < ends).sum())
+        lost_token_count += int((learned_counts_before[ends] - learned_counts_before[cut_indices]).sum())
     notes = []
     if cut_count:
         notes.append(
             f"{cut_count:,} of {facts['documents']:,} chats are longer than data.context ({context} tokens) and are "
-            f"cut there, with {answer_count:,} tokens of answers"
+            f"cut there, with {lost_token_count:,} tokens of answers"
         )
     if facts["unanswered"]:
         notes.append(f"{facts['unanswered']:,} chats without an answer are left out, first {facts['first_unanswered']}")

@@ -1,9 +1,9 @@
-"""The program that renders chat templates: a process of its own, since a template is a stranger's code.
+"""The program that renders chat templates: a separate process, since a template is code from the internet.
 
 `chat_template.Renderer` starts this file as a script. It imports Jinja2 and Python's library alone, and runs templates
-in Jinja's `ImmutableSandboxedEnvironment`, with the helpers that transformers gives them. What a sandbox does not bound
-is bounded by the system: a rendering that takes `CPU_SECONDS` ends the process by a signal, and the memory and files of
-the process are limited. The first line of its input is the template, each other line a list of jobs; it answers each
+in Jinja's `ImmutableSandboxedEnvironment`, with the helpers that transformers gives them. The system bounds what a
+sandbox does not: a job that takes `CPU_SECONDS` ends the process by a signal, and the memory and files of the process
+are limited. The first line of its input has the template; each other line has a list of jobs. The program answers each
 job with a line.
 """
 
@@ -15,26 +15,26 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 CPU_SECONDS = 5.0
-"""Seconds of a processor that the renderings of one job may take; a usual one takes less than a millisecond."""
+"""CPU seconds that the renderings of one job may take; a usual job takes less than a millisecond."""
 MAX_CHARACTERS = 2**23
-"""Longest text that a template may render."""
+"""Number of characters of the longest text that a template may render."""
 MEMORY_BYTES = 2**31
-"""Largest address space of the process, where the system limits it (not on macOS)."""
+"""Size of the largest address space of the process, where the system limits it (not on macOS)."""
 
 
 def limit_process() -> None:
-    """Limit the memory of this process, and let it write no file."""
+    """Limit the memory of this process, and keep it from writing files."""
     import resource
 
-    for limit, size in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0)):
-        with contextlib.suppress(OSError, ValueError):  # the system has a lower limit, or none of this kind
-            resource.setrlimit(limit, (size, size))
+    for resource_kind, limit_bytes in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0)):
+        with contextlib.suppress(OSError, ValueError):  # the system has a lower limit, or no limit of this kind
+            resource.setrlimit(resource_kind, (limit_bytes, limit_bytes))
 
 
 def start_clock(seconds: float) -> None:
-    """End this process by a signal after so many seconds of a processor; 0 stops the clock.
+    """End this process by a signal after this many CPU seconds; 0 stops the clock.
 
-    No handler is installed: one would run only after the operation in progress, which may be endless itself.
+    No handler is installed, because it would run only after the operation in progress, which may itself be endless.
     """
     import signal
 
@@ -99,11 +99,11 @@ class RaisedError(Exception):
 
 
 def _raise(message: Any) -> None:
-    """The function `raise_exception` of templates."""
+    """Raise the error by which a template refuses messages; templates call this as `raise_exception`."""
     raise RaisedError(str(message))
 
 
-def rendered(template: Any, variables: dict[str, Any]) -> str:
+def rendered_text(template: Any, variables: dict[str, Any]) -> str:
     """Return the text that a compiled template renders.
 
     Raises:
@@ -118,11 +118,11 @@ def rendered(template: Any, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def answer(make: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `make` returns under "texts", or what went wrong under "raised" or "broken"."""
+def answer(make_texts: Callable[[], Any]) -> dict[str, Any]:
+    """Return a dict of the texts that `make_texts` returns, "texts", or of an error's message, "raised" or "broken"."""
     start_clock(CPU_SECONDS)
     try:
-        return {"texts": make()}
+        return {"texts": make_texts()}
     except RaisedError as error:
         return {"raised": str(error)}
     except MemoryError:
@@ -146,8 +146,8 @@ def main() -> None:
         templates.append(compiled_template(request["source"], request["date"]))
         return []
 
-    def reply(content: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(content) + "\n")
+    def reply(answer_json: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(answer_json) + "\n")
         sys.stdout.flush()
 
     reply(answer(compile_source))
@@ -155,13 +155,18 @@ def main() -> None:
         for job in json.loads(line):
 
             def render(job: dict[str, Any] = job) -> list[str]:
-                """Render the first messages of a job, once for each of its parts."""
-                shared = {**request["variables"], "tools": job["tools"], "documents": None}
+                """Render the first messages of a job, once for each of its renderings."""
+                shared_variables = {**request["variables"], "tools": job["tools"], "documents": None}
                 return [
-                    rendered(
-                        templates[0], {**shared, "messages": job["messages"][:count], "add_generation_prompt": ask}
+                    rendered_text(
+                        templates[0],
+                        {
+                            **shared_variables,
+                            "messages": job["messages"][:count],
+                            "add_generation_prompt": asks_for_answer,
+                        },
                     )
-                    for count, ask in job["parts"]
+                    for count, asks_for_answer in job["renderings"]
                 ]
 
             reply(answer(render))
