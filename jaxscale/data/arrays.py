@@ -12,8 +12,8 @@ from jaxscale.errors import UserError
 class Listed:
     """A list of rows or batches, which experiment.json does not spell out."""
 
-    def __init__(self, items: Any) -> None:
-        self._items = items
+    def __init__(self, rows_or_batches: Any) -> None:
+        self._items = rows_or_batches
 
     def __len__(self) -> int:
         return len(self._items)

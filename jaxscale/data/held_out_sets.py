@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
-    """Return the held-out sets that a mapping stands for, by name.
+    """Return the data of each held-out set, by name.
 
     Args:
         sources: for each name, data, a path, a dict of arrays or an iterable of batches.

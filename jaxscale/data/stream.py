@@ -29,7 +29,7 @@ _STATE_METHOD_NAMES = (("get_state", "set_state"), ("state_dict", "load_state_di
 class Stream:
     """An iterable of batches, or a function that returns one; each batch is a dict of arrays with the same shapes.
 
-    A batch is the global one, of which every process takes its rows. A function with parameters `process` and
+    Each batch is the global batch, from which every process takes its rows. A function with parameters `process` and
     `processes` returns the batches of one process, with its part of the rows. At its end, the iterable is iterated
     again. An iterator, such as a generator, can be iterated only once; give a function that returns it instead.
 
@@ -327,7 +327,7 @@ def _from_json(state_json: dict[str, Any]) -> Any:
 
 
 def as_data(source: Any) -> Any:
-    """Return what an experiment's `data` stands for: a dict of arrays as `Arrays`, an iterable of batches as `Stream`.
+    """Return the data of an experiment: a dict of arrays becomes `Arrays`, and an iterable of batches `Stream`.
 
     `None` and values that have `open` or `shapes` are returned unchanged.
 

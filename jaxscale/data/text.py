@@ -130,12 +130,12 @@ class Text:
             >>> Text("a.txt", context=64).shapes(8)["tokens"]
             ((8, 64), 'int32')
         """
-        dtypes = {"tokens": "int32", "targets": "int32"}
+        dtype_by_name = {"tokens": "int32", "targets": "int32"}
         if self.layout == "packed":
-            dtypes |= {"segments": "int32", "positions": "int32", "weights": "float32"}
+            dtype_by_name |= {"segments": "int32", "positions": "int32", "weights": "float32"}
         elif self.prompt_end is not None or len(self.fields) == 2:
-            dtypes |= {"weights": "float32"}
-        return {name: ((batch, self.context), dtype) for name, dtype in dtypes.items()}
+            dtype_by_name |= {"weights": "float32"}
+        return {name: ((batch, self.context), dtype) for name, dtype in dtype_by_name.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,6 +258,6 @@ def check_skipped(folder: Any, step_count: int, skip_count: int, causes: Causes 
             f"{f'{cause_text}. ' if cause_text else ''}"
             f"{skip_count:,} of {step_count:,} steps ({skip_count / step_count:.0%}) were skipped, so {folder} holds "
             f"the weights of {step_count - skip_count:,} updates; the event of each in metrics.jsonl has its loss and "
-            f"its gradient norm. {advice_text} and train again from an earlier checkpoint with --from STEP, or in another "
-            "directory with --out"
+            f"its gradient norm. {advice_text} and train again from an earlier checkpoint with --from STEP, or in "
+            "another directory with --out"
         )

@@ -161,7 +161,7 @@ def evaluate(
         metrics: functions of module and batch, by name, as in `train`.
         data: what to evaluate on instead, in any form that `Experiment.held_out` takes, such as the path of a file that
             is read as the run's data. For a folder, a JSONL file of chats, with loss on the answers alone, or a text
-            file, of which every token counts.
+            file, with loss on every token.
 
     Returns:
         A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets), `accuracy` if the

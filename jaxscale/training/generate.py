@@ -33,16 +33,17 @@ def generate(
 ) -> Any:
     """Generate text after a prompt with the model of a run, or of a Hugging Face folder.
 
-    A continuation ends after `tokens` tokens, before a stop text or a stop id, and before the text with which the data
-    ends its documents (`data.Text(ending=)`), an answer ends in the chat template, or the folder's model ends a text.
+    A continuation ends after `tokens` tokens, or before a stop text or a stop id. It also ends before the text that
+    ends the documents of the data (`data.Text(ending=)`) or the answers of the chat template, and before the tokens at
+    which the folder's model ends a text.
 
     Args:
         run: the run directory, or a folder that transformers saved.
         prompt: the text to continue, or several texts; each has at most as many tokens as the model has positions.
         tokens: largest number of tokens to generate for each prompt; it may exceed the model's positions.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
-        chat: whether a prompt is the message of a user, which the chat template renders, and the text is the answer;
-            `None` if the run was trained on chats, or the folder has a template.
+        chat: whether a prompt is the message of a user, which the chat template renders, and the text is the answer. By
+            default, that is true if the run was trained on chats, or the folder has a template.
         settings: `temperature`, `seed`, `top_k`, `top_p`, `min_p`, `stop`, `stop_ids` and `samples`, as in `Sampling`.
 
     Returns:

@@ -341,7 +341,7 @@ class _Training:
         for line in (*restored_checkpoint.converted, *describe_return(return_fields)):
             self.journal.say(line)
         assert self.earlier_run is not None
-        for line, change_fields in self.earlier_run.lines_and_fields(self.experiment, self.source, self.updates):
+        for line, change_fields in self.earlier_run.change_lines_and_fields(self.experiment, self.source, self.updates):
             self.journal.say(line)
             resume_fields |= change_fields
         self.log_event("resume", tokens=self.tokens, **resume_fields)

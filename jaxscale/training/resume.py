@@ -1,4 +1,4 @@
-"""What a start finds in the directory of an earlier run: whether it is finished, what has changed, where it goes on.
+"""What a start finds in the directory of an earlier run: whether it is finished, what has changed, where it continues.
 
 Its learning rate may have changed, or the code of its experiment. Such changes are allowed, so they are printed and
 logged. Code outside the experiment file is not compared.
@@ -74,7 +74,7 @@ class EarlierRun:
         setting_changes = {change.path: [change.second, change.first] for change in differences}
         return cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir), setting_changes)
 
-    def lines_and_fields(
+    def change_lines_and_fields(
         self, experiment: Experiment, source: Source | None, step: int
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
         """Yield the changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
@@ -88,9 +88,9 @@ class EarlierRun:
         for path, (old_value, new_value) in self.setting_changes.items():
             yield f"{path} was {old_value} and is {new_value} after step {step:,}", {}
         if experiment.steps != self.steps:
-            old_steps, new_steps = self.steps, experiment.steps
+            old_step_count, new_step_count = self.steps, experiment.steps
             old_lr_by_group, new_lr_by_group = (
-                experiment.optimizer.learning_rates(step, steps) for steps in (old_steps, new_steps)
+                experiment.optimizer.learning_rates(step, step_count) for step_count in (old_step_count, new_step_count)
             )
             (old_lr, *old_group_lrs), (new_lr, *new_group_lrs) = (
                 map(float, lr_by_group.values()) for lr_by_group in (old_lr_by_group, new_lr_by_group)
@@ -101,8 +101,14 @@ class EarlierRun:
             ):
                 effect_text += f", that of group {pattern} {_change_text(old_group_lr, new_group_lr)}"
             yield (
-                f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect_text}",
-                {"old_steps": old_steps, "steps": new_steps, "old_learning_rate": old_lr, "learning_rate": new_lr},
+                f"steps were {old_step_count:,} and are {new_step_count:,}: the learning rate of step {step + 1:,} "
+                f"{effect_text}",
+                {
+                    "old_steps": old_step_count,
+                    "steps": new_step_count,
+                    "old_learning_rate": old_lr,
+                    "learning_rate": new_lr,
+                },
             )
         if source is None or source.path is None or None in (self.sha256, source.sha256):
             return
@@ -234,7 +240,7 @@ def check_return(folder: Any, from_step: int | str | None, resume: str, has_run:
     """Check the argument `from_step` before anything is done in the run directory.
 
     Raises:
-        UserError: there is no run to return in, or `resume` is "never".
+        UserError: the directory holds no run, or `resume` is "never".
     """
     if from_step is None:
         return

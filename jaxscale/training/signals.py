@@ -49,8 +49,8 @@ class Stop:
 
     Attributes:
         signal_name: name of the first stop signal; empty until one arrives.
-        is_early: whether nothing is unsaved, so that the first signal raises `StoppedEarly` in the main thread; the run
-            sets it to false before its first step.
+        is_early: whether there is nothing to save yet, so that the first signal raises `StoppedEarly` in the main
+            thread; the run sets it to false before its first step.
         saved_step: step of the checkpoint from which another start continues; 0 if there is none.
 
     Example:

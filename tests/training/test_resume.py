@@ -46,13 +46,16 @@ def test_other_steps_say_where_the_learning_rate_goes(toy, tmp_path, capsys):
 
 def test_a_constant_rate_stays(toy):
     constant = toy(optimizer=Optimizer(learning_rate=0.01, schedule="constant"))
-    ((line, _),) = EarlierRun(steps=7, sha256=None).lines_and_fields(constant, None, 7)
+    ((line, _),) = EarlierRun(steps=7, sha256=None).change_lines_and_fields(constant, None, 7)
     assert line == "steps were 7 and are 12: the learning rate of step 8 stays at 0.01"
 
 
 def test_the_same_steps_say_nothing(toy):
     assert (
-        list(EarlierRun(steps=12, sha256="a").lines_and_fields(toy(), Source("toy", text="b", path="/toy.py"), 7)) == []
+        list(
+            EarlierRun(steps=12, sha256="a").change_lines_and_fields(toy(), Source("toy", text="b", path="/toy.py"), 7)
+        )
+        == []
     )
 
 
@@ -92,10 +95,10 @@ def test_an_edited_file_is_said_where_the_experiment_holds_code(tmp_path, monkey
     file.write_text(FILE)
     experiment, source = load_file(file, variant)
     earlier = EarlierRun(experiment.steps, source.sha256)
-    assert list(earlier.lines_and_fields(experiment, source, 5)) == []
+    assert list(earlier.change_lines_and_fields(experiment, source, 5)) == []
     file.write_text(FILE.replace("return 1", "return 2"))
     experiment, edited = load_file(file, variant)
-    found = list(earlier.lines_and_fields(experiment, edited, 5))
+    found = list(earlier.change_lines_and_fields(experiment, edited, 5))
     assert len(found) == holds_code
     for line, fields in found:
         assert f"{file} has changed since this run was last started" in line

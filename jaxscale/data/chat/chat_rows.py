@@ -120,7 +120,7 @@ def _all_text(value: Any) -> str:
 
 
 def _template_message(message: Any, place: str) -> dict[str, Any]:
-    """Return a message as transformers hands it to a template: without nulls, and with reasoning under each name."""
+    """Return a message as transformers gives it to a template: without nulls, and with reasoning under two names."""
     if not isinstance(message, dict):
         raise UserError(f"{place}: got a {type(message).__name__}, expected an object with role and content")
     role, content = message.get("role"), message.get("content")
@@ -272,8 +272,8 @@ def _renderings(chat: Chat) -> tuple[tuple[int, bool], ...]:
 def _labeled_runs(tokenizer: Subwords, group: list[tuple[int, Document]], character_count: int) -> LabeledParts:
     """Return the runs of learned and of other tokens in a group of documents, each document with its split's index."""
     id_arrays, length_arrays, split_arrays, learned_arrays, start_arrays = [], [], [], [], []
-    encodings = tokenizer.encode_with_spans([document.text for _, document in group])
-    for (split_index, document), (document_ids, spans) in zip(group, encodings, strict=True):
+    ids_and_spans = tokenizer.encode_with_spans([document.text for _, document in group])
+    for (split_index, document), (document_ids, spans) in zip(group, ids_and_spans, strict=True):
         is_learned = learned_mask(document, spans)
         run_starts = np.flatnonzero(np.diff(is_learned, prepend=~is_learned[:1]))  # the first token begins a run
         id_arrays.append(document_ids)

@@ -99,7 +99,7 @@ class ChatTemplate:
 
 
 class Job(NamedTuple):
-    """Messages of a chat, of which a template is to render the first ones, several times.
+    """A chat that a template renders several times, each time up to another message.
 
     Args:
         messages: the messages.

@@ -28,7 +28,7 @@ class Chats:
     `"tools"` if the template takes them, or `{"prompt": ..., "completion": ...}` (or `answer`, or `response`). The
     folder's chat template renders it; templates need Jinja2 (`pip install 'jaxscale[chat]'`). The ids are those of
     transformers' `apply_chat_template`, and the tokens that an answer adds have weight 1, including the token that
-    ends it. A chat that is longer than `context` is cut there. Chats are packed into rows as documents of `Text` are.
+    ends it. A chat that is longer than `context` is cut there. Chats are packed into rows like the documents of `Text`.
 
     Args:
         path: path of a JSONL file or a glob, or several of them; a path may begin with gs:// or s3://.
@@ -125,8 +125,8 @@ class Chats:
             >>> Chats("chats.jsonl", "smollm2", context=512).shapes(8)["segments"]
             ((8, 512), 'int32')
         """
-        dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32") | {"weights": "float32"}
-        return {name: ((batch, self.context), dtype) for name, dtype in dtypes.items()}
+        dtype_by_name = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32") | {"weights": "float32"}
+        return {name: ((batch, self.context), dtype) for name, dtype in dtype_by_name.items()}
 
 
 _NO_ROWS_ADVICE = "give more chats, or a longer context if the prompts alone fill it"
@@ -137,9 +137,9 @@ def _no_rows_text(tokens: Tokens, context: int) -> str:
     return f"none of its {len(tokens.document_starts) - 1} chats has an answer in its first {context} tokens"
 
 
-def _paths(path: Any) -> tuple[str, ...]:
-    """Return one path or several ones as a tuple of texts."""
-    return tuple(map(str, path if isinstance(path, tuple) else (path,)))
+def _paths(path_or_paths: Any) -> tuple[str, ...]:
+    """Return a path, or each of several paths, as text in a tuple."""
+    return tuple(map(str, path_or_paths if isinstance(path_or_paths, tuple) else (path_or_paths,)))
 
 
 def _facts(corpus: Corpus, rows: Packed, held_out_rows: Packed, tokenizer: Any) -> dict[str, Any]:
