@@ -218,8 +218,8 @@ def _encode(
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.is_masked)) for name in SPLITS]
         advance = stack.enter_context(_progress_bar("encoding " + _describe_files(files), facts["characters"]))
-        is_text = isinstance(recipe, DocumentRecipe)
-        for parts in _encode_texts(files, tokenizer, recipe, facts) if is_text else recipe.encode(tokenizer):
+        is_document_recipe = isinstance(recipe, DocumentRecipe)
+        for parts in _encode_texts(files, tokenizer, recipe, facts) if is_document_recipe else recipe.encode(tokenizer):
             for split_index, writer in enumerate(writers):
                 writer.add(parts.encoded, parts.split_indices == split_index, parts.is_learned, parts.is_document_start)
             advance(parts.encoded.character_count)

@@ -100,8 +100,8 @@ class Opened:
             row_count = len(part)
             seed, epoch_count = derive_seed(self.seed, "order", part_index), _ENDLESS_ROW_COUNT // row_count
             if row_count <= MOST_ROWS:
-                order = RowOrder(row_count, seed)
-                row_dataset = grain.MapDataset.range(epoch_count * row_count).map(order.row)
+                row_order = RowOrder(row_count, seed)
+                row_dataset = grain.MapDataset.range(epoch_count * row_count).map(row_order.row)
             else:
                 row_dataset = grain.MapDataset.range(row_count).seed(seed).shuffle().repeat(epoch_count)
             part_datasets.append(row_dataset.map_with_index(_row_encoder(part_index, len(self.parts), row_count)))
@@ -243,8 +243,8 @@ class HeldOut:
     def _read(self, order_indices: np.ndarray) -> NumpyBatch:
         """Read the batch of rows at these indices of the order; indices beyond the last row give padding."""
         row_count = len(self._order)
-        is_row = order_indices < row_count
-        row_indices = np.where(is_row, self._order[np.minimum(order_indices, row_count - 1)], row_count)
+        is_in_range = order_indices < row_count
+        row_indices = np.where(is_in_range, self._order[np.minimum(order_indices, row_count - 1)], row_count)
         batch: NumpyBatch = {}
         first_row = 0
         for part in self.parts:

@@ -278,7 +278,7 @@ def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> Device
 
 def _events_and_self_ns(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
     """Yield each event of a line with its self time in nanoseconds, without the time of events nested in the event."""
-    nested_ns: dict[int, float] = collections.defaultdict(float)
+    nested_ns_by_index: dict[int, float] = collections.defaultdict(float)
     events = sorted(line_events, key=lambda event: (event.start, -event.end))
     # indices of the events that are still running when the next event starts, with the innermost one last
     enclosing_indices: list[int] = []
@@ -286,10 +286,10 @@ def _events_and_self_ns(line_events: list[TracedEvent]) -> Iterator[tuple[Traced
         while enclosing_indices and events[enclosing_indices[-1]].end <= event.start:
             enclosing_indices.pop()
         if enclosing_indices:
-            nested_ns[enclosing_indices[-1]] += min(event.end, events[enclosing_indices[-1]].end) - event.start
+            nested_ns_by_index[enclosing_indices[-1]] += min(event.end, events[enclosing_indices[-1]].end) - event.start
         enclosing_indices.append(index)
     for index, event in enumerate(events):
-        yield event, max(0.0, event.end - event.start - nested_ns[index])
+        yield event, max(0.0, event.end - event.start - nested_ns_by_index[index])
 
 
 def _time_text(seconds: float) -> str:

@@ -146,10 +146,10 @@ def continuations(
     streams = [TextStream(tokenizer, sampling.stop) for _ in decoding.rows]
     for ids_by_row in decoding:
         if sampling.stop:
-            for index, (row_stream, ids) in enumerate(zip(streams, ids_by_row, strict=True)):
+            for row_index, (row_stream, ids) in enumerate(zip(streams, ids_by_row, strict=True)):
                 row_stream.push(ids)
                 if row_stream.is_stopped:
-                    decoding.stop(index)
+                    decoding.stop(row_index)
     for row_stream, row in zip(streams, decoding.rows, strict=True):
         row_stream.push((), is_last=True) if sampling.stop else row_stream.push(row.drawn_ids, is_last=True)
     row_texts = [row_stream.text for row_stream in streams]

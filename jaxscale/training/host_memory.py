@@ -50,11 +50,11 @@ def check_host_holds(needed_bytes: int, say: Callable[[str], None], available_by
     limit_bytes = host_memory() if available_bytes is None else available_bytes
     if limit_bytes is None:
         return
-    text = f"parameters and optimizer state take {size(needed_bytes)}"
+    need_text = f"parameters and optimizer state take {size(needed_bytes)}"
     if needed_bytes > limit_bytes:
         raise UserError(
-            f"{text}, but this host's processes may use {size(limit_bytes)}: use a smaller model, "
+            f"{need_text}, but this host's processes may use {size(limit_bytes)}: use a smaller model, "
             "--plan.state.moments int8, or more hosts"
         )
     if needed_bytes > _WARNING_SHARE * limit_bytes:
-        say(f"warning: {text} of the {size(limit_bytes)} that this host's processes may use; a step needs more")
+        say(f"warning: {need_text} of the {size(limit_bytes)} that this host's processes may use; a step needs more")

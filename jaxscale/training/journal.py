@@ -106,8 +106,8 @@ class Journal:
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
         """Log and show the held-out metrics after a step; `is_best` is whether the loss is the lowest so far."""
         self._append(step, "eval", **metrics)
-        names = [name for name in metrics if name != "loss" and name.rpartition("/")[2] != "targets"]
-        others_text = "".join(f", {name} {metrics[name]:.4f}" for name in names)
+        other_names = [name for name in metrics if name != "loss" and name.rpartition("/")[2] != "targets"]
+        others_text = "".join(f", {name} {metrics[name]:.4f}" for name in other_names)
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{others_text}{' (best)' if is_best else ''}")
         self.report("evaluation", step, metrics)
 

@@ -389,8 +389,8 @@ class _Training:
                     with contextlib.suppress(Exception):
                         self.checkpoints.wait()
                     raise
-        seconds = time.monotonic() - start_time
-        self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=seconds)
+        training_seconds = time.monotonic() - start_time
+        self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=training_seconds)
         heartbeat.set_phase("finished")
         self.journal.write_report()
         self.journal.conclude()

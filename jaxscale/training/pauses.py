@@ -160,9 +160,9 @@ class Pauses:
     def _log_commit(self, description: Description | None) -> None:
         """Log that the checkpoint with this description was committed; do nothing for `None`."""
         if description is not None:
-            seconds = time.perf_counter() - self._save_start_time
-            self.journal.log_event(description.step, "checkpoint", seconds=seconds)
-            self.journal.report("checkpoint", description.step, {"seconds": seconds})
+            save_seconds = time.perf_counter() - self._save_start_time
+            self.journal.log_event(description.step, "checkpoint", seconds=save_seconds)
+            self.journal.report("checkpoint", description.step, {"seconds": save_seconds})
 
 
 def measure_of(experiment: Experiment, data: Any, sets: Mapping[str, Any]) -> str:

@@ -145,17 +145,17 @@ class Profiler:
         summary = summary_of(self._trace_folder, steps=step + 1 - first_step)
         if jax.process_index() == 0:
             (self._trace_folder / SUMMARY).write_text(f"{summary}\n")
-            for name, text in (extra_files or {}).items():
-                (self._trace_folder / name).write_text(text)
+            for file_name, file_text in (extra_files or {}).items():
+                (self._trace_folder / file_name).write_text(file_text)
         if is_remote(folder):
             _upload(self._trace_folder, folder / FOLDER)
             shutil.rmtree(self._trace_folder)
         busiest_time = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
         if log_event is not None and busiest_time is not None:
             # by kind of operation, and under "busy" the share of the span
-            shares: dict[str, float] = {kind: round(busiest_time.share(kind), 4) for kind in KINDS}
-            shares["busy"] = round(busiest_time.busy_share, 4)
-            log_event("profile", steps=f"{first_step}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **shares)
+            share_by_kind: dict[str, float] = {kind: round(busiest_time.share(kind), 4) for kind in KINDS}
+            share_by_kind["busy"] = round(busiest_time.busy_share, 4)
+            log_event("profile", steps=f"{first_step}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **share_by_kind)
         if say is not None:
             say(str(summary))
         return summary

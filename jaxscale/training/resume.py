@@ -70,8 +70,8 @@ class EarlierRun:
         stored_json = check_same_experiment(run_dir, experiment, is_returning=is_returning)
         if stored_json is None:
             return None
-        differences = [change for change in values.changes(experiment, stored_json) if may_change_on_return(change)]
-        setting_changes = {change.path: [change.second, change.first] for change in differences}
+        allowed_changes = [change for change in values.changes(experiment, stored_json) if may_change_on_return(change)]
+        setting_changes = {change.path: [change.second, change.first] for change in allowed_changes}
         return cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir), setting_changes)
 
     def change_lines_and_fields(

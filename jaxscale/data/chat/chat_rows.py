@@ -181,10 +181,10 @@ def learned_mask(document: Document, spans: np.ndarray) -> np.ndarray:
         document: the document.
         spans: int32 [tokens, 2], first character of each token, and the character after its last one.
     """
-    starts, ends = spans[:, 0], spans[:, 1]
+    token_starts, token_ends = spans[:, 0], spans[:, 1]
     is_learned = np.zeros(len(spans), np.bool_)
-    for start, end in document.answer_spans:
-        is_learned |= (ends > start) & ((starts < end) | (ends == end))
+    for answer_start, answer_end in document.answer_spans:
+        is_learned |= (token_ends > answer_start) & ((token_starts < answer_end) | (token_ends == answer_end))
     return is_learned
 
 
