@@ -161,7 +161,7 @@ def documents_of(chat: Chat, rendered_texts: list[str]) -> list[Document]:
             raise UserError(
                 f"{place}: the template asks for it with {prompt_text[max(common_length - 20, 0) :]!r:.80}, and the "
                 f"text with the answer has {full_text[max(common_length - 20, 0) : common_length + 20]!r:.80} there, "
-                "so that what to learn is undefined: change the folder's chat template to render the same text in both"
+                "so what to learn is not defined: change the folder's chat template to render the same text in both"
             )
         if len(full_text) == len(prompt_text):
             raise UserError(f"{place}: the template renders nothing for it: change the folder's chat template")
