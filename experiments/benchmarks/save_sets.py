@@ -28,7 +28,7 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.blocks import Context, Treatment
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import menu, smallest, solve
+from jaxscale.memory.graph import menu, smallest_save_set, solve
 from jaxscale.memory.keep_named import keeping
 from jaxscale.memory.save_set import policy_set
 from jaxscale.models.decoder import Decoder
@@ -128,7 +128,7 @@ def against_policies(graphs: Sequence[BlockGraph]) -> tuple[float, float, float]
             theirs = policy_set(graph, policy)
             flop = max(flop, share(solve(graph, theirs.bytes).flop, theirs.flop))
             seconds = max(seconds, share(solve(graph, theirs.bytes, objective="seconds").seconds, theirs.seconds))
-            size = max(size, share(smallest(graph, theirs.flop).bytes, theirs.bytes))
+            size = max(size, share(smallest_save_set(graph, theirs.flop).bytes, theirs.bytes))
     return flop, seconds, size
 
 

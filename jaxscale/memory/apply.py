@@ -22,7 +22,7 @@ from jaxscale.memory.save_set import EVERYTHING
 
 @dataclasses.dataclass(frozen=True)
 class KeepBy:
-    """One of JAX's policies, by its name in `jax.checkpoint_policies`.
+    """The policy of `jax.checkpoint_policies` with a given name.
 
     In a traced program, this type distinguishes the checkpoints of a plan from the user's own.
     """
@@ -54,7 +54,7 @@ def wrapper(plan: MemoryPlan) -> Wrapper:
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
     def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block under the policy; `rolled` is true in a scan."""
+        """Return the block under the policy; `rolled` is true in a scan."""
         return run_again(block, rolled=rolled, policy=policy)
 
     return wrap_block
@@ -71,14 +71,16 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
         return Treatment(wrapper(decision.plan), unroll)
     if decision.chain is not None:
         return treatment_of_chain(decision.chain)
-    stack = decision.stack
-    if stack is None:
+    stack_decision = decision.stack
+    if stack_decision is None:
         return Treatment(keeping(decision.saves), unroll)
-    wrappers = [identity if group.save is None else keeping([group.save]) for group in stack.groups]
+    wrappers = [identity if group.save is None else keeping([group.save]) for group in stack_decision.groups]
     if len(wrappers) == 1:
-        return Treatment(wrappers[0], unroll, segment=stack.segment)
-    layer_counts = [group.layers for group in stack.groups]
-    return Treatment(unroll=unroll, segment=stack.segment, groups=tuple(zip(layer_counts, wrappers, strict=True)))
+        return Treatment(wrappers[0], unroll, segment=stack_decision.segment)
+    layer_counts = [group.layers for group in stack_decision.groups]
+    return Treatment(
+        unroll=unroll, segment=stack_decision.segment, groups=tuple(zip(layer_counts, wrappers, strict=True))
+    )
 
 
 def chain_treatment(nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] | None = None) -> Treatment:
@@ -105,33 +107,37 @@ def chain_treatment(nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] |
     return Treatment(sequence=run_plan)
 
 
-def treatment_of_chain(decision: ChainDecision) -> Treatment:
+def treatment_of_chain(chain_decision: ChainDecision) -> Treatment:
     """The treatment of blocks under a decision for a chain."""
     option_wrappers = [
         [identity if save_set.keep == (EVERYTHING,) else keeping([save_set]) for save_set in save_sets]
-        for save_sets in decision.options
+        for save_sets in chain_decision.options
     ]
-    return chain_treatment(decision.nodes, option_wrappers)
+    return chain_treatment(chain_decision.nodes, option_wrappers)
 
 
 def _run_nodes(
     nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
 ) -> tuple[Any, list[Any]]:
-    """Run the calls of blocks under a plan's nodes; return the last block's `x` and the second result of each block."""
-    block_results, call_index = [], 0
+    """Run calls of blocks under a plan's nodes; return the last block's `x` and each block's second result."""
+    second_results, call_index = [], 0
     for node in nodes:
         if isinstance(node, Save):
             call = calls[call_index]
             wrap_block = identity if option_wrappers is None else option_wrappers[node.stage][node.option]
-            x, block_result = wrap_block(call.block, False)(*call.before, x, *call.after)
-            block_results.append(block_result)
+            x, second_result = wrap_block(call.block, False)(*call.before, x, *call.after)
+            second_results.append(second_result)
             call_index += 1
         else:
             stage_count = sum(1 for _ in save_nodes(node.nodes))
             segment_calls = calls[call_index : call_index + stage_count]
-            x, segment_results = run_recomputed(
-                segment_calls, x, lambda calls, x, nodes=node.nodes: _run_nodes(nodes, option_wrappers, calls, x)
+            x, segment_second_results = run_recomputed(
+                segment_calls,
+                x,
+                lambda inner_calls, inner_x, inner_nodes=node.nodes: _run_nodes(
+                    inner_nodes, option_wrappers, inner_calls, inner_x
+                ),
             )
-            block_results += segment_results
+            second_results += segment_second_results
             call_index += stage_count
-    return x, block_results
+    return x, second_results

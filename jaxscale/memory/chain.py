@@ -197,8 +197,8 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
         UserError: the plan is for another chain, or it refers to an option that a stage does not have.
 
     Example:
-        >>> alike = [Stage(1.0, 2.0, 1)] * 4
-        >>> simulate(revolve(4, 2), alike, 1)
+        >>> stages = [Stage(1.0, 2.0, 1)] * 4
+        >>> simulate(revolve(4, 2), stages, 1)
         ChainCost(seconds=16.0, peak_bytes=6, kept_bytes=3, forwards=8, peak_stage=3)
     """
     check_nodes(nodes, len(stages))
@@ -210,11 +210,11 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
             )
     walk = _Walk(tuple(stages), input_bytes)
     walk.run(nodes, stages[-1].output_bytes)
-    return ChainCost(walk.seconds, walk.peak_bytes, walk.most_held_bytes, walk.forwards, walk.peak_stage)
+    return ChainCost(walk.seconds, walk.peak_bytes, walk.most_held_bytes, walk.forward_run_count, walk.peak_stage)
 
 
 class _Walk:
-    """A count of seconds, live bytes and held bytes (those kept for a backward pass) while a plan runs.
+    """Counters of seconds, live bytes and held bytes (those kept for a backward pass) while a plan runs.
 
     The input of a list of nodes is live while the list runs.
 
@@ -224,14 +224,14 @@ class _Walk:
         live_bytes: bytes that are live now; `peak_bytes` is their maximum so far, while stage `peak_stage` ran.
         held_bytes: bytes held now; `most_held_bytes` is their maximum so far.
         seconds: seconds so far.
-        forwards: number of forward runs so far.
+        forward_run_count: number of forward runs so far.
     """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
         self.stages = stages
         self.edge_bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.live_bytes = self.held_bytes = self.most_held_bytes = input_bytes
-        self.seconds, self.peak_bytes, self.forwards, self.peak_stage = 0.0, 0, 0, 0
+        self.seconds, self.peak_bytes, self.forward_run_count, self.peak_stage = 0.0, 0, 0, 0
 
     def update_peak(self, added_bytes: int, stage_index: int) -> None:
         """Update the peak if the live bytes plus the `added_bytes` of a running stage exceed the peak so far."""
@@ -250,7 +250,7 @@ class _Walk:
     def count_forward(self, stage_index: int) -> None:
         """Count one forward run of a stage, and its seconds."""
         self.seconds += self.stages[stage_index].forward_seconds
-        self.forwards += 1
+        self.forward_run_count += 1
 
     def run_forward(self, start: int, stop: int) -> None:
         """Run stages `start` to `stop` - 1 forward; keep only the first stage's input and the last stage's output."""
@@ -348,10 +348,10 @@ def revolve_cost(stages: int, slots: int) -> int:
         (75, 33, 14)
     """
     _check_slots(stages, slots)
-    repeats = 0
-    while math.comb(slots + repeats, repeats) < stages:
-        repeats += 1
-    return repeats * stages - math.comb(slots + repeats, repeats - 1) if repeats else 0
+    repeat_count = 0
+    while math.comb(slots + repeat_count, repeat_count) < stages:
+        repeat_count += 1
+    return repeat_count * stages - math.comb(slots + repeat_count, repeat_count - 1) if repeat_count else 0
 
 
 def revolve(stages: int, slots: int) -> Nodes:
@@ -372,24 +372,25 @@ def revolve(stages: int, slots: int) -> Nodes:
     return _revolve(0, stages, slots)
 
 
-def _revolve(first_stage: int, stage_count: int, slots: int) -> Nodes:
+def _revolve(first_stage: int, stage_count: int, slot_count: int) -> Nodes:
     """The plan of `revolve` for `stage_count` stages from the index `first_stage` on."""
     if stage_count == 1:
         return (Save(first_stage),)
-    head_count = stage_count - 1 if slots == 1 else _head_count(stage_count, slots)
-    tail_nodes = _revolve(first_stage + head_count, stage_count - head_count, max(slots - 1, 1))
-    return (Remat(_revolve(first_stage, head_count, slots)), *tail_nodes)
+    head_count = stage_count - 1 if slot_count == 1 else _head_count(stage_count, slot_count)
+    tail_nodes = _revolve(first_stage + head_count, stage_count - head_count, max(slot_count - 1, 1))
+    return (Remat(_revolve(first_stage, head_count, slot_count)), *tail_nodes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _head_count(stage_count: int, slots: int) -> int:
-    """The number of stages to run before the next stage input is kept; `slots` is at least 2."""
+def _head_count(stage_count: int, slot_count: int) -> int:
+    """The number of stages to run before the next stage input is kept; `slot_count` is at least 2."""
     return min(
-        range(1, stage_count), key=lambda k: k + revolve_cost(k, slots) + revolve_cost(stage_count - k, slots - 1)
+        range(1, stage_count),
+        key=lambda k: k + revolve_cost(k, slot_count) + revolve_cost(stage_count - k, slot_count - 1),
     )
 
 
-def _check_slots(stages: int, slots: int) -> None:
+def _check_slots(stage_count: int, slot_count: int) -> None:
     """Raise an error unless the numbers of stages and slots are both at least one."""
-    if stages < 1 or slots < 1:
-        raise UserError(f"revolve: got {stages} stages and {slots} slots, expected at least one of each")
+    if stage_count < 1 or slot_count < 1:
+        raise UserError(f"revolve: got {stage_count} stages and {slot_count} slots, expected at least one of each")

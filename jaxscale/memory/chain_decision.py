@@ -35,9 +35,9 @@ from jaxscale.programs.collect import BlockCall
 
 CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
 """Rules of a `MemoryPlan` for chains."""
-POINTS = 8
+SAVE_SET_COUNT = 8
 """Number of save sets to solve for per kind of block if there are several kinds."""
-ONE_KIND_POINTS = 23
+ONE_KIND_SAVE_SET_COUNT = 23
 """Number of save sets to solve for if all blocks are of one kind; Rotor's table is then small."""
 _TIE_FLOP_PER_BYTE = 1e-6
 """FLOP charged per recomputed byte: among options of equal FLOP, the one that recomputes fewer bytes is chosen."""
@@ -80,27 +80,29 @@ def default_objective(chip: Chip | None) -> SaveSetObjective:
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
-def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
+def block_save_sets(
+    graph: BlockGraph, objective: SaveSetObjective, save_set_count: int = SAVE_SET_COUNT
+) -> tuple[SaveSet, ...]:
     """Save sets of a block by decreasing bytes, from the one that keeps everything to the one that keeps nothing.
 
     Args:
         graph: graph of the block.
         objective: the cost to minimize.
-        points: number of save sets to solve for.
+        save_set_count: number of save sets to solve for.
     """
-    everything = save_set(graph, (EVERYTHING,))
-    hull_saves = hull(menu(graph, points, objective=objective), objective)
-    return (everything, *(save for save in reversed(hull_saves) if save.bytes < everything.bytes))
+    full_save = save_set(graph, (EVERYTHING,))
+    hull_saves = hull(menu(graph, save_set_count, objective=objective), objective)
+    return (full_save, *(save for save in reversed(hull_saves) if save.bytes < full_save.bytes))
 
 
-def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
+def block_stage(graph: BlockGraph, save_sets: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
     """The cost of a block as a stage of a chain. With the objective "flop", the stage's seconds hold FLOP.
 
     The backward pass is assumed to cost twice the forward pass, and to have all values that it reads in memory at once.
 
     Args:
         graph: graph of the block.
-        options: save sets of the block, one for each option of the stage.
+        save_sets: save sets of the block, one for each option of the stage.
         objective: unit of the stage's costs, FLOP or seconds.
     """
     forward_cost = float(cost_of(graph, objective))
@@ -119,7 +121,7 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
         return Option(kept_bytes, extra_cost, recomputed_bytes, name)
 
     passed_bytes = sum(graph.values[index].bytes for index in input_indices & set(graph.outputs) & set(graph.carried))
-    stage_options = tuple(map(option_of, options))
+    stage_options = tuple(map(option_of, save_sets))
     return Stage(forward_cost, 2 * forward_cost, graph.output_bytes, stage_options, passed_bytes=passed_bytes)
 
 
@@ -142,25 +144,27 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
         )
     objective = default_objective(chip)
     graph_by_kind = {call.fingerprint: call.graph for call in calls}
-    points = POINTS if len(graph_by_kind) > 1 else ONE_KIND_POINTS
-    options_by_kind = {kind: block_options(graph, objective, points) for kind, graph in graph_by_kind.items()}
+    save_set_count = SAVE_SET_COUNT if len(graph_by_kind) > 1 else ONE_KIND_SAVE_SET_COUNT
+    save_sets_by_kind = {
+        kind: block_save_sets(graph, objective, save_set_count) for kind, graph in graph_by_kind.items()
+    }
     stage_by_kind = {
-        kind: block_stage(graph, options_by_kind[kind], objective) for kind, graph in graph_by_kind.items()
+        kind: block_stage(graph, save_sets_by_kind[kind], objective) for kind, graph in graph_by_kind.items()
     }
     stage_kinds = [call.fingerprint for call in calls for _ in range(call.count)]
     stages = [stage_by_kind[kind] for kind in stage_kinds]
     nodes = chain_nodes(plan, stages, calls[0].input_bytes)
     chain_cost = simulate(nodes, stages, calls[0].input_bytes)
-    save_sets = [options_by_kind[stage_kinds[save.stage]][save.option] for save in save_nodes(nodes)]
+    chosen_save_sets = [save_sets_by_kind[stage_kinds[node.stage]][node.option] for node in save_nodes(nodes)]
     recomputed_flop = sum(
         (run_count - 1) * graph_by_kind[kind].flop + save_set.flop
-        for run_count, kind, save_set in zip(times_run(nodes), stage_kinds, save_sets, strict=True)
+        for run_count, kind, save_set in zip(times_run(nodes), stage_kinds, chosen_save_sets, strict=True)
     )
     # cost without recomputation, in the unit of the objective
     least_cost = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     return Decision(
         plan,
-        chain=ChainDecision(nodes, tuple(options_by_kind[kind] for kind in stage_kinds)),
+        chain=ChainDecision(nodes, tuple(save_sets_by_kind[kind] for kind in stage_kinds)),
         blocks=tuple(graph_by_kind),
         layers=len(stages),
         bytes=chain_cost.kept_bytes,

@@ -57,16 +57,18 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         case "save":
             return _decision(plan, calls, cheapest_saves(calls, plan.budget or 0, objective=objective))
         case "greedy" | "dtr_static":
-            budgets = _block_budgets(plan, calls, alternatives="save:BYTES for a scanned stack, chain:BYTES, ")
+            graphs_and_budgets = _graphs_and_budgets(
+                plan, calls, alternatives="save:BYTES for a scanned stack, chain:BYTES, "
+            )
             score = "ratio" if plan.rule == "greedy" else "dtr_static"
-            saves = [greedy(graph, budget, score, objective=objective) for graph, budget in budgets]
+            saves = [greedy(graph, budget, score, objective=objective) for graph, budget in graphs_and_budgets]
             return _decision(plan, calls, saves)
         case "offload" if plan.selector == "pofo" and _is_scanned(calls):
             return _optimal_stack_decision(plan, calls, "seconds", Host(budget=2**62, bandwidth=host_bandwidth(chip)))
         case "offload":
-            select, host = SELECTORS[str(plan.selector)], Host(budget=2**62, bandwidth=host_bandwidth(chip))
+            select_values, host = SELECTORS[str(plan.selector)], Host(budget=2**62, bandwidth=host_bandwidth(chip))
             return _decision(
-                plan, calls, [select(graph, budget, host) for graph, budget in _block_budgets(plan, calls)]
+                plan, calls, [select_values(graph, budget, host) for graph, budget in _graphs_and_budgets(plan, calls)]
             )
         case _:
             rules = ", ".join(rule for rule in FORMS if rule != "fit")
@@ -79,7 +81,9 @@ def graphs_by_kind(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
 
 
 def host_bandwidth(chip: Chip | None) -> float:
-    """Bytes/s between a chip and its host in each direction; if unknown, those of the slowest PCIe link in the tables.
+    """Return the bytes/s between a chip and its host in each direction.
+
+    If the chip is `None` or its PCIe link is unknown, this is the bandwidth of the slowest PCIe link in the tables.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -90,10 +94,10 @@ def host_bandwidth(chip: Chip | None) -> float:
     return min(link.bandwidth for candidate in candidate_chips for link in candidate.links if link.name == "pcie")
 
 
-def _block_budgets(
+def _graphs_and_budgets(
     plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = ""
 ) -> list[tuple[BlockGraph, int]]:
-    """For each kind of block, its graph and the bytes that one such block may keep besides its input.
+    """Return, for each kind of block, its graph and the bytes that one such block may keep besides its input.
 
     These bytes are proportional to those that the block keeps without a plan.
 
@@ -120,10 +124,10 @@ def _optimal_stack_decision(
 ) -> Decision:
     """The best decision for a scanned stack: one save set for all layers, two groups of layers, or segments."""
     [call] = calls
-    stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
-    if len(stack.groups) == 1 and stack.segment is None:
-        return _decision(plan, calls, [group.save for group in stack.groups if group.save is not None])
-    return _stack_decision(plan, call, stack)
+    stack_decision = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
+    if len(stack_decision.groups) == 1 and stack_decision.segment is None:
+        return _decision(plan, calls, [group.save for group in stack_decision.groups if group.save is not None])
+    return _stack_decision(plan, call, stack_decision)
 
 
 def _decision(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
@@ -132,16 +136,18 @@ def _decision(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[Save
     return Decision(plan, tuple(saves), blocks=tuple(graphs_by_kind(calls)), **total_by_field)
 
 
-def _stack_decision(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
+def _stack_decision(plan: MemoryPlan, call: BlockCall, stack_decision: StackDecision) -> Decision:
     """The decision for a scanned stack that has groups of layers or segments."""
-    total_by_field = dataclasses.asdict(stack_totals(call.graph, stack))
-    return Decision(plan, stack=stack, blocks=(call.fingerprint,), **total_by_field)
+    total_by_field = dataclasses.asdict(stack_totals(call.graph, stack_decision))
+    return Decision(plan, stack=stack_decision, blocks=(call.fingerprint,), **total_by_field)
 
 
 def _segment_decision(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
     """The decision for a scanned stack that keeps the input of every K-th block."""
     [call] = calls
-    segment = square_root(call.count) if plan.count is None else plan.count  # blocks per segment
-    if segment > call.count:
-        raise UserError(f"memory {plan}: got segments of {segment} blocks, expected at most the model's {call.count}")
-    return _stack_decision(plan, call, StackDecision((Group(call.count),), segment))
+    segment_length = square_root(call.count) if plan.count is None else plan.count  # in blocks
+    if segment_length > call.count:
+        raise UserError(
+            f"memory {plan}: got segments of {segment_length} blocks, expected at most the model's {call.count}"
+        )
+    return _stack_decision(plan, call, StackDecision((Group(call.count),), segment_length))

@@ -53,7 +53,7 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
     return _Program(graph, objective, host).minimize_cost(budget)
 
 
-def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
+def smallest_save_set(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
     """The smallest save set of a block with a cost of at most `max_cost`.
 
     Args:
@@ -66,7 +66,7 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective 
         >>> from jaxscale.programs.block import block_graph
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
-        >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
+        >>> smallest_save_set(graph, 0).bytes, smallest_save_set(graph, 512).bytes
         (128, 0)
     """
     return _Program(graph, objective, host=None).minimize_bytes(max_cost)
@@ -74,7 +74,7 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective 
 
 def menu(
     graph: BlockGraph,
-    points: int | Sequence[int] = 23,
+    budgets_or_count: int | Sequence[int] = 23,
     *,
     objective: SaveSetObjective = "flop",
     host: Host | None = None,
@@ -83,25 +83,25 @@ def menu(
 
     Args:
         graph: graph of the block.
-        points: budgets in bytes to solve for, or the number of budgets. If it is a number, each next budget is the
-            middle of a gap between two solutions: the gap with the largest product of width in bytes and difference in
-            cost.
+        budgets_or_count: budgets in bytes to solve for, or the number of budgets. If it is a number, each next budget
+            is the middle of a gap between two solutions: the gap with the largest product of width in bytes and
+            difference in cost.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
     Returns:
         Save sets by increasing bytes and decreasing cost, without duplicates.
     """
-    if isinstance(points, int):
-        return _menu(graph, points, objective, host)
+    if isinstance(budgets_or_count, int):
+        return _menu(graph, budgets_or_count, objective, host)
     program = _Program(graph, objective, host)
-    save_by_bytes = {save.bytes: save for save in map(program.minimize_cost, points)}
+    save_by_bytes = {save.bytes: save for save in map(program.minimize_cost, budgets_or_count)}
     return tuple(save_by_bytes[byte_count] for byte_count in sorted(save_by_bytes))
 
 
 @functools.lru_cache(maxsize=64)
-def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
-    """The result of `menu` for a number of points; cached, because several budgets and rules need the same curve."""
+def _menu(graph: BlockGraph, budget_count: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
+    """The result of `menu` for a number of budgets; cached, because several budgets and rules need the same curve."""
     program = _Program(graph, objective, host)
     smallest_save, largest_save = program.minimize_cost(0), program.minimize_cost(graph.needed_bytes)
     if smallest_save.bytes == largest_save.bytes:
@@ -115,7 +115,7 @@ def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Hos
         low_save, high_save, start, stop = gap
         return (stop - start) * (cost_of(low_save, objective) - cost_of(high_save, objective))
 
-    for _ in range(points - 2):
+    for _ in range(budget_count - 2):
         gaps = [gap for gap in gaps if gap[2] < gap[3]]
         if not gaps:
             break
@@ -135,8 +135,8 @@ class _Program:
     """The integer program of a graph, built once for all budgets.
 
     Each variable has one column. The variables ("keep", mark), ("host", mark) and ("run", index of an equation) are 0
-    or 1; ("out", "") and ("back", "") are the seconds of copies to and from the host that do not overlap with
-    computation, in units of `cost_scale`.
+    or 1. The variables ("out", "") and ("back", "") are the seconds of copies to the host and from the host,
+    respectively, that do not overlap with computation, in units of `cost_scale`.
 
     Attributes:
         graph, host, objective: the arguments.
@@ -163,7 +163,7 @@ class _Program:
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
         self.objective: SaveSetObjective = objective
-        self.equation_indices = sorted(recompute(graph, ()).equations)
+        self.equation_indices = sorted(recompute(graph, ()).equation_indices)
         # values of one mark are kept together or not at all
         self.indices_by_mark: dict[str, list[int]] = {}
         for index in self._candidate_indices():
@@ -197,9 +197,9 @@ class _Program:
                 continue
             for index in equation.outputs:
                 value = graph.values[index]
-                operand = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
-                is_marked = operand is not None and operand.mark is not None
-                is_redundant = is_free and operand is not None and is_marked and operand.bytes <= value.bytes
+                only_operand = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
+                is_marked = only_operand is not None and only_operand.mark is not None
+                is_redundant = is_free and only_operand is not None and is_marked and only_operand.bytes <= value.bytes
                 if value.mark is not None and not is_redundant:
                     candidate_indices.append(index)
         return candidate_indices
@@ -210,7 +210,7 @@ class _Program:
         from scipy.sparse import csr_array
 
         marks, graph, host = self.marks, self.graph, self.host
-        column_of: dict[tuple[str, Any], int] = {("keep", mark): i for i, mark in enumerate(marks)}
+        column_by_variable: dict[tuple[str, Any], int] = {("keep", mark): i for i, mark in enumerate(marks)}
         host_marks: list[str] = []
         if host is not None:
             host_marks = [
@@ -218,56 +218,68 @@ class _Program:
                 for mark in marks
                 if host.names is None or any(graph.values[i].name in host.names for i in self.indices_by_mark[mark])
             ]
-            column_of |= {("host", mark): len(column_of) + i for i, mark in enumerate(host_marks)}
-        self.choice_count = len(column_of)
-        column_of |= {("run", e): len(column_of) + i for i, e in enumerate(self.equation_indices)}
+            column_by_variable |= {("host", mark): len(column_by_variable) + i for i, mark in enumerate(host_marks)}
+        self.choice_count = len(column_by_variable)
+        column_by_variable |= {("run", e): len(column_by_variable) + i for i, e in enumerate(self.equation_indices)}
         if host is not None:
-            column_of |= {("out", ""): len(column_of), ("back", ""): len(column_of) + 1}
-        self.column_by_variable = column_of
+            column_by_variable |= {("out", ""): len(column_by_variable), ("back", ""): len(column_by_variable) + 1}
+        self.column_by_variable = column_by_variable
         cost_scale = max((self._cost(e) for e in self.equation_indices), default=0.0) or 1.0
         self.byte_unit = max(self.bytes_by_mark.values(), default=0) or 1
-        cost_weights = np.zeros(len(column_of))
+        cost_weights = np.zeros(len(column_by_variable))
         for e in self.equation_indices:
-            cost_weights[column_of["run", e]] = self._cost(e) / cost_scale
-        # each row: the factor of each column that is not 0, and the least value of the sum of their products
-        rows: list[tuple[dict[int, float], float]] = []
-        mark_of = {index: mark for mark, indices in self.indices_by_mark.items() for index in indices}
+            cost_weights[column_by_variable["run", e]] = self._cost(e) / cost_scale
+        # each row: its nonzero factors by column, and the least value of the sum of factors times variables
+        constraint_rows: list[tuple[dict[int, float], float]] = []
+        mark_by_index = {index: mark for mark, indices in self.indices_by_mark.items() for index in indices}
 
         def availability_terms(index: int) -> dict[int, float]:
             """The factors, by column, of a sum that is at least 1 if the value is kept, offloaded or recomputed."""
-            terms = {column_of["run", graph.values[index].producer]: 1.0}
-            if index in mark_of:
-                columns = [column_of.get((kind, mark_of[index])) for kind in ("keep", "host")]
-                terms |= {column: 1.0 for column in columns if column is not None}
+            terms = {column_by_variable["run", graph.values[index].producer]: 1.0}
+            if index in mark_by_index:
+                choice_columns = [column_by_variable.get((kind, mark_by_index[index])) for kind in ("keep", "host")]
+                terms |= {column: 1.0 for column in choice_columns if column is not None}
             return terms
 
-        rows += [(availability_terms(index), 1.0) for index in graph.needed]
+        constraint_rows += [(availability_terms(index), 1.0) for index in graph.needed]
         for e in self.equation_indices:
             for index in graph.equations[e].inputs:
                 if graph.values[index].producer >= 0:
-                    rows.append(({**availability_terms(index), column_of["run", e]: -1.0}, 0.0))
+                    constraint_rows.append(({**availability_terms(index), column_by_variable["run", e]: -1.0}, 0.0))
         if host is not None:
-            bytes_by_column = {column_of["host", mark]: self.bytes_by_mark[mark] for mark in host_marks}
-            forward_seconds, backward_seconds = hidden_seconds(graph, host)
-            cost_weights[column_of["out", ""]] = cost_weights[column_of["back", ""]] = 1.0
+            bytes_by_column = {column_by_variable["host", mark]: self.bytes_by_mark[mark] for mark in host_marks}
+            hidden_forward_seconds, hidden_backward_seconds = hidden_seconds(graph, host)
+            cost_weights[column_by_variable["out", ""]] = cost_weights[column_by_variable["back", ""]] = 1.0
             copy_terms = {
                 column: -byte_count / host.bandwidth / cost_scale for column, byte_count in bytes_by_column.items()
             }
-            rows.append(({**copy_terms, column_of["out", ""]: 1.0}, -forward_seconds / cost_scale))
-            rerun_terms = {column_of["run", e]: self._cost(e) / cost_scale for e in self.equation_indices}
-            rows.append(({**copy_terms, **rerun_terms, column_of["back", ""]: 1.0}, -backward_seconds / cost_scale))
+            constraint_rows.append(
+                ({**copy_terms, column_by_variable["out", ""]: 1.0}, -hidden_forward_seconds / cost_scale)
+            )
+            rerun_terms = {column_by_variable["run", e]: self._cost(e) / cost_scale for e in self.equation_indices}
+            constraint_rows.append(
+                (
+                    {**copy_terms, **rerun_terms, column_by_variable["back", ""]: 1.0},
+                    -hidden_backward_seconds / cost_scale,
+                )
+            )
             host_terms = {column: -byte_count / self.byte_unit for column, byte_count in bytes_by_column.items()}
-            rows.append((host_terms, -host.budget / self.byte_unit))
-            rows += [({column_of["host", mark]: -1.0, column_of["keep", mark]: -1.0}, -1.0) for mark in host_marks]
-        row_indices = [row_index for row_index, (terms, _) in enumerate(rows) for _ in terms]
-        columns = [column for terms, _ in rows for column in terms]
-        factors = [factor for terms, _ in rows for factor in terms.values()]
-        self.row_matrix = csr_array((factors, (row_indices, columns)), shape=(len(rows), len(column_of)))
-        self.least_sums = np.array([least_sum for _, least_sum in rows])
+            constraint_rows.append((host_terms, -host.budget / self.byte_unit))
+            constraint_rows += [
+                ({column_by_variable["host", mark]: -1.0, column_by_variable["keep", mark]: -1.0}, -1.0)
+                for mark in host_marks
+            ]
+        row_indices = [row_index for row_index, (terms, _) in enumerate(constraint_rows) for _ in terms]
+        columns = [column for terms, _ in constraint_rows for column in terms]
+        factors = [factor for terms, _ in constraint_rows for factor in terms.values()]
+        self.row_matrix = csr_array(
+            (factors, (row_indices, columns)), shape=(len(constraint_rows), len(column_by_variable))
+        )
+        self.least_sums = np.array([least_sum for _, least_sum in constraint_rows])
         self.cost_weights, self.cost_scale = cost_weights, cost_scale
-        self.byte_weights = np.zeros(len(column_of))
+        self.byte_weights = np.zeros(len(column_by_variable))
         for mark in marks:
-            self.byte_weights[column_of["keep", mark]] = self.bytes_by_mark[mark] / self.byte_unit
+            self.byte_weights[column_by_variable["keep", mark]] = self.bytes_by_mark[mark] / self.byte_unit
 
     def minimize_cost(self, budget: int) -> SaveSet:
         """The set of least cost within a budget in bytes; if several sets have that cost, the smallest of them."""
@@ -279,25 +291,27 @@ class _Program:
         # the smallest set of this cost, if the solver's tolerance admits one
         smallest_solution = self._solve(self.byte_weights, budget, least_cost * (1 + 1e-9) + 1e-9)
         solutions = [solution for solution in (best_solution, smallest_solution) if solution is not None]
-        candidates = map(self._save_set_of, solutions)
-        cheapest_set = min(candidates, key=lambda candidate: (cost_of(candidate, self.objective), candidate.bytes))
+        candidate_sets = map(self._save_set_of, solutions)
+        cheapest_set = min(
+            candidate_sets, key=lambda candidate_set: (cost_of(candidate_set, self.objective), candidate_set.bytes)
+        )
         is_everything_cheaper = budget >= self.graph.needed_bytes and cost_of(cheapest_set, self.objective) > 0
         return save_set(self.graph, (EVERYTHING,)) if is_everything_cheaper else cheapest_set
 
     def minimize_bytes(self, max_cost: float) -> SaveSet:
         """The smallest set with a cost of at most `max_cost`."""
-        everything = save_set(self.graph, (EVERYTHING,))
+        full_set = save_set(self.graph, (EVERYTHING,))
         if cost_of(self.minimize_cost(self.graph.needed_bytes), self.objective) > max_cost:
-            return everything
+            return full_set
         scaled_max_cost = max_cost / self.cost_scale
         solution = self._solve(self.byte_weights, self.graph.needed_bytes, scaled_max_cost * (1 + 1e-9) + 1e-9)
         if solution is None:
-            return everything
+            return full_set
         smallest_set = self._save_set_of(solution)
-        return smallest_set if cost_of(smallest_set, self.objective) <= max_cost * (1 + 1e-9) else everything
+        return smallest_set if cost_of(smallest_set, self.objective) <= max_cost * (1 + 1e-9) else full_set
 
     def _save_set_of(self, solution: Any) -> SaveSet:
-        """The save set of a solution, a float array with the value of the variable of each column."""
+        """The save set of a solution, which is a float array with the value of each column's variable."""
         names_by_kind: dict[str, list[str]] = {"keep": [], "host": []}
         for (kind, mark), column in self.column_by_variable.items():
             if kind in names_by_kind and solution[column] > 0.5:

@@ -43,9 +43,9 @@ def greedy(
     """
     check_request(graph, budget, objective)
 
-    def rerun_cost(kept_indices: frozenset[int]) -> float:
-        """The cost of recomputation if the values with these indices are kept."""
-        return cost_of(recompute(graph, kept_indices), objective)
+    def rerun_cost(indices: frozenset[int]) -> float:
+        """The cost of recomputation if the values with these indices are kept on the device."""
+        return cost_of(recompute(graph, indices), objective)
 
     # time is counted as the cost of the equations that ran so far; for each value, the time of its last read
     elapsed_cost, last_read_costs = 0.0, [0.0] * len(graph.values)
@@ -59,13 +59,13 @@ def greedy(
     while kept_bytes > budget:
 
         def eviction_key(
-            index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
+            index: int, base_indices: frozenset[int] = kept_indices, base_cost: float = kept_cost
         ) -> tuple[float, int]:
             """The score of a value, then its negative bytes; the value with the least key is evicted next."""
             age = elapsed_cost - last_read_costs[index]
             staleness = age + elapsed_cost * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes
-            return (rerun_cost(kept_indices - {index}) - kept_cost) / (value_bytes * staleness or 1.0), -value_bytes
+            return (rerun_cost(base_indices - {index}) - base_cost) / (value_bytes * staleness or 1.0), -value_bytes
 
         evicted_index = min(sorted(kept_indices), key=eviction_key)
         kept_indices -= {evicted_index}

@@ -33,7 +33,7 @@ class StaleGraph(UserError):
 
 
 def keep_everything(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of `jax.checkpoint` that keeps every value; it distinguishes checkpoints of jaxscale from the user's."""
+    """The policy of `jax.checkpoint` that keeps every value; it marks a checkpoint as jaxscale's, not the user's."""
     return True
 
 
@@ -72,7 +72,7 @@ class Keeping:
     """A wrapper of blocks that keeps the values of each block's save set.
 
     Args:
-        saves: the save set of each kind of block, by the block's fingerprint.
+        save_by_block: the save set of each kind of block, by the block's fingerprint.
         prepare_args: function from the wrapped block's arguments to those of the block itself; it runs in the forward
             pass and again in the backward pass. `None` leaves the arguments unchanged. Save sets do not include the
             values that this function computes.
@@ -81,7 +81,7 @@ class Keeping:
             to the host at once. A policy then keeps the values under `deferred_names`.
     """
 
-    saves: Mapping[str, SaveSet]
+    save_by_block: Mapping[str, SaveSet]
     prepare_args: Callable[[Any], Any] | None = None
     everything_policy: Callable[..., Any] = keep_everything
     is_offload_deferred: bool = False
@@ -89,38 +89,40 @@ class Keeping:
     @property
     def deferred_names(self) -> frozenset[str]:
         """Names, in the traced program, of the values to offload if the offload is deferred."""
-        names = {name for save in self.saves.values() for name in save.offload}
+        names = {name for save in self.save_by_block.values() for name in save.offload}
         return frozenset({_LATER_PREFIX + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block under the policy of its save set; `rolled` is true in a scan."""
+        """Return the block under the policy of its save set; `rolled` is true in a scan."""
 
         def keeping_block(*args: Any) -> Any:
             """Trace the block, name the values of its save set, and run it under a policy that keeps these names."""
             prepare_args = self.prepare_args
-            prepared_shapes = args if prepare_args is None else jax.eval_shape(prepare_args, args)
-            jaxpr, result_shapes = jax.make_jaxpr(block, return_shape=True)(*prepared_shapes)
+            args_to_trace = args if prepare_args is None else jax.eval_shape(prepare_args, args)
+            jaxpr, abstract_results = jax.make_jaxpr(block, return_shape=True)(*args_to_trace)
             program = inline(jaxpr)
-            save = _matching_save(program, self.saves)
-            inserted_names = _inserted_names(program, save, self.is_offload_deferred)
+            save = _matching_save(program, self.save_by_block)
+            name_by_number = _names_to_insert(program, save, self.is_offload_deferred)
             policy = self.everything_policy
             if save.keep != (EVERYTHING,):
-                policy = _policy_of(jaxpr, prepared_shapes, program, save)
+                policy = _policy_of(jaxpr, args_to_trace, program, save)
             if self.is_offload_deferred and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.deferred_names)
 
             def insert_name(value_number: int, value: Any) -> Any:
-                """Return `value`, whose number is `value_number`; a value to keep gets its checkpoint name."""
-                is_kept = value_number in inserted_names
-                return checkpoint_name(value, inserted_names[value_number]) if is_kept else value
+                """Return the value with this number; a value to keep gets its checkpoint name."""
+                is_kept = value_number in name_by_number
+                return checkpoint_name(value, name_by_number[value_number]) if is_kept else value
 
-            def run_program(consts: Any, args: Any) -> list[Any]:
+            def run_program(consts: Any, unprepared_args: Any) -> list[Any]:
                 """Run the block's program on its constants and arguments; return the leaves of the block's result."""
-                leaves = jax.tree.leaves(args if prepare_args is None else prepare_args(args))
-                return program.run((*consts, *leaves), insert_name)
+                prepared_leaves = jax.tree.leaves(
+                    unprepared_args if prepare_args is None else prepare_args(unprepared_args)
+                )
+                return program.run((*consts, *prepared_leaves), insert_name)
 
-            checkpointed = run_again(run_program, rolled=rolled, policy=policy)
-            return jax.tree.unflatten(jax.tree.structure(result_shapes), checkpointed(jaxpr.consts, args))
+            checkpointed_program = run_again(run_program, rolled=rolled, policy=policy)
+            return jax.tree.unflatten(jax.tree.structure(abstract_results), checkpointed_program(jaxpr.consts, args))
 
         return keeping_block
 
@@ -147,16 +149,16 @@ def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]
     """The save set that was made for the block of this program."""
     fingerprint = program.fingerprint()
     if fingerprint not in save_by_block:
-        expected_blocks = ", ".join(sorted(save_by_block)) or "(none)"
+        fingerprints_text = ", ".join(sorted(save_by_block)) or "(none)"
         raise StaleGraph(
-            f"the memory plan was made for block {expected_blocks}, but this model has block {fingerprint}: the model, "
-            "its version or its shapes differ; make the plan again",
+            f"the memory plan was made for block {fingerprints_text}, but this model has block {fingerprint}: the "
+            "model, its version or its shapes differ; make the plan again",
             page="techniques/save_sets",
         )
     return save_by_block[fingerprint]
 
 
-def _inserted_names(program: InlinedProgram, save: SaveSet, is_offload_deferred: bool) -> dict[int, str]:
+def _names_to_insert(program: InlinedProgram, save: SaveSet, is_offload_deferred: bool) -> dict[int, str]:
     """The names to insert for the values of a save set, by the number of the value in the program."""
     offload_prefix = _LATER_PREFIX if is_offload_deferred else MARK
     prefix_by_name = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, offload_prefix)}
@@ -167,13 +169,13 @@ def _inserted_names(program: InlinedProgram, save: SaveSet, is_offload_deferred:
     }
 
 
-def _policy_of(jaxpr: Any, arg_shapes: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+def _policy_of(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
     """The policy that keeps the values of a save set, after a check that the block has them."""
     block_names = set(program.names().values())
     residual_names = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residual_names:
         # residuals that an operation with a custom derivative names itself
-        graph = graph_of(jaxpr, arg_shapes)
+        graph = graph_of(jaxpr, args)
         for name in residual_names:
             value_index(graph, name)  # refuses a name that the block does not have
 

@@ -100,9 +100,9 @@ def _wrap(block: Callable[..., Any], make_rematerialized: Callable[[], Callable[
 
     @functools.wraps(block)
     def rematerialized_block(*args: Any) -> Any:
-        """Run the block; on a backend that would recompute too early, recomputation waits for the gradient."""
-        is_early = jax.default_backend() == "cpu" and runs_recomputation_early()
-        with treating(dataclasses.replace(treatment(), is_held_back=is_early)):
+        """Run the block; on a backend that would recompute too early, hold recomputation back until the gradient."""
+        is_recomputation_early = jax.default_backend() == "cpu" and runs_recomputation_early()
+        with treating(dataclasses.replace(treatment(), is_held_back=is_recomputation_early)):
             return make_rematerialized()(*args)
 
     return rematerialized_block

@@ -43,9 +43,9 @@ POLICIES = (
 )  # fmt: skip
 """The policies in `jax.checkpoint_policies` that need no argument."""
 
-_BUDGETED = ("chain", "save", "greedy", "dtr_static", "offload")
+_RULES_WITH_BUDGET = ("chain", "save", "greedy", "dtr_static", "offload")
 """Rules with a budget."""
-_COUNTED = ("periodic", "revolve")
+_RULES_WITH_COUNT = ("periodic", "revolve")
 """Rules with a count."""
 
 
@@ -96,17 +96,17 @@ class MemoryPlan:
             raise unknown("memory plan", self.rule, get_args(MemoryRule))
         check_types(self)
         is_needed_by_field = {
-            "budget": self.rule in _BUDGETED,
-            "count": self.rule in _COUNTED,
+            "budget": self.rule in _RULES_WITH_BUDGET,
+            "count": self.rule in _RULES_WITH_COUNT,
             "selector": self.rule == "offload",
             "name": self.rule in ("jax", "file"),
         }
-        for field, is_needed in is_needed_by_field.items():
-            if (getattr(self, field) is not None) != is_needed:
-                verb = "needs" if is_needed else "takes no"
-                raise UserError(f"memory plan {self.rule} {verb} {field}: write {FORMS[self.rule]}")
+        for field_name, is_needed in is_needed_by_field.items():
+            if (getattr(self, field_name) is not None) != is_needed:
+                verb = "needs" if is_needed else "does not take"
+                raise UserError(f"memory plan {self.rule} {verb} a {field_name}: write {FORMS[self.rule]}")
         if self.objective is not None and self.rule != "save":
-            raise UserError(f"memory plan {self.rule} takes no objective: write {FORMS[self.rule]}")
+            raise UserError(f"memory plan {self.rule} does not take an objective: write {FORMS[self.rule]}")
         if self.budget is not None and self.budget < 0:
             raise UserError(f"memory plan {self.rule}: got a budget of {self.budget} bytes, expected 0 or more")
         if self.count is not None and self.count < 1:
@@ -129,8 +129,8 @@ class MemoryPlan:
         if rule == "file":
             return cls(rule, name=":".join(arguments) or None)
         argument_names = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
-        optional_count = FORMS[rule].count("[")
-        if not len(argument_names) - optional_count <= len(arguments) <= len(argument_names):
+        optional_argument_count = FORMS[rule].count("[")
+        if not len(argument_names) - optional_argument_count <= len(arguments) <= len(argument_names):
             raise UserError(f"memory plan {text!r}: expected {FORMS[rule]}")
         argument_by_name = dict(zip(argument_names, arguments, strict=False))
         error_prefix = f"memory plan {rule}:"

@@ -76,11 +76,11 @@ def rotor(
         UserError: no plan fits; the message gives the least possible budget, and what would lower it.
 
     Example:
-        >>> alike = [Stage(1.0, 2.0, 1)] * 4
-        >>> plan = rotor(alike, 1, 6)
+        >>> stages = [Stage(1.0, 2.0, 1)] * 4
+        >>> plan = rotor(stages, 1, 6)
         >>> plan.seconds, plan.peak_bytes, plan.exact
         (14.0, 6, True)
-        >>> rotor(alike, 1, 3, bound="kept").seconds
+        >>> rotor(stages, 1, 3, bound="kept").seconds
         14.0
     """
     problem = _Problem(tuple(stages), input_bytes, bound)
@@ -93,7 +93,7 @@ def rotor(
         cost = simulate(nodes, stages, input_bytes)
         if problem.limited_bytes(cost) <= budget:
             seconds = float(table.row(0, problem.stage_count - 1)[slot])
-            return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, exact=table.exact)
+            return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, exact=table.is_exact)
     # the budget is so close to the least possible that no plan of the rounded table is within it
     nodes = problem.least_nodes(0, problem.stage_count - 1)
     cost = simulate(nodes, stages, input_bytes)
@@ -114,16 +114,16 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
 
 def _budget_error(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
     """The error for a budget smaller than the least possible budget."""
-    stage_bytes = [
+    least_bytes_by_stage = [
         min(problem.save_need_bytes(index, option, index) for option in range(len(stage.options))) + input_bytes
         for index, (stage, input_bytes) in enumerate(zip(problem.stages, problem.edge_bytes, strict=False))
     ]
-    largest_stage = max(range(problem.stage_count), key=stage_bytes.__getitem__)
+    largest_stage_index = max(range(problem.stage_count), key=least_bytes_by_stage.__getitem__)
     return UserError(
         f"a budget of {bytes_text(budget)} ({problem.bound}) is too low for {problem.stage_count} stages: the least "
-        f"possible is {bytes_at_least(least_bytes)}, and stage {largest_stage} alone takes "
-        f"{bytes_at_least(stage_bytes[largest_stage])}; more microbatches, a smaller batch, or splitting that stage in "
-        "two would lower it"
+        f"possible is {bytes_at_least(least_bytes)}, and stage {largest_stage_index} alone takes "
+        f"{bytes_at_least(least_bytes_by_stage[largest_stage_index])}; more microbatches, a smaller batch, or "
+        "splitting that stage in two would lower it"
     )
 
 
@@ -158,16 +158,16 @@ class _Problem:
         self.new_bytes: list[list[int]] = []
         self.run_need_bytes: list[list[int]] = []
         for start in range(self.stage_count if not self.is_uniform else 1):
-            new_bytes_row, need_row, passed_bytes, run_bytes, new_bytes = [], [], math.inf, 0, 0
+            new_bytes_row, need_bytes_row, passed_bytes, run_bytes, new_bytes = [], [], math.inf, 0, 0
             for index in range(start, self.stage_count):
                 stage = stages[index]
                 passed_bytes = min(passed_bytes, stage.passed_bytes)
                 run_bytes = max(run_bytes, new_bytes + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
                 new_bytes = stage.output_bytes - int(passed_bytes)
                 new_bytes_row.append(new_bytes)
-                need_row.append(run_bytes if bound == "alive" else 0)
+                need_bytes_row.append(run_bytes if bound == "alive" else 0)
             self.new_bytes.append(new_bytes_row)
-            self.run_need_bytes.append(need_row)
+            self.run_need_bytes.append(need_bytes_row)
         if self.is_uniform:
             self.new_bytes *= self.stage_count
             self.run_need_bytes *= self.stage_count
@@ -204,8 +204,10 @@ class _Problem:
             # for the span of stages first..last: its least bytes, and the code of its plan's first node
             self._least_by_span: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
-                choices = self._least_choices(first, last)
-                self._least_by_span[self._key(first, last)] = min(choices, key=lambda choice: choice[0])
+                bytes_and_codes = self._least_choices(first, last)
+                self._least_by_span[self._key(first, last)] = min(
+                    bytes_and_codes, key=lambda bytes_and_code: bytes_and_code[0]
+                )
         return self.input_bytes + self._least_bytes_of(0, self.stage_count - 1)
 
     def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -245,28 +247,30 @@ class _Problem:
 
     # -- the least time ------------------------------------------------------------------------------------------------
 
-    def grid(self, free_bytes: int, slots: int) -> "_Grid":
-        """The grid of a table, with about `slots` slots, for a budget of `free_bytes` besides the chain's input.
+    def grid(self, free_bytes: int, target_slot_count: int) -> "_Grid":
+        """The grid of a table for a budget of `free_bytes` besides the chain's input, with about this number of slots.
 
         For identical stages, which need a smaller table, the grid has about four times as many slots.
         """
-        distinct_sizes = {
-            self.saved_bytes(i, o) for i, stage in enumerate(self.stages) for o in range(len(stage.options))
+        distinct_byte_counts = {
+            self.saved_bytes(index, option)
+            for index, stage in enumerate(self.stages)
+            for option in range(len(stage.options))
         }
-        distinct_sizes.update(byte_count for row in self.new_bytes for byte_count in row)
-        kept_sizes = np.array(sorted(distinct_sizes), dtype=np.float64)
-        unit = math.gcd(*(int(byte_count) for byte_count in kept_sizes)) or 1
-        least_slot_count = 4 * slots if self.is_uniform else slots
-        if free_bytes // unit <= least_slot_count:
-            slot_count = free_bytes // unit
-            return _Grid(float(unit), float(free_bytes - slot_count * unit), slot_count + 1, exact=True)
+        distinct_byte_counts.update(byte_count for row in self.new_bytes for byte_count in row)
+        kept_byte_counts = np.array(sorted(distinct_byte_counts), dtype=np.float64)
+        unit_bytes = math.gcd(*(int(byte_count) for byte_count in kept_byte_counts)) or 1
+        least_slot_count = 4 * target_slot_count if self.is_uniform else target_slot_count
+        if free_bytes // unit_bytes <= least_slot_count:
+            slot_count = free_bytes // unit_bytes
+            return _Grid(float(unit_bytes), float(free_bytes - slot_count * unit_bytes), slot_count + 1, is_exact=True)
         # choose, of several grids, the one that rounds this chain's kept sizes most accurately
         slot_counts = np.arange(least_slot_count, least_slot_count + least_slot_count // 5 + 1)
-        slot_sizes = kept_sizes[None, :] * (slot_counts[:, None] / free_bytes)
-        rounding_errors = (np.abs(np.rint(slot_sizes) - slot_sizes) / slot_counts[:, None]).sum(1)
+        sizes_in_slots = kept_byte_counts[None, :] * (slot_counts[:, None] / free_bytes)
+        rounding_errors = (np.abs(np.rint(sizes_in_slots) - sizes_in_slots) / slot_counts[:, None]).sum(1)
         slot_count = int(slot_counts[np.argmin(rounding_errors)])
-        length = slot_count + 1 + math.ceil(_EXTRA_SLOT_SHARE * slot_count)
-        return _Grid(free_bytes / slot_count, remainder=0.0, length=length, exact=False)
+        grid_length = slot_count + 1 + math.ceil(_EXTRA_SLOT_SHARE * slot_count)
+        return _Grid(free_bytes / slot_count, remainder=0.0, length=grid_length, is_exact=False)
 
 
 class _Grid(NamedTuple):
@@ -276,15 +280,15 @@ class _Grid(NamedTuple):
         unit: bytes of a slot.
         remainder: bytes of the budget that do not fill a slot.
         length: number of slots in the table.
-        exact: whether all kept sizes are multiples of the unit.
+        is_exact: whether all kept sizes are multiples of the unit.
     """
 
     unit: float
     remainder: float
     length: int
-    exact: bool
+    is_exact: bool
 
-    def slots_of(self, byte_count: int) -> int:
+    def slot_count_of(self, byte_count: int) -> int:
         """The number of slots that is nearest to a number of bytes."""
         return round(byte_count / self.unit)
 
@@ -298,15 +302,15 @@ class _Table:
 
     Attributes:
         problem, grid: the arguments.
-        exact: whether the table's plans are certain to be the fastest.
-        new_slots: the bytes in `problem.new_bytes` as numbers of slots; only the first row for identical stages.
+        is_exact: whether the table's plans are certain to be the fastest.
+        new_slot_counts: the bytes in `problem.new_bytes` as numbers of slots; only the first row for identical stages.
         _rows: _rows[s][t - s] is C(s, t, :), a float array of shape (slots,); only _rows[0] for identical stages.
     """
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
-        self.problem, self.grid, self.exact = problem, grid, grid.exact
+        self.problem, self.grid, self.is_exact = problem, grid, grid.is_exact
         byte_rows = problem.new_bytes[: 1 if problem.is_uniform else None]
-        self.new_slots = [[grid.slots_of(byte_count) for byte_count in row] for row in byte_rows]
+        self.new_slot_counts = [[grid.slot_count_of(byte_count) for byte_count in row] for row in byte_rows]
         if problem.is_uniform:
             self._fill_uniform()
         else:
@@ -326,35 +330,38 @@ class _Table:
         """The plan of stages first..last that costs C(first, last, slot)."""
         problem, nodes = self.problem, []
         while first <= last:
-            stage, choices = problem.stages[first], []  # each choice: seconds of a plan, and its first node's code
+            # of each possible first node: the seconds of the plan, and the node's code
+            stage, seconds_and_codes = problem.stages[first], []
             for option in range(len(stage.options)):
-                later_slot, seconds = slot - self.grid.slots_of(problem.saved_bytes(first, option)), math.inf
+                later_slot, seconds = slot - self.grid.slot_count_of(problem.saved_bytes(first, option)), math.inf
                 if slot >= self.grid.first_slot(problem.save_need_bytes(first, option, last)):
                     if first == last:
                         seconds = problem.save_seconds(first, option)
                     elif later_slot >= 0:
                         seconds = problem.save_seconds(first, option) + float(self.row(first + 1, last)[later_slot])
-                choices.append((seconds, -1 - option))
+                seconds_and_codes.append((seconds, -1 - option))
             for cut in range(first + 1, last + 1):
-                later_slot = slot - self._new_slots_of(first, cut)
+                later_slot = slot - self._new_slot_count(first, cut)
                 if later_slot < 0 or slot < self._first_slot_to_run(first, cut, last):
                     continue
                 run_seconds = problem.elapsed_seconds[cut] - problem.elapsed_seconds[first]
-                choices.append((run_seconds + self.row(cut, last)[later_slot] + self.row(first, cut - 1)[slot], cut))
-            _, code = min(choices, key=lambda choice: choice[0])
+                seconds_and_codes.append(
+                    (run_seconds + self.row(cut, last)[later_slot] + self.row(first, cut - 1)[slot], cut)
+                )
+            _, code = min(seconds_and_codes, key=lambda seconds_and_code: seconds_and_code[0])
             if code < 0:
                 nodes.append(Save(first, -1 - code))
-                slot -= self.grid.slots_of(problem.saved_bytes(first, -1 - code))
+                slot -= self.grid.slot_count_of(problem.saved_bytes(first, -1 - code))
                 first += 1
             else:
                 nodes.append(Remat(self.nodes(first, code - 1, slot)))
-                slot -= self._new_slots_of(first, code)
+                slot -= self._new_slot_count(first, code)
                 first = code
         return tuple(nodes)
 
-    def _new_slots_of(self, first: int, cut: int) -> int:
+    def _new_slot_count(self, first: int, cut: int) -> int:
         """The slots of the input of stage `cut`, without the arrays that the input of stage `first` contains."""
-        return self.new_slots[0 if self.problem.is_uniform else first][cut - first - 1]
+        return self.new_slot_counts[0 if self.problem.is_uniform else first][cut - first - 1]
 
     def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
         """The index of the first slot in which stages first..cut-1 can run without keeping values."""
@@ -366,12 +373,12 @@ class _Table:
         problem, grid = self.problem, self.grid
         best_row = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
-            saved_slots = grid.slots_of(problem.saved_bytes(first, option))
+            saved_slot_count = grid.slot_count_of(problem.saved_bytes(first, option))
             seconds = problem.save_seconds(first, option)
             first_slot = grid.first_slot(problem.save_need_bytes(first, option, last))
-            first_slot = first_slot if first == last else max(first_slot, saved_slots)
+            first_slot = first_slot if first == last else max(first_slot, saved_slot_count)
             if first_slot < grid.length:
-                later_slots = slice(first_slot - saved_slots, grid.length - saved_slots)
+                later_slots = slice(first_slot - saved_slot_count, grid.length - saved_slot_count)
                 later_seconds = 0.0 if first == last else self.row(first + 1, last)[later_slots]
                 np.minimum(best_row[first_slot:], later_seconds + seconds, out=best_row[first_slot:])
         return best_row
@@ -385,57 +392,57 @@ class _Table:
 
     def _fill(self) -> None:
         """Fill the table of different stages: for each last stage, all first stages from the last one down."""
-        problem, grid, count = self.problem, self.grid, self.problem.stage_count
-        self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
-        workspace = np.empty((count, grid.length))
+        problem, grid, stage_count = self.problem, self.grid, self.problem.stage_count
+        self._rows = [np.empty((stage_count - first, grid.length)) for first in range(stage_count)]
+        workspace = np.empty((stage_count, grid.length))
         # run_need_rows[s][t]: row s of `problem.run_need_bytes` as an array, up to the cut t
         run_need_rows = [
-            [np.array(problem.run_need_bytes[first][: last - first], dtype=np.float64) for last in range(count)]
-            for first in range(count)
+            [np.array(problem.run_need_bytes[first][: last - first], dtype=np.float64) for last in range(stage_count)]
+            for first in range(stage_count)
         ]
-        for last in range(count):
-            # after_cut[c] is C(c, last, m - x(c)), by slot m, plus the forward seconds from the chain's start to c
-            after_cut = np.full((last + 1, grid.length), np.inf)
+        for last in range(stage_count):
+            # after_cut_rows[c] is C(c, last, m - x(c)), by slot m, plus the forward seconds from the chain's start to c
+            after_cut_rows = np.full((last + 1, grid.length), np.inf)
             for first in range(last, -1, -1):
-                costs = self._best_option_row(first, last)
+                cost_row = self._best_option_row(first, last)
                 if last > first:
                     # costs by cut and slot if the stages before the cut run again
                     cut_rows = workspace[: last - first]
                     if problem.has_passed_bytes:
                         for cut in range(first + 1, last + 1):
-                            after_cut[cut] = self._shift(self.row(cut, last), self._new_slots_of(first, cut))
-                            after_cut[cut] += problem.elapsed_seconds[cut]
-                    np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=cut_rows)
+                            after_cut_rows[cut] = self._shift(self.row(cut, last), self._new_slot_count(first, cut))
+                            after_cut_rows[cut] += problem.elapsed_seconds[cut]
+                    np.add(self._rows[first][: last - first], after_cut_rows[first + 1 :], out=cut_rows)
                     needed_bytes = problem.gradient_bytes[last + 1] + run_need_rows[first][last] - grid.remainder
                     first_slots = np.ceil(needed_bytes / grid.unit - 1e-9)
                     for cut_index, first_slot in enumerate(first_slots.astype(int).tolist()):
                         cut_rows[cut_index, : max(first_slot, 0)] = np.inf
-                    np.minimum(costs, cut_rows.min(0) - problem.elapsed_seconds[first], out=costs)
-                self._rows[first][last - first] = costs
+                    np.minimum(cost_row, cut_rows.min(0) - problem.elapsed_seconds[first], out=cost_row)
+                self._rows[first][last - first] = cost_row
                 if not problem.has_passed_bytes and first:
-                    after_cut[first] = (
-                        self._shift(costs, self._new_slots_of(first - 1, first)) + problem.elapsed_seconds[first]
+                    after_cut_rows[first] = (
+                        self._shift(cost_row, self._new_slot_count(first - 1, first)) + problem.elapsed_seconds[first]
                     )
 
     def _fill_uniform(self) -> None:
         """Fill the table of identical stages in order of the number of stages, `last` + 1."""
-        problem, grid, count = self.problem, self.grid, self.problem.stage_count
-        self._rows = [np.empty((count, grid.length))]
-        # rows[n - 1] is C of n stages by slot; after_cut[n - 1] is the same row if the stages' input takes slots
+        problem, grid, stage_count = self.problem, self.grid, self.problem.stage_count
+        self._rows = [np.empty((stage_count, grid.length))]
+        # rows[n - 1] is C of n stages by slot; after_cut_rows[n - 1] is the same row if the stages' input takes slots
         rows = self._rows[0]
-        after_cut = np.empty((count, grid.length))
-        workspace = np.empty((count, grid.length))
-        input_slots, stage_seconds = self.new_slots[0][0], problem.stages[0].forward_seconds
-        segment_seconds = stage_seconds * np.arange(1, count + 1)[:, None]  # by number of stages in a segment
-        for last in range(count):
-            costs = self._best_option_row(0, last)
+        after_cut_rows = np.empty((stage_count, grid.length))
+        workspace = np.empty((stage_count, grid.length))
+        input_slot_count, stage_seconds = self.new_slot_counts[0][0], problem.stages[0].forward_seconds
+        segment_seconds = stage_seconds * np.arange(1, stage_count + 1)[:, None]  # by number of stages in a segment
+        for last in range(stage_count):
+            cost_row = self._best_option_row(0, last)
             if last:
                 cut_rows = workspace[:last]
                 # a first segment of 1, 2, .. stages, and the stages after it
-                np.add(rows[:last], after_cut[last - 1 :: -1], out=cut_rows)
+                np.add(rows[:last], after_cut_rows[last - 1 :: -1], out=cut_rows)
                 cut_rows += segment_seconds[:last]
                 for cut_index in range(last):
                     cut_rows[cut_index, : self._first_slot_to_run(0, cut_index + 1, last)] = np.inf
-                np.minimum(costs, cut_rows.min(0), out=costs)
-            rows[last] = costs
-            after_cut[last] = self._shift(costs, input_slots)
+                np.minimum(cost_row, cut_rows.min(0), out=cost_row)
+            rows[last] = cost_row
+            after_cut_rows[last] = self._shift(cost_row, input_slot_count)

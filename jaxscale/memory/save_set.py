@@ -40,12 +40,12 @@ class Recompute:
     Args:
         flop: recomputed FLOP of matrix products, convolutions and kernels.
         seconds: seconds of the recomputation by the roofline model; 0 without a chip.
-        equations: indices of the recomputed equations.
+        equation_indices: indices of the recomputed equations.
     """
 
     flop: int
     seconds: float
-    equations: frozenset[int]
+    equation_indices: frozenset[int]
 
 
 def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSetObjective) -> float:
@@ -84,8 +84,10 @@ def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
             rerun_indices.add(producer_index)
             operand_indices = graph.equations[producer_index].inputs
             missing_indices += [index for index in operand_indices if index not in available_indices]
-    equations = [graph.equations[index] for index in sorted(rerun_indices)]
-    return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(rerun_indices))
+    rerun_equations = [graph.equations[index] for index in sorted(rerun_indices)]
+    return Recompute(
+        sum(e.flop for e in rerun_equations), sum(e.seconds for e in rerun_equations), frozenset(rerun_indices)
+    )
 
 
 def hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
@@ -106,8 +108,10 @@ def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun
     if host is None or not host_bytes:
         return 0.0
     copy_seconds = host_bytes / host.bandwidth
-    hidden_forward, hidden_backward = hidden_seconds(graph, host)
-    return max(0.0, copy_seconds - hidden_forward) + max(0.0, copy_seconds - hidden_backward - rerun_seconds)
+    hidden_forward_seconds, hidden_backward_seconds = hidden_seconds(graph, host)
+    return max(0.0, copy_seconds - hidden_forward_seconds) + max(
+        0.0, copy_seconds - hidden_backward_seconds - rerun_seconds
+    )
 
 
 def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
@@ -134,11 +138,17 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
     )
     seconds = recomputation.seconds + exposed_seconds(graph, host, host_bytes, recomputation.seconds)
     index_by_name = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
-    sorted_keep, sorted_offload = (
+    sorted_keep_names, sorted_offload_names = (
         tuple(sorted(names, key=index_by_name.__getitem__)) for names in (keep_names, offload_names)
     )
     return SaveSet(
-        graph.fingerprint, sorted_keep, sorted_offload, device_bytes, host_bytes, recomputation.flop, seconds
+        graph.fingerprint,
+        sorted_keep_names,
+        sorted_offload_names,
+        device_bytes,
+        host_bytes,
+        recomputation.flop,
+        seconds,
     )
 
 
@@ -188,7 +198,7 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
         return save_set(graph, (EVERYTHING,))
     saveable_indices = {i for equation in graph.equations if policy in equation.kept_by for i in equation.outputs}
     recomputation = recompute(graph, saveable_indices)
-    read_indices = {*graph.needed, *(i for e in recomputation.equations for i in graph.equations[e].inputs)}
+    read_indices = {*graph.needed, *(i for e in recomputation.equation_indices for i in graph.equations[e].inputs)}
     kept_indices = sorted(saveable_indices & read_indices)
     names = tuple(graph.values[index].name for index in kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)

@@ -29,13 +29,13 @@ GROUPS_GAIN = 0.005
 
 
 def plan_stack(
-    graph: BlockGraph, layers: int, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None
+    graph: BlockGraph, layer_count: int, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None
 ) -> StackDecision:
     """The save sets of the layers of a scanned stack within a budget.
 
     Args:
         graph: graph of a block.
-        layers: number of layers.
+        layer_count: number of layers.
         budget: most bytes kept by the whole stack, inputs of blocks included.
         objective: the cost to minimize.
         host: host memory for offloaded values; it requires the objective "seconds" and rules out segments.
@@ -43,22 +43,22 @@ def plan_stack(
     Raises:
         UserError: the budget is too small even for two levels.
     """
-    inputs_bytes = layers * graph.carried_bytes
+    inputs_bytes = layer_count * graph.carried_bytes
     if budget < inputs_bytes and host is not None:
         raise budget_error(budget, inputs_bytes, "save:BYTES for a scanned stack, ")
     if budget < inputs_bytes:
-        return _two_level_decision(graph, layers, budget, objective)
+        return _two_level_decision(graph, layer_count, budget, objective)
     value_bytes = budget - inputs_bytes
-    uniform_save = solve(graph, value_bytes // layers, objective=objective, host=host)
-    groups = _best_groups(menu(graph, objective=objective, host=host), layers, value_bytes, objective)
+    uniform_save = solve(graph, value_bytes // layer_count, objective=objective, host=host)
+    groups = _best_groups(menu(graph, objective=objective, host=host), layer_count, value_bytes, objective)
     groups_cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save)
-    saved_cost = layers * cost_of(uniform_save, objective) - groups_cost
-    if len(groups) > 1 and saved_cost > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
+    saved_cost = layer_count * cost_of(uniform_save, objective) - groups_cost
+    if len(groups) > 1 and saved_cost > GROUPS_GAIN * 3 * layer_count * cost_of(graph, objective):
         return StackDecision(groups)
-    return StackDecision((Group(layers, uniform_save),))
+    return StackDecision((Group(layer_count, uniform_save),))
 
 
-def least_bytes(graph: BlockGraph, layers: int) -> int:
+def least_bytes(graph: BlockGraph, layer_count: int) -> int:
     """The fewest bytes a scanned stack can keep: ceil(L / k) + k inputs, for L layers and the best segment length k.
 
     Example:
@@ -67,31 +67,31 @@ def least_bytes(graph: BlockGraph, layers: int) -> int:
         >>> least_bytes(BlockGraph("x", (x,), (), (0,), (0,), (), ()), 16) // 16
         8
     """
-    return min(_live_input_count(layers, k) for k in range(1, layers + 1)) * graph.carried_bytes
+    return min(_live_input_count(layer_count, k) for k in range(1, layer_count + 1)) * graph.carried_bytes
 
 
-def _live_input_count(layers: int, segment: int) -> int:
-    """The most block inputs alive at once with segments of `segment` layers: one per segment, and those inside one."""
-    return layers if segment == 1 else math.ceil(layers / segment) + segment
+def _live_input_count(layer_count: int, segment_length: int) -> int:
+    """The most block inputs alive at once with segments of this length: one per segment, and those inside one."""
+    return layer_count if segment_length == 1 else math.ceil(layer_count / segment_length) + segment_length
 
 
-def _two_level_decision(graph: BlockGraph, layers: int, budget: int, objective: SaveSetObjective) -> StackDecision:
+def _two_level_decision(graph: BlockGraph, layer_count: int, budget: int, objective: SaveSetObjective) -> StackDecision:
     """The cheapest decision with segments, for a budget smaller than the inputs of all blocks."""
     input_bytes = graph.carried_bytes
-    least_budget = least_bytes(graph, layers)
+    least_budget = least_bytes(graph, layer_count)
     if budget < least_budget:
         raise budget_error(budget, least_budget)
     curve = menu(graph, objective=objective)
     candidates: list[tuple[float, int, int]] = []  # cost of a layer, number of live inputs, layers of a segment
-    for segment in range(2, layers + 1):
-        input_count = _live_input_count(layers, segment)
+    for segment_length in range(2, layer_count + 1):
+        input_count = _live_input_count(layer_count, segment_length)
         if budget >= input_count * input_bytes:
-            value_bytes = (budget - input_count * input_bytes) // segment
+            value_bytes = (budget - input_count * input_bytes) // segment_length
             largest_save = max((save for save in curve if save.bytes <= value_bytes), key=lambda save: save.bytes)
-            candidates.append((cost_of(largest_save, objective), input_count, segment))
-    _, input_count, segment = min(candidates)
-    save = solve(graph, (budget - input_count * input_bytes) // segment, objective=objective)
-    return StackDecision((Group(layers, save),), segment)
+            candidates.append((cost_of(largest_save, objective), input_count, segment_length))
+    _, input_count, segment_length = min(candidates)
+    save = solve(graph, (budget - input_count * input_bytes) // segment_length, objective=objective)
+    return StackDecision((Group(layer_count, save),), segment_length)
 
 
 def budget_error(budget: int, least_budget: int, alternatives: str = "") -> UserError:
@@ -124,17 +124,21 @@ def _is_above(left: SaveSet, middle: SaveSet, right: SaveSet, objective: SaveSet
 
 
 def _best_groups(
-    curve: Sequence[SaveSet], layers: int, value_bytes: int, objective: SaveSetObjective
+    curve: Sequence[SaveSet], layer_count: int, value_bytes: int, objective: SaveSetObjective
 ) -> tuple[Group, ...]:
     """The cheapest one or two groups of layers, with save sets on the hull that take at most `value_bytes` in total."""
     hull_saves = hull(curve, objective)
     candidates: list[tuple[float, tuple[Group, ...]]] = []  # cost, groups
     for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):
-        if low_save.bytes * layers > value_bytes:
+        if low_save.bytes * layer_count > value_bytes:
             break
         extra_bytes = high_save.bytes - low_save.bytes
-        high_count = layers if not extra_bytes else min(layers, (value_bytes - low_save.bytes * layers) // extra_bytes)
-        counts_and_saves = ((layers - high_count, low_save), (high_count, high_save))
+        high_count = (
+            layer_count
+            if not extra_bytes
+            else min(layer_count, (value_bytes - low_save.bytes * layer_count) // extra_bytes)
+        )
+        counts_and_saves = ((layer_count - high_count, low_save), (high_count, high_save))
         groups = tuple(Group(count, save) for count, save in counts_and_saves if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
         candidates.append((cost, groups))
@@ -166,8 +170,8 @@ def cheapest_saves(
         [(kind, graph)] = graph_by_kind.items()
         return (solve(graph, value_bytes // count_by_kind[kind], objective=objective),)
     curve_by_kind = {kind: menu(graph, objective=objective) for kind, graph in graph_by_kind.items()}
-    curves = [(count_by_kind[kind], curve_by_kind[kind]) for kind in graph_by_kind]
-    chosen_saves = _cheapest_points(curves, value_bytes, objective)
+    counts_and_curves = [(count_by_kind[kind], curve_by_kind[kind]) for kind in graph_by_kind]
+    chosen_saves = _cheapest_points(counts_and_curves, value_bytes, objective)
     spare_bytes = value_bytes - sum(count_by_kind[save.block] * save.bytes for save in chosen_saves)
     # the curves have gaps, so some bytes are unused: each kind of block in turn may use them
     saves = []
@@ -181,12 +185,12 @@ def cheapest_saves(
 
 
 def _cheapest_points(
-    curves: Sequence[tuple[int, Sequence[SaveSet]]], value_bytes: int, objective: SaveSetObjective
+    counts_and_curves: Sequence[tuple[int, Sequence[SaveSet]]], value_bytes: int, objective: SaveSetObjective
 ) -> list[SaveSet]:
     """One save set from each kind's curve, at the least total cost within a budget, by integer program.
 
     Args:
-        curves: for each kind of block, the number of blocks of that kind, and the save sets of its curve.
+        counts_and_curves: for each kind of block, the number of blocks of that kind, and the save sets of its curve.
         value_bytes: most bytes that the kept values of all blocks may take.
         objective: the cost to minimize.
     """
@@ -194,10 +198,14 @@ def _cheapest_points(
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     # each point: index of the kind, number of blocks of that kind, save set
-    points = [(kind_index, count, save) for kind_index, (count, curve) in enumerate(curves) for save in curve]
+    points = [
+        (kind_index, count, save) for kind_index, (count, curve) in enumerate(counts_and_curves) for save in curve
+    ]
     point_costs = np.array([count * cost_of(save, objective) for _, count, save in points], float)
     point_bytes = np.array([count * save.bytes for _, count, save in points], float)
-    kind_rows = np.array([[float(kind_index == row) for kind_index, _, _ in points] for row in range(len(curves))])
+    kind_rows = np.array(
+        [[float(kind_index == row) for kind_index, _, _ in points] for row in range(len(counts_and_curves))]
+    )
     byte_unit = float(point_bytes.max()) or 1.0
     solution = milp(
         point_costs / (point_costs.max() or 1.0),
@@ -245,17 +253,21 @@ def model_totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals
     )
 
 
-def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
+def stack_totals(graph: BlockGraph, stack_decision: StackDecision) -> Totals:
     """The totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
-    layers, input_bytes = stack.layers, graph.carried_bytes
-    everything = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
-    group_saves = [(group.layers, group.save or everything) for group in stack.groups]
-    flop = sum(count * save.flop for count, save in group_saves)
-    seconds = sum(count * save.seconds for count, save in group_saves)
-    host_bytes = sum(count * save.host_bytes for count, save in group_saves)
-    if stack.segment is None:
-        kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in group_saves)
-        return Totals(layers, kept_bytes, host_bytes, flop, seconds)
-    segment = min(stack.segment, layers)
-    kept_bytes = _live_input_count(layers, segment) * input_bytes + segment * max(save.bytes for _, save in group_saves)
-    return Totals(layers, kept_bytes, host_bytes, flop + layers * graph.flop, seconds + layers * graph.seconds)
+    layer_count, input_bytes = stack_decision.layers, graph.carried_bytes
+    full_save = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
+    counts_and_saves = [(group.layers, group.save or full_save) for group in stack_decision.groups]
+    flop = sum(count * save.flop for count, save in counts_and_saves)
+    seconds = sum(count * save.seconds for count, save in counts_and_saves)
+    host_bytes = sum(count * save.host_bytes for count, save in counts_and_saves)
+    if stack_decision.segment is None:
+        kept_bytes = layer_count * input_bytes + sum(count * save.bytes for count, save in counts_and_saves)
+        return Totals(layer_count, kept_bytes, host_bytes, flop, seconds)
+    segment_length = min(stack_decision.segment, layer_count)
+    kept_bytes = _live_input_count(layer_count, segment_length) * input_bytes + segment_length * max(
+        save.bytes for _, save in counts_and_saves
+    )
+    return Totals(
+        layer_count, kept_bytes, host_bytes, flop + layer_count * graph.flop, seconds + layer_count * graph.seconds
+    )

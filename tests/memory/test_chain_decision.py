@@ -19,7 +19,7 @@ from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
 from jaxscale.memory.apply import treatment_for, treatment_of_chain
 from jaxscale.memory.chain import Save, save_nodes, times_run
-from jaxscale.memory.chain_decision import block_options, block_stage, decide_chain
+from jaxscale.memory.chain_decision import block_save_sets, block_stage, decide_chain
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.plan import MemoryPlan
@@ -143,7 +143,7 @@ class Mlps:
 def test_skips_count_once():
     """A U-Net's skips travel through every block between; the stages say which bytes are new."""
     calls = unet_calls()
-    stages = [block_stage(call.graph, block_options(call.graph, "flop"), "flop") for call in calls]
+    stages = [block_stage(call.graph, block_save_sets(call.graph, "flop"), "flop") for call in calls]
     skip, second = 2 * 8 * 8 * 4 * 4, 2 * 4 * 4 * 8 * 4
     assert [stage.passed_bytes for stage in stages] == [0, skip, skip + second, skip, 0]
     everything = stages[2].options[0]
@@ -155,7 +155,7 @@ def test_skips_count_once():
 
 def test_options_fall_in_bytes_and_rise_in_cost():
     calls = unet_calls()
-    options = block_options(calls[0].graph, "flop")
+    options = block_save_sets(calls[0].graph, "flop")
     assert len(options) >= 3
     assert [save.bytes for save in options] == sorted({save.bytes for save in options}, reverse=True)
     assert [save.flop for save in options] == sorted(save.flop for save in options)

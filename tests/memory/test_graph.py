@@ -9,7 +9,7 @@ from memory.graphs import best, every_set, random_graph
 from programs.blocks import decoder_block
 
 from jaxscale.errors import UserError
-from jaxscale.memory.graph import menu, smallest, solve
+from jaxscale.memory.graph import menu, smallest_save_set, solve
 from jaxscale.memory.greedy_sets import greedy
 from jaxscale.memory.plan import POLICIES
 from jaxscale.memory.save_set import EVERYTHING, Host, exposed_seconds, policy_set, recompute, save_set
@@ -195,7 +195,7 @@ def test_never_worse_than_jaxs_policies_at_their_bytes_nor_larger_at_their_flop(
             ours = solve(llama, jaxs.bytes, objective=objective)
             assert ours.bytes <= jaxs.bytes
             assert priced(ours, objective)[0] <= priced(jaxs, objective)[0], policy
-        small = smallest(llama, jaxs.flop)
+        small = smallest_save_set(llama, jaxs.flop)
         assert small.flop <= jaxs.flop
         assert small.bytes <= jaxs.bytes, policy
 

@@ -24,14 +24,14 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     values = idle_values(graph)
     kept_values, offloaded_values = list(values), []
 
-    def set_of(kept_values: list[IdleValue], offloaded_values: list[IdleValue]) -> SaveSet:
-        """The save set that keeps `kept_values` and offloads `offloaded_values`."""
-        kept_names = [name for value in kept_values for name in value.names]
-        offloaded_names = [name for value in offloaded_values for name in value.names]
+    def set_of(device_values: list[IdleValue], host_values: list[IdleValue]) -> SaveSet:
+        """The save set that keeps `device_values` on the device and offloads `host_values`."""
+        kept_names = [name for value in device_values for name in value.names]
+        offloaded_names = [name for value in host_values for name in value.names]
         return save_set(graph, kept_names, offloaded_names, host)
 
     def kept_without(value: IdleValue) -> list[IdleValue]:
-        """The values that are kept now, without one of them."""
+        """The values in `kept_values` except this one."""
         return [kept_value for kept_value in kept_values if kept_value is not value]
 
     if full_set := keep_all_set(graph, budget):

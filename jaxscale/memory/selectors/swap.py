@@ -54,21 +54,23 @@ def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
         raise UserError("offload needs modeled seconds, and so a chip with known rates: specify a platform")
     forward_seconds = 0.0  # of the equations so far
     last_read_times: dict[int, float] = {}  # by index of the value, in seconds from the start of the block
-    product_inputs: set[int] = set()
+    product_input_indices: set[int] = set()
     for equation in graph.equations:
         forward_seconds += equation.seconds
         for index in (*equation.inputs, *equation.outputs):
             last_read_times[index] = forward_seconds
-        product_inputs |= set(equation.inputs) if equation.flop else set()
+        product_input_indices |= set(equation.inputs) if equation.flop else set()
     indices_by_mark: dict[str, list[int]] = {}
     indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
     while True:
-        products = [graph.equations[e] for e in recompute(graph, indices_to_keep).equations if graph.equations[e].flop]
-        named_results = {i for product in products for i in product.outputs if graph.values[i].mark is not None}
-        unkept_results = named_results - indices_to_keep  # indices of values
-        if not unkept_results:
+        products = [
+            graph.equations[e] for e in recompute(graph, indices_to_keep).equation_indices if graph.equations[e].flop
+        ]
+        named_result_indices = {i for product in products for i in product.outputs if graph.values[i].mark is not None}
+        unkept_indices = named_result_indices - indices_to_keep  # indices of values
+        if not unkept_indices:
             break
-        indices_to_keep |= unkept_results
+        indices_to_keep |= unkept_indices
     for index in sorted(indices_to_keep):
         indices_by_mark.setdefault(str(graph.values[index].mark), []).append(index)
     values = []
@@ -80,7 +82,7 @@ def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
                 bytes=sum(graph.values[index].bytes for index in indices),
                 start=start,
                 stop=forward_seconds + 2 * (forward_seconds - start),
-                is_product_input=bool(product_inputs & set(indices)),
+                is_product_input=bool(product_input_indices & set(indices)),
             )
         )
     return tuple(values)
@@ -132,10 +134,10 @@ def set_without(
     graph: BlockGraph, host: Host, values: Iterable[IdleValue], moved_values: Iterable[IdleValue]
 ) -> SaveSet:
     """The save set that keeps all values except the moved ones, which go to the host."""
-    moved_set = set(moved_values)
+    unique_moved_values = set(moved_values)
     return save_set(
         graph,
-        [name for value in values if value not in moved_set for name in value.names],
-        [name for value in values if value in moved_set for name in value.names],
+        [name for value in values if value not in unique_moved_values for name in value.names],
+        [name for value in values if value in unique_moved_values for name in value.names],
         host,
     )

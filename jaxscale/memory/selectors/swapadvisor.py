@@ -37,17 +37,17 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
 
-    evaluations: dict[Genes, tuple[float, SaveSet]] = {}
+    evaluation_by_genes: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
         """The sort key of genes: seconds with penalty, then bytes in host memory; the best genes have the least key."""
-        if genes not in evaluations:
-            evaluations[genes] = evaluate(genes)
-        return evaluations[genes][0], evaluations[genes][1].host_bytes
+        if genes not in evaluation_by_genes:
+            evaluation_by_genes[genes] = evaluate(genes)
+        return evaluation_by_genes[genes][0], evaluation_by_genes[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
         """The genes of a child: each gene is that of a random parent, and a few genes are flipped."""
-        mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
+        mixed_genes = (rng.choice(gene_pair) for gene_pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
     first_genes: Genes = tuple(value in moved_values for value in values)
@@ -56,4 +56,4 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         parents = sorted(population, key=score)[: POPULATION // 4]
         children = [child(*rng.choices(parents, k=2)) for _ in range(POPULATION - len(parents))]
         population = parents + children
-    return evaluations[min(population, key=score)][1]
+    return evaluation_by_genes[min(population, key=score)][1]
