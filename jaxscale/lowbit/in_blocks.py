@@ -16,8 +16,8 @@ import optax
 from jax.core import Tracer
 
 from jaxscale.lowbit.quantize import is_quantized
-from jaxscale.programs.elementwise import first_mixing
-from jaxscale.programs.walk import equations
+from jaxscale.programs.elementwise import first_mixing_primitive
+from jaxscale.programs.walk import equations_with_runs
 from jaxscale.trees import shapes_of
 
 TreePath = tuple[Any, ...]
@@ -108,9 +108,9 @@ def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any
     reshaper = BlockReshaper(blocked_shape_by_path, whole_shape_by_path)
     abstract_gradients = shapes_of(gradients)
     abstract_blocks = jax.eval_shape(reshaper.to_blocks, abstract_gradients)
-    if first_mixing(rule, abstract_gradients) is not None or _operations(rule, abstract_gradients) != _operations(
-        rule, abstract_blocks
-    ):
+    if first_mixing_primitive(rule, abstract_gradients) is not None or _operations(
+        rule, abstract_gradients
+    ) != _operations(rule, abstract_blocks):
         return None
     return reshaper
 
@@ -138,7 +138,7 @@ def _operations(rule: optax.GradientTransformation, abstract_gradients: Any) -> 
         abstract_gradients, jax.eval_shape(rule.init, abstract_gradients), abstract_gradients
     )
     operations: list[Any] = []
-    for equation, _ in equations(program):
+    for equation, _ in equations_with_runs(program):
         settings = [x for x in equation.params.values() if isinstance(x, int | float | str)]
         operations.append(
             (equation.primitive.name, settings, [value_of(v.val) for v in equation.invars if hasattr(v, "val")])

@@ -164,14 +164,14 @@ def _names_to_insert(program: InlinedProgram, save: SaveSet, is_offload_deferred
     prefix_by_name = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, offload_prefix)}
     return {
         value_number: prefix_by_name[name] + name
-        for value_number, name in program.names().items()
+        for value_number, name in program.name_by_number().items()
         if name in prefix_by_name
     }
 
 
 def _policy_of(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
     """The policy that keeps the values of a save set, after a check that the block has them."""
-    block_names = set(program.names().values())
+    block_names = set(program.name_by_number().values())
     residual_names = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residual_names:
         # residuals that an operation with a custom derivative names itself

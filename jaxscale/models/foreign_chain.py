@@ -23,7 +23,7 @@ from jaxscale.blocks import Call
 from jaxscale.compat import rebind, source_line
 from jaxscale.errors import UserError
 from jaxscale.models.foreign_blocks import BlockWrapper, PureBlock, run_as_one_block, wrap_blocks
-from jaxscale.programs.walk import equations, inner_jaxprs
+from jaxscale.programs.walk import equations_with_runs, inner_jaxprs
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array
 
@@ -370,7 +370,7 @@ def _check_calls(jaxpr: Any, signatures: Sequence[_Signature], paths: Sequence[s
 
 def _equations_in(eqn: Any) -> list[Any]:
     """Return the equations in the programs that an equation calls."""
-    return [inner_eqn for jaxpr in inner_jaxprs(eqn) for inner_eqn, _ in equations(jaxpr)]
+    return [inner_eqn for jaxpr in inner_jaxprs(eqn) for inner_eqn, _ in equations_with_runs(jaxpr)]
 
 
 def _carried_paths(eqn: Any, signature: _Signature, level_of: Mapping[Any, int]) -> list[str]:

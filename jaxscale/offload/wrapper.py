@@ -33,7 +33,7 @@ from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
 from jaxscale.offload.updates import cuts_of, owner_indices_of, run_in_slices, run_on_host_cpu, with_host_constants
-from jaxscale.programs.elementwise import first_mixing
+from jaxscale.programs.elementwise import first_mixing_primitive
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, is_rehearsal, on_host, to_device, to_host
 from jaxscale.sharding.partition import divisible_spec
 from jaxscale.trees import path_name, shapes_of
@@ -254,7 +254,7 @@ def _check_sliceable(
     float32_rule = optax.GradientTransformation(
         lambda params: dequantize(rule.init(params)), functools.partial(rule.update, **extra_args)
     )
-    operation = first_mixing(float32_rule, params)
+    operation = first_mixing_primitive(float32_rule, params)
     if operation is not None:
         raise UserError(
             f"offload_state: this optimizer's update mixes elements of a tensor ({operation}), so it can't be run "

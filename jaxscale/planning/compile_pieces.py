@@ -17,7 +17,7 @@ from jaxscale.errors import UserError
 from jaxscale.planning.fusion import Arrays
 from jaxscale.planning.program import traced_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.programs.dims import Dims
+from jaxscale.programs.dims import Placement
 from jaxscale.programs.flat import FlatProgram, carries
 from jaxscale.programs.kinds import has_both_passes, loss_range
 from jaxscale.programs.placements import in_host_memory
@@ -160,7 +160,7 @@ def lowered_piece(
 
     def sharding_or_format(value: int) -> Any:
         """The sharding of an argument of the step; for any other value, a format whose layout the compiler chooses."""
-        sharding = _sharding(step.mesh, program.avals[value], arrays.placements.dims[value])
+        sharding = _sharding(step.mesh, program.avals[value], arrays.placements.by_value[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
     state_arrays = {value for value in _loop_state(program, piece) if value in arrays.array_bytes}
@@ -211,7 +211,7 @@ def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
     return carries(operation) if len(piece.indices) == 1 and operation.loop_body is not None else ()
 
 
-def _sharding(mesh: Any, aval: Any, placement: Dims) -> Any:
+def _sharding(mesh: Any, aval: Any, placement: Placement) -> Any:
     """The sharding of an array along the mesh axes of each dim; axes that cannot split a dim evenly are left out."""
     from jax.sharding import NamedSharding, PartitionSpec
 

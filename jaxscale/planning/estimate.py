@@ -207,7 +207,7 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
         if operation.loop_body is None:
             continue
         kept_bytes += sum(
-            placements.bytes_of(program.avals[value], placements.dims[value], in_host=True)
+            placements.bytes_of(program.avals[value], placements.by_value[value], in_host=True)
             for value in operation.outputs
             if value not in program.outputs
         )
@@ -227,7 +227,7 @@ def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tu
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
         kind = kind_by_group.get(group, "batch" if group in batch else "model state")
-        item = Item(leaf_name or path, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
+        item = Item(leaf_name or path, kind, trace.placements.bytes_of(leaf, trace.placements.by_value[value]))
         is_on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
         (host_items if is_on_host else device_items).append(item)
     return tuple(device_items), tuple(host_items)

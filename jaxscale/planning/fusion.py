@@ -321,7 +321,7 @@ class Arrays:
     def _is_fully_sharded(self, value: int) -> bool:
         """Whether each device holds a different part of a value; if not, XLA's partitioner keeps its scatter."""
         device_count = math.prod(self.placements.axis_sizes.values())
-        return math.prod(map(self.placements.part_count, self.placements.dims[value])) == device_count
+        return math.prod(map(self.placements.part_count, self.placements.by_value[value])) == device_count
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:

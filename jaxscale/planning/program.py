@@ -9,7 +9,7 @@ from jaxscale.compiler.described import abstract_device, lacks_memories, lower_f
 from jaxscale.planning import accuracy
 from jaxscale.planning.fusion import Compiler
 from jaxscale.platforms.platform import Platform
-from jaxscale.programs.dims import dims_of
+from jaxscale.programs.dims import placement_of
 from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.late import with_late_gradients
@@ -101,7 +101,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     paths_and_leaves = tuple((path_name(keys), leaf) for keys, leaf in keys_and_leaves)
     for value, (path, _) in zip(program.inputs, paths_and_leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
-    input_placements = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
+    input_placements = [placement_of(leaf.sharding, len(leaf.shape)) for _, leaf in paths_and_leaves]
     tiles = prescribed_tiles(program) if platform.chip.kind == "tpu" else None
     placements = place(program, input_placements, step.mesh.shape, tiles=tiles)
     return TracedStep(program, placements, _compiler(platform, step.plan), paths_and_leaves, jaxpr_flop(jaxpr).total)

@@ -17,7 +17,7 @@ from jaxscale.planning.compile_pieces import Piece
 from jaxscale.planning.fusion import COLLECTIVES, NAME_KEEPERS, PRODUCTS, Arrays, Compiler
 from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.programs.kinds import kinds_of
-from jaxscale.programs.late import late_arrays, products_of_gradients
+from jaxscale.programs.late import gradient_product_indices, late_arrays
 from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
@@ -205,7 +205,7 @@ class _Sweep:
         late_product_indices = [index for index in arrays.placements.summed_products if arrays.is_ring_product(index)]
         if arrays.compiler.product_fusion == "all":
             has_early_products = arrays.is_inner or arrays.compiler.has_whole_gradients
-            late_product_indices = [] if has_early_products else products_of_gradients(arrays.program)
+            late_product_indices = [] if has_early_products else gradient_product_indices(arrays.program)
         late_read_by_array = late_arrays(arrays.program, late_product_indices, arrays.has_array_results)
         return {value: max(index, last_read_by_array.get(value, -1)) for value, index in late_read_by_array.items()}
 

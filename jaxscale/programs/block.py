@@ -22,7 +22,7 @@ from typing import Any
 from jaxscale.compat import source_line
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
-from jaxscale.programs.dims import Dims, local_bytes
+from jaxscale.programs.dims import Placement, local_bytes
 from jaxscale.programs.flop import equation_flop
 from jaxscale.programs.inline import InlinedProgram, Step, inline
 from jaxscale.programs.spread import propagate
@@ -199,32 +199,36 @@ def graph_of(
     """
     import jax
 
-    layout = place.current()
-    if layout is not None:
-        layout_mesh, axis_rules = layout
+    mesh_and_rules = place.current()
+    if mesh_and_rules is not None:
+        layout_mesh, axis_rules = mesh_and_rules
         mesh = dict(layout_mesh.shape) if mesh is None else mesh
         batch = axis_rules.batch if batch is None else batch
     mesh, batch = mesh or {}, batch or ()
     program = inline(closed_jaxpr)
     vjp_program, result_count = _forward_and_residuals(program, closed_jaxpr.consts)
-    names, carried_indices = _input_names(closed_jaxpr, args, activations)
-    input_dims: dict[int, Dims] = {}
+    input_names, carried_indices = _input_names(closed_jaxpr, args, activations)
+    input_placements: dict[int, Placement] = {}
     # a leaf for each input; `None` for the values that the function closes over
     input_leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(input_leaves):
         input_number = vjp_program.inputs[index]
         sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         if leaf is not None and hasattr(sharding, "spec"):
-            input_dims[input_number] = dim_axes(sharding.spec, len(leaf.shape))
+            input_placements[input_number] = dim_axes(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
-    has_placements = bool(input_dims) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
+    has_placements = bool(input_placements) or any(
+        step.primitive == "sharding_constraint" for step in vjp_program.steps
+    )
     if not has_placements:
         for index in carried_indices:
             shape = getattr(vjp_program.avals[vjp_program.inputs[index]], "shape", ())
             if shape:
-                input_dims[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
-    dims = propagate(vjp_program, input_dims, mesh)
-    return _Builder(vjp_program, dims, mesh, chip).build(program.fingerprint(), names, carried_indices, result_count)
+                input_placements[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
+    placement_by_number = propagate(vjp_program, input_placements, mesh)
+    return _Builder(vjp_program, placement_by_number, mesh, chip).build(
+        program.fingerprint(), input_names, carried_indices, result_count
+    )
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
@@ -239,7 +243,7 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
     from jax.ad_checkpoint import checkpoint_name
     from jax.core import Tracer
 
-    names = program.names()
+    names = program.name_by_number()
     avals = [program.avals[number] for number in program.inputs]
     constant_indices = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
     inexact_flags = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
@@ -262,8 +266,8 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
         results, pullback = jax.vjp(block, *(arguments[index] for index in variable_indices))
         return results, jax.tree.leaves(pullback)
 
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    vjp_program = inline(jax.make_jaxpr(run_forward)(*shapes))
+    abstract_inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    vjp_program = inline(jax.make_jaxpr(run_forward)(*abstract_inputs))
     return vjp_program, len(program.outputs)
 
 
@@ -289,38 +293,46 @@ class _Builder:
     """A builder of the graph of a program that returns a block's results, then its residuals.
 
     Attributes:
-        program, dims, mesh, chip: the arguments; `dims` are the mesh axes along each dim of each value, by the value's
-            number.
+        program, placement_by_number, mesh, chip: the arguments; `placement_by_number` has the mesh axes along each dim
+            of each value, by the value's number.
         values, equations: the graph's values and equations, as far as they have been added.
         index_by_number: index of each value in the graph, by its number in the program.
         name_counts: number of values that have been added under each name.
-        naming_steps: the first step that names a value, by the number of the value.
+        naming_step_by_number: the first step that names a value, by the number of the value.
         reader_counts: number of times that each value is read, by the value's number.
     """
 
-    def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
-        self.program, self.dims, self.mesh, self.chip = program, dims, mesh, chip
+    def __init__(
+        self,
+        program: InlinedProgram,
+        placement_by_number: Mapping[int, Placement],
+        mesh: Mapping[str, int],
+        chip: Chip | None,
+    ):
+        self.program, self.placement_by_number, self.mesh, self.chip = program, placement_by_number, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.index_by_number: dict[int, int] = {}
         self.name_counts: Counter[str] = Counter()
-        self.naming_steps: dict[int, Step] = {}
+        self.naming_step_by_number: dict[int, Step] = {}
         for step in program.steps:
             if step.primitive == "name":
-                self.naming_steps.setdefault(_first_operand(step), step)
+                self.naming_step_by_number.setdefault(_first_operand(step), step)
         read_atoms = [atom for step in program.steps for atom in step.inputs] + list(program.outputs)
         self.reader_counts = Counter(atom for atom in read_atoms if isinstance(atom, int))
 
-    def build(self, fingerprint: str, names: Sequence[str], carried: Sequence[int], result_count: int) -> BlockGraph:
+    def build(
+        self, fingerprint: str, input_names: Sequence[str], carried_indices: Sequence[int], result_count: int
+    ) -> BlockGraph:
         """Build the graph.
 
         Args:
             fingerprint: fingerprint of the block's program.
-            names: names of the inputs.
-            carried: indices of the inputs that are activations.
+            input_names: names of the inputs.
+            carried_indices: indices of the inputs that are activations.
             result_count: number of results of the block, which are the program's first outputs.
         """
-        for value_number, name in zip(self.program.inputs, names, strict=True):
+        for value_number, name in zip(self.program.inputs, input_names, strict=True):
             self._add_value(value_number, name, -1)
         for step in self.program.steps:
             operand = _first_operand(step) if step.primitive == "name" else -1
@@ -341,7 +353,7 @@ class _Builder:
             tuple(self.values),
             tuple(self.equations),
             input_indices,
-            tuple(carried),
+            tuple(carried_indices),
             tuple(dict.fromkeys(result_indices)),
             tuple(sorted(residual_indices)),
         )
@@ -354,7 +366,7 @@ class _Builder:
         aval = self.program.avals[value_number]
         self.name_counts[name] += 1
         unique_name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
-        value_bytes = local_bytes(aval, self.dims[value_number], self.mesh)
+        value_bytes = local_bytes(aval, self.placement_by_number[value_number], self.mesh)
         self.values.append(Value(unique_name, tuple(aval.shape), str(aval.dtype), value_bytes, producer, mark, source))
         self.index_by_number[value_number] = len(self.values) - 1
         return self.index_by_number[value_number]
@@ -362,8 +374,8 @@ class _Builder:
     def _add_equation(self, step: Step) -> None:
         """Add a step as an equation, and its results as values."""
         equation_index = len(self.equations)
-        operands = [atom for atom in step.inputs if isinstance(atom, int)]
-        input_indices = tuple(dict.fromkeys(self.index_by_number[operand] for operand in operands))
+        operand_numbers = [atom for atom in step.inputs if isinstance(atom, int)]
+        input_indices = tuple(dict.fromkeys(self.index_by_number[operand] for operand in operand_numbers))
         source = source_line(step.eqn)
         if step.primitive == "name" and input_indices:
             source = self.values[input_indices[0]].source
@@ -371,7 +383,7 @@ class _Builder:
         for value_number in step.outputs:
             if value_number is None:
                 continue
-            naming_step = step if step.primitive == "name" else self.naming_steps.get(value_number)
+            naming_step = step if step.primitive == "name" else self.naming_step_by_number.get(value_number)
             name, mark = step.primitive, None
             if naming_step is not None:
                 name, mark = naming_step.eqn.params["name"].removeprefix(MARK), naming_step.eqn.params["name"]
@@ -403,13 +415,15 @@ class _Builder:
         return self.values[self.index_by_number[value_number]].bytes
 
     def _shard_count(self, step: Step) -> int:
-        """Return the number of devices that share an operation's FLOP: those along axes of results and summed dims."""
-        result_dims = [self.dims[value_number] for value_number in step.outputs if value_number is not None]
-        axes = {axis for dims in result_dims for dim_axis_names in dims for axis in dim_axis_names}
+        """Return the number of devices that share an operation's FLOP, along axes of its results and summed dims."""
+        result_placements = [
+            self.placement_by_number[value_number] for value_number in step.outputs if value_number is not None
+        ]
+        axes = {axis for placement in result_placements for axes_of_dim in placement for axis in axes_of_dim}
         left_operand = step.inputs[0] if step.inputs else None
         if step.primitive == "dot_general" and isinstance(left_operand, int):
             contracted_dims = step.eqn.params["dimension_numbers"][0][0]
-            axes |= {axis for dim in contracted_dims for axis in self.dims[left_operand][dim]}
+            axes |= {axis for dim in contracted_dims for axis in self.placement_by_number[left_operand][dim]}
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 

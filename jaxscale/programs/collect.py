@@ -12,7 +12,7 @@ from typing import Any
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs.block import BlockGraph, graph_of
 from jaxscale.programs.inline import inline
-from jaxscale.programs.walk import equations
+from jaxscale.programs.walk import equations_with_runs
 
 _NAME_PREFIX = "jaxscale_block_"
 """Prefix of the names under which recorded blocks are called in the model's jaxpr."""
@@ -77,26 +77,26 @@ def collect(
 
     from jaxscale import blocks
 
-    recordings: list[tuple[str, tuple[Any, ...], bool]] = []  # of each call: fingerprint, shapes of the inputs, rolled
+    recordings: list[tuple[str, tuple[Any, ...], bool]] = []  # of each call: fingerprint, inputs, is_rolled
     graph_by_fingerprint: dict[str, BlockGraph] = {}
 
-    def recording_wrapper(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
+    def recording_wrapper(block: Callable[..., Any], is_rolled: bool) -> Callable[..., Any]:
         """Return the function that is called instead of a block."""
 
         def record_and_run(*inputs: Any) -> Any:
             """Record the block with these inputs, and return its results from a named call."""
-            closed_jaxpr, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
-            input_shapes = jax.tree.map(
+            closed_jaxpr, abstract_outputs = jax.make_jaxpr(block, return_shape=True)(*inputs)
+            abstract_inputs = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), getattr(leaf, "dtype", type(leaf))), inputs
             )
             program = inline(closed_jaxpr)
             fingerprint = program.fingerprint()
-            recordings.append((fingerprint, input_shapes, rolled))
+            recordings.append((fingerprint, abstract_inputs, is_rolled))
             if fingerprint not in graph_by_fingerprint:
                 # made within the trace, where a manual region has its axis names and arrays of one device
-                activations = (2,) if len(input_shapes) > 2 else (-1,)
+                activations = (2,) if len(abstract_inputs) > 2 else (-1,)
                 graph_by_fingerprint[fingerprint] = graph_of(
-                    closed_jaxpr, input_shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
+                    closed_jaxpr, abstract_inputs, chip=chip, mesh=mesh, batch=batch, activations=activations
                 )
 
             def run_program(*leaves: Any) -> list[Any]:
@@ -106,22 +106,22 @@ def collect(
             # the name identifies the block's runs in the model's jaxpr
             run_program.__name__ = run_program.__qualname__ = f"{_NAME_PREFIX}{len(recordings) - 1}"
             output_leaves = jax.jit(run_program)(*jax.tree.leaves(inputs))
-            return jax.tree.unflatten(jax.tree.structure(output_shapes), output_leaves)
+            return jax.tree.unflatten(jax.tree.structure(abstract_outputs), output_leaves)
 
         return record_and_run
 
-    sequence = blocks.one_after_another if is_sequence else None
-    with blocks.treating(blocks.Treatment(recording_wrapper, sequence=sequence)):
+    run_sequence = blocks.one_after_another if is_sequence else None
+    with blocks.treating(blocks.Treatment(recording_wrapper, sequence=run_sequence)):
         # a new function each time, because JAX could return a cached trace made without the recorder
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     run_counts: Counter[int] = Counter()  # by index of the recording
-    for eqn, run_count in equations(model_jaxpr):
+    for eqn, run_count in equations_with_runs(model_jaxpr):
         name = eqn.params.get("name")
         if isinstance(name, str) and name.startswith(_NAME_PREFIX):
             run_counts[int(name.removeprefix(_NAME_PREFIX))] += run_count
     calls = []
-    for index, (fingerprint, input_shapes, rolled) in enumerate(recordings):
+    for index, (fingerprint, abstract_inputs, is_rolled) in enumerate(recordings):
         if run_counts[index]:
             graph = graph_by_fingerprint[fingerprint]
-            calls.append(BlockCall(fingerprint, graph, input_shapes, run_counts[index], rolled, order=len(calls)))
+            calls.append(BlockCall(fingerprint, graph, abstract_inputs, run_counts[index], is_rolled, order=len(calls)))
     return tuple(calls)

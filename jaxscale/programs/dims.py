@@ -1,4 +1,7 @@
-"""Mesh axes along the dims of arrays, and links between dims of an operand and a result that have the same elements."""
+"""Placements of arrays (the mesh axes along each dim), and links between dims of operands and results.
+
+A link connects a dim of an operand with the dim of the result that has the same elements.
+"""
 
 import itertools
 import math
@@ -6,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxscale.sharding.partition import DimAxes as Dims
+from jaxscale.sharding.partition import DimAxes as Placement
 from jaxscale.sharding.partition import dim_axes
 from jaxscale.trees import leaf_bytes
 
@@ -18,36 +21,39 @@ DimLink = tuple[int, int, int]
 """The index of an operand, one of the operand's dims, and the dim of the result that has the same elements."""
 
 
-def dims_of(sharding: Any, rank: int) -> Dims:
-    """Return the mesh axes along each of an array's `rank` dims; no axes unless `sharding` is a `NamedSharding`."""
+def placement_of(sharding: Any, rank: int) -> Placement:
+    """Return the placement of an array with `rank` dims; without axes unless `sharding` is a `NamedSharding`."""
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
-def part_counts(dims: Dims, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+def part_counts(placement: Placement, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the number of parts into which each dim is split.
 
     Args:
-        dims: mesh axes along each dim.
+        placement: mesh axes along each dim.
         axis_sizes: number of devices along each mesh axis.
 
     Example:
         >>> part_counts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
         (8, 1)
     """
-    return tuple(math.prod(axis_sizes.get(axis, 1) for axis in axes) for axes in dims)
+    return tuple(math.prod(axis_sizes.get(axis, 1) for axis in axes) for axes in placement)
 
 
-def local_shape(shape: Shape, dims: Dims, axis_sizes: Mapping[str, int]) -> Shape:
+def local_shape(shape: Shape, placement: Placement, axis_sizes: Mapping[str, int]) -> Shape:
     """Return the shape of one device's part of an array; dims that cannot be split evenly are padded."""
-    return tuple(-(-size // count) for size, count in zip(shape, part_counts(dims, axis_sizes), strict=True))
+    return tuple(
+        -(-dim_size // part_count)
+        for dim_size, part_count in zip(shape, part_counts(placement, axis_sizes), strict=True)
+    )
 
 
-def local_bytes(aval: Any, dims: Dims, axis_sizes: Mapping[str, int]) -> int:
+def local_bytes(aval: Any, placement: Placement, axis_sizes: Mapping[str, int]) -> int:
     """Return the bytes of one device's part of an array; 0 for an abstract value that is not an array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     element_count = math.prod(aval.shape)
-    local_count = math.prod(local_shape(aval.shape, dims, axis_sizes))
+    local_count = math.prod(local_shape(aval.shape, placement, axis_sizes))
     return -(-leaf_bytes(aval) * local_count // element_count) if element_count else 0
 
 
@@ -56,7 +62,9 @@ def shape_of(value: Any) -> Shape:
     return getattr(value, "shape", ())
 
 
-def links(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> list[DimLink] | None:
+def dim_links(
+    primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape
+) -> list[DimLink] | None:
     """Return the links of an operation that rearranges, reduces or multiplies its operands; `None` for others.
 
     Args:
@@ -66,14 +74,14 @@ def links(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_s
         result_shape: shape of the result.
 
     Example:
-        >>> links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of groups with the same elements
+        >>> dim_links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of groups with the same elements
         [(0, 0, 0), (0, 2, 2)]
     """
-    rule = _RULES.get(primitive)
-    return None if rule is None else list(rule(params, operand_shapes, result_shape))
+    yield_links = _RULES.get(primitive)
+    return None if yield_links is None else list(yield_links(params, operand_shapes, result_shape))
 
 
-def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
+def summed_dim_pairs(primitive: str, params: Any) -> list[tuple[int, int]]:
     """Return the dims that a product or convolution sums over, as pairs (left operand's dim, right operand's dim)."""
     dim_numbers = params.get("dimension_numbers")
     if primitive == "dot_general":
@@ -81,28 +89,32 @@ def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
     return [(dim_numbers.lhs_spec[1], dim_numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
 
 
-def _broadcast(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _broadcast_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of a broadcast, for the dims that keep their size."""
     for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
         if operand_shapes[0][dim] == result_shape[result_dim]:
             yield 0, dim, result_dim
 
 
-def _transpose(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _transpose_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of a transpose, from each dim to its new position."""
     return ((0, dim, result_dim) for result_dim, dim in enumerate(params["permutation"]))
 
 
-def _remove_dims(param_name: str, params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _removal_links(param_name: str, params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of an operation that removes the dims listed in its parameter `param_name`."""
     remaining_dims = [dim for dim in range(len(operand_shapes[0])) if dim not in params[param_name]]
     return ((0, dim, result_dim) for result_dim, dim in enumerate(remaining_dims))
 
 
-def _reshape(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _reshape_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of a reshape, between dims with the same key (`_dim_keys`)."""
-    result_dims = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
-    return ((0, dim, result_dims[key]) for dim, key in enumerate(_dim_keys(operand_shapes[0])) if key in result_dims)
+    result_dim_by_key = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
+    return (
+        (0, dim, result_dim_by_key[key])
+        for dim, key in enumerate(_dim_keys(operand_shapes[0]))
+        if key in result_dim_by_key
+    )
 
 
 def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
@@ -118,34 +130,34 @@ def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
     return keys
 
 
-def _product(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _product_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
-    contracted_dims, batch_dims = params["dimension_numbers"]
-    for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims, strict=True)):
+    contracted_dims_by_operand, batch_dims_by_operand = params["dimension_numbers"]
+    for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims_by_operand, strict=True)):
         yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
-    free_result_dims = itertools.count(len(batch_dims[0]))
+    free_result_dims = itertools.count(len(batch_dims_by_operand[0]))
     for operand_index in (0, 1):
         for dim in range(len(operand_shapes[operand_index])):
-            if dim not in contracted_dims[operand_index] and dim not in batch_dims[operand_index]:
+            if dim not in contracted_dims_by_operand[operand_index] and dim not in batch_dims_by_operand[operand_index]:
                 yield operand_index, dim, next(free_result_dims)
 
 
-def _convolution(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _convolution_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of a convolution, from the input's batch dim and from the kernel's dim of output channels."""
     dim_numbers = params["dimension_numbers"]
     yield 0, dim_numbers.lhs_spec[0], dim_numbers.out_spec[0]
     yield 1, dim_numbers.rhs_spec[0], dim_numbers.out_spec[1]
 
 
-_reduce = partial(_remove_dims, "axes")
+_reduction_links = partial(_removal_links, "axes")
 _RULES: Mapping[str, Any] = {
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": partial(_remove_dims, "dimensions"),
-    **dict.fromkeys([f"reduce_{name}" for name in ("sum", "max", "min", "and", "or", "xor", "prod")], _reduce),
-    **dict.fromkeys(["argmax", "argmin"], _reduce),
-    "dot_general": _product,
-    "conv_general_dilated": _convolution,
+    "broadcast_in_dim": _broadcast_links,
+    "transpose": _transpose_links,
+    "reshape": _reshape_links,
+    "squeeze": partial(_removal_links, "dimensions"),
+    **dict.fromkeys([f"reduce_{name}" for name in ("sum", "max", "min", "and", "or", "xor", "prod")], _reduction_links),
+    **dict.fromkeys(["argmax", "argmin"], _reduction_links),
+    "dot_general": _product_links,
+    "conv_general_dilated": _convolution_links,
 }
 """For each primitive, a function of the params, the operands' shapes and the result's shape that yields the links."""

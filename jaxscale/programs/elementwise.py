@@ -26,12 +26,12 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Primitives whose results depend only on the operands at the same position."""
 ARRAY = "a constant array"
-"""Result of `first_mixing` for a rule that closes over an array, which would have to be sliced like the parameters."""
+"""Result of `first_mixing_primitive` for a rule that closes over an array, which would also have to be sliced."""
 POSITION_DEPENDENT = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
 """Primitives whose results depend on the position: every slice would get the results of the first slice."""
 
 
-def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
+def first_mixing_primitive(rule: optax.GradientTransformation, params: Params) -> str | None:
     """Return the name of the first primitive in a rule's update that mixes elements; `None` if no primitive does.
 
     Args:
@@ -40,12 +40,14 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((8, 4), "float32")}
-        >>> first_mixing(optax.adamw(1e-3), params), first_mixing(optax.lamb(1e-3), params)
+        >>> first_mixing_primitive(optax.adamw(1e-3), params), first_mixing_primitive(optax.lamb(1e-3), params)
         (None, 'reduce_sum')
     """
     abstract_params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
     abstract_state = jax.eval_shape(rule.init, abstract_params)
-    return _first_mixing_primitive(jax.make_jaxpr(rule.update)(abstract_params, abstract_state, abstract_params))
+    return _first_mixing_primitive_of_jaxpr(
+        jax.make_jaxpr(rule.update)(abstract_params, abstract_state, abstract_params)
+    )
 
 
 def check_elementwise(
@@ -61,15 +63,15 @@ def check_elementwise(
     Raises:
         UserError: the rule's update mixes elements of a tensor.
     """
-    primitive_name = first_mixing(rule, params)
+    primitive_name = first_mixing_primitive(rule, params)
     if primitive_name is not None:
         raise UserError(
             f"{option}: this optimizer's update mixes elements of a tensor ({primitive_name}), so it can't be "
-            "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
+            "run slice by slice; use adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
         )
 
 
-def _first_mixing_primitive(jaxpr: Any) -> str | None:
+def _first_mixing_primitive_of_jaxpr(jaxpr: Any) -> str | None:
     """Return the name of a jaxpr's first primitive that mixes elements, or `ARRAY`; `None` if no primitive does."""
     opened_jaxpr = open_jaxpr(jaxpr)
     if any(_element_count(var) > 1 for var in opened_jaxpr.constvars):
@@ -84,7 +86,7 @@ def _first_mixing_primitive(jaxpr: Any) -> str | None:
             continue
         callee_jaxprs = inner_jaxprs(eqn)
         if callee_jaxprs and name not in ("scan", "while"):
-            inner_name = next(filter(None, map(_first_mixing_primitive, callee_jaxprs)), None)
+            inner_name = next(filter(None, map(_first_mixing_primitive_of_jaxpr, callee_jaxprs)), None)
             if inner_name is not None:
                 return inner_name
         elif name in POSITION_DEPENDENT or any(_element_count(var) > 1 for var in eqn.invars):

@@ -101,12 +101,12 @@ class FlatProgram:
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
         """The indices of the operations that read each value, in order; a value that nothing reads has no entry."""
-        readers_by_value: dict[int, list[int]] = {}
+        reader_indices_by_value: dict[int, list[int]] = {}
         for index, operation in enumerate(self.operations):
             for value in operation.inputs:
                 if value is not None:
-                    readers_by_value.setdefault(value, []).append(index)
-        return readers_by_value
+                    reader_indices_by_value.setdefault(value, []).append(index)
+        return reader_indices_by_value
 
 
 def flatten(jaxpr: Any, manual_axes: frozenset[str] = frozenset()) -> FlatProgram:
@@ -227,8 +227,8 @@ class _Flattener:
                 return operands
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
                 return self._append_region(eqn, operands, is_backward_eqn)
-            kept_calls = ("pallas_call", "shard_map", *(("cond",) if PIPE in self.manual_axes else ()))
-            callee_jaxpr = None if kind in (*LOOPS, *kept_calls) else _callee(eqn)
+            kept_primitives = ("pallas_call", "shard_map", *(("cond",) if PIPE in self.manual_axes else ()))
+            callee_jaxpr = None if kind in (*LOOPS, *kept_primitives) else _callee_jaxpr(eqn)
             if callee_jaxpr is not None:
                 constants = self._new_values(callee_jaxpr.constvars)
                 self.constants += constants
@@ -306,7 +306,7 @@ def _with_late_slices(program: FlatProgram) -> FlatProgram:
     return dataclasses.replace(program, operations=ordered_operations)
 
 
-def _callee(eqn: Any) -> Any:
+def _callee_jaxpr(eqn: Any) -> Any:
     """Return the open jaxpr that a call runs, or a `cond`'s longest branch; `None` for any other equation."""
     if eqn.primitive.name == "cond":
         return max(map(open_jaxpr, eqn.params["branches"]), key=lambda branch: len(branch.eqns))

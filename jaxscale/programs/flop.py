@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxscale.compat import scan_counts
 from jaxscale.programs.flat import PIPE
-from jaxscale.programs.known_values import Known, callee_of, known_values, selecting_inputs, value_of
+from jaxscale.programs.known_values import Known, callee_of, known_values, selecting_input_indices, value_of
 from jaxscale.programs.walk import is_jaxpr, open_jaxpr
 
 
@@ -41,8 +41,8 @@ class Flop:
 
     def __add__(self, other: "Flop") -> "Flop":
         names = dict.fromkeys([*self.by_primitive, *other.by_primitive])
-        sums = {name: self.by_primitive.get(name, 0) + other.by_primitive.get(name, 0) for name in names}
-        return Flop(sums, self.unknown_loops + other.unknown_loops)
+        flop_by_name = {name: self.by_primitive.get(name, 0) + other.by_primitive.get(name, 0) for name in names}
+        return Flop(flop_by_name, self.unknown_loops + other.unknown_loops)
 
     def __mul__(self, factor: int) -> "Flop":
         return Flop({name: flop * factor for name, flop in self.by_primitive.items()}, self.unknown_loops)
@@ -103,7 +103,7 @@ def equation_flop(eqn: Any) -> int:
     Args:
         eqn: equation of a jaxpr; all its outputs count as used.
     """
-    return _Count({}).equation(eqn, [True] * len(eqn.outvars), [None] * len(eqn.invars)).total
+    return _FlopCounter({}).equation_flop(eqn, [True] * len(eqn.outvars), [None] * len(eqn.invars)).total
 
 
 def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
@@ -113,48 +113,57 @@ def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
         jaxpr: a jaxpr, open or closed.
         used_flags: for each output, whether it is used; by default all are used.
     """
-    return _Count({}).jaxpr(jaxpr, used_flags)
+    return _FlopCounter({}).jaxpr_flop(jaxpr, used_flags)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Count:
-    """A count of FLOP on a device whose indices along some mesh axes are known.
+class _FlopCounter:
+    """A counter of FLOP on a device whose indices along some mesh axes are known.
 
     Args:
         axis_indices: index of the device along each mesh axis for which it is known.
-        flop_by_key: FLOP of jaxprs by jaxpr, used outputs and the values that select branches.
+        flop_by_key: FLOP of each jaxpr counted so far, by the jaxpr, its used outputs and the values that select
+            branches.
     """
 
     axis_indices: Mapping[str, int]
     flop_by_key: dict[Any, Flop] = dataclasses.field(default_factory=dict)
 
-    def jaxpr(self, jaxpr: Any, used_flags: Sequence[bool] | None = None, inputs: Sequence[Known] = ()) -> Flop:
+    def jaxpr_flop(
+        self, jaxpr: Any, used_flags: Sequence[bool] | None = None, known_inputs: Sequence[Known] = ()
+    ) -> Flop:
         """Return the FLOP of a jaxpr, given its used outputs and the known values of its arguments."""
         opened_jaxpr = open_jaxpr(jaxpr)
         used_flags = [True] * len(opened_jaxpr.outvars) if used_flags is None else used_flags
-        inputs = inputs or [None] * len(opened_jaxpr.invars)
-        selectors = {i: value for i in selecting_inputs(jaxpr) if (value := inputs[i]) is not None}
-        key = (id(opened_jaxpr), *used_flags, *((index, value.tobytes()) for index, value in sorted(selectors.items())))
+        known_inputs = known_inputs or [None] * len(opened_jaxpr.invars)
+        selecting_value_by_index = {
+            i: value for i in selecting_input_indices(jaxpr) if (value := known_inputs[i]) is not None
+        }
+        key = (
+            id(opened_jaxpr),
+            *used_flags,
+            *((index, value.tobytes()) for index, value in sorted(selecting_value_by_index.items())),
+        )
         if key not in self.flop_by_key:
-            selecting_values = [selectors.get(index) for index in range(len(inputs))]
-            self.flop_by_key[key] = self._sum(jaxpr, used_flags, selecting_values)
+            selecting_values = [selecting_value_by_index.get(index) for index in range(len(known_inputs))]
+            self.flop_by_key[key] = self._uncached_jaxpr_flop(jaxpr, used_flags, selecting_values)
         return self.flop_by_key[key]
 
-    def _sum(self, jaxpr: Any, used_flags: Sequence[bool], inputs: Sequence[Known]) -> Flop:
+    def _uncached_jaxpr_flop(self, jaxpr: Any, used_flags: Sequence[bool], known_inputs: Sequence[Known]) -> Flop:
         """Return the sum of the FLOP of a jaxpr's operations, given the known values of its arguments."""
         opened_jaxpr = open_jaxpr(jaxpr)
-        values = known_values(jaxpr, inputs, self.axis_indices)
+        value_by_var = known_values(jaxpr, known_inputs, self.axis_indices)
         used_vars = [var for var, is_used in zip(opened_jaxpr.outvars, used_flags, strict=True) if is_used]
         live_vars = {var for var in used_vars if not hasattr(var, "val")}
         total = Flop()
         for eqn in reversed(opened_jaxpr.eqns):
             needed_flags = [var in live_vars for var in eqn.outvars]
             if any(needed_flags) or eqn.effects:
-                total += self.equation(eqn, needed_flags, [value_of(atom, values) for atom in eqn.invars])
+                total += self.equation_flop(eqn, needed_flags, [value_of(atom, value_by_var) for atom in eqn.invars])
                 live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals are not hashable
         return total
 
-    def equation(self, eqn: Any, used_flags: Sequence[bool], operands: Sequence[Known]) -> Flop:
+    def equation_flop(self, eqn: Any, used_flags: Sequence[bool], known_operands: Sequence[Known]) -> Flop:
         """Return the FLOP of an equation, given its used outputs and the known values of its operands."""
         name, params = eqn.primitive.name, eqn.params
         if name in FORMULAS:
@@ -162,51 +171,56 @@ class _Count:
         if name in ("pallas_call", "mpmd_map"):  # a TPU or Triton kernel; a Mosaic GPU kernel
             return _kernel_flop(eqn)
         if name == "scan":
-            return self._scan(params, operands)
+            return self._scan_flop(params, known_operands)
         if name == "while":
-            flop = self.jaxpr(params["body_jaxpr"])  # of one trip
+            flop = self.jaxpr_flop(params["body_jaxpr"])  # of one trip
             return dataclasses.replace(flop, unknown_loops=flop.unknown_loops + 1) if flop.total else flop
         if name == "cond":
             branches = params["branches"]
-            if operands[0] is not None:
-                branches = [branches[min(max(int(operands[0]), 0), len(branches) - 1)]]
-            return max((self.jaxpr(branch, None, operands[1:]) for branch in branches), key=lambda flop: flop.total)
+            if known_operands[0] is not None:
+                branches = [branches[min(max(int(known_operands[0]), 0), len(branches) - 1)]]
+            return max(
+                (self.jaxpr_flop(branch, None, known_operands[1:]) for branch in branches), key=lambda flop: flop.total
+            )
         if name == "shard_map":
-            return self._shard_map(params, operands)
+            return self._shard_map_flop(params, known_operands)
         callee_jaxprs = [value for value in params.values() if is_jaxpr(value)]
         # jit, remat, custom_vjp and similar calls run one program, with the outputs of the equation
         has_same_outputs = len(callee_jaxprs) == 1 and len(open_jaxpr(callee_jaxprs[0]).outvars) == len(used_flags)
-        inputs = () if callee_of(eqn) is None else operands
+        known_inputs = () if callee_of(eqn) is None else known_operands
         return sum(
-            (self.jaxpr(jaxpr, used_flags if has_same_outputs else None, inputs) for jaxpr in callee_jaxprs), Flop()
+            (self.jaxpr_flop(jaxpr, used_flags if has_same_outputs else None, known_inputs) for jaxpr in callee_jaxprs),
+            Flop(),
         )
 
-    def _scan(self, params: Mapping[str, Any], operands: Sequence[Known]) -> Flop:
+    def _scan_flop(self, params: Mapping[str, Any], known_operands: Sequence[Known]) -> Flop:
         """Return the FLOP of a scan; each trip counts by itself if the scanned arrays select its branches."""
         body, length = params["jaxpr"], params["length"]
         const_count, state_count = scan_counts(params)
-        consts = [*operands[:const_count], *[None] * state_count]
-        scanned_start = len(consts)
-        scanned_arrays = operands[scanned_start:]
-        selectors = [index for index in selecting_inputs(body) if index >= scanned_start]
-        if all(operands[index] is None for index in selectors):
-            return self.jaxpr(body, None, [*consts, *[None] * len(scanned_arrays)]) * length
+        known_consts = [*known_operands[:const_count], *[None] * state_count]
+        scanned_start = len(known_consts)
+        known_scanned_arrays = known_operands[scanned_start:]
+        selecting_indices = [index for index in selecting_input_indices(body) if index >= scanned_start]
+        if all(known_operands[index] is None for index in selecting_indices):
+            return self.jaxpr_flop(body, None, [*known_consts, *[None] * len(known_scanned_arrays)]) * length
         trips = reversed(range(length)) if params["reverse"] else range(length)
-        trip_inputs = (
-            [None if array is None else np.asarray(array[trip]) for array in scanned_arrays] for trip in trips
+        slices_by_trip = (
+            [None if array is None else np.asarray(array[trip]) for array in known_scanned_arrays] for trip in trips
         )
-        return sum((self.jaxpr(body, None, [*consts, *slices]) for slices in trip_inputs), Flop())
+        return sum((self.jaxpr_flop(body, None, [*known_consts, *slices]) for slices in slices_by_trip), Flop())
 
-    def _shard_map(self, params: Mapping[str, Any], operands: Sequence[Known]) -> Flop:
+    def _shard_map_flop(self, params: Mapping[str, Any], known_operands: Sequence[Known]) -> Flop:
         """Return the FLOP of all devices along the manual axes; along the pipe axis, devices may run other branches."""
-        body, sizes = params["jaxpr"], {axis: params["mesh"].shape[axis] for axis in params["newly_manual_axes"]}
-        whole_values = [None if any(spec) else value for value, spec in zip(operands, params["in_specs"], strict=True)]
-        if PIPE not in sizes:
-            return self.jaxpr(body, None, whole_values) * math.prod(sizes.values())
-        rank_count = sizes.pop(PIPE)
-        device_counts = (_Count({**self.axis_indices, PIPE: rank}) for rank in range(rank_count))
-        flop = sum((count.jaxpr(body, None, whole_values) for count in device_counts), Flop())
-        return flop * math.prod(sizes.values())
+        body, axis_sizes = params["jaxpr"], {axis: params["mesh"].shape[axis] for axis in params["newly_manual_axes"]}
+        known_local_operands = [
+            None if any(spec) else value for value, spec in zip(known_operands, params["in_specs"], strict=True)
+        ]
+        if PIPE not in axis_sizes:
+            return self.jaxpr_flop(body, None, known_local_operands) * math.prod(axis_sizes.values())
+        rank_count = axis_sizes.pop(PIPE)
+        rank_counters = (_FlopCounter({**self.axis_indices, PIPE: rank}) for rank in range(rank_count))
+        flop = sum((counter.jaxpr_flop(body, None, known_local_operands) for counter in rank_counters), Flop())
+        return flop * math.prod(axis_sizes.values())
 
 
 def _dot_flop(eqn: Any) -> int:
@@ -234,7 +248,7 @@ def _scaled_matmul_flop(eqn: Any) -> int:
 
 
 def _conv_flop(eqn: Any) -> int:
-    """Return the FLOP of a convolution, without kernel taps on padding or on the holes of a dilated input."""
+    """Return the FLOP of a convolution, without kernel taps on padding or on the zeros of a dilated input."""
     dim_numbers = eqn.params["dimension_numbers"]  # `jax.lax.ConvDimensionNumbers`
     lhs_shape, rhs_shape, output_shape = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
     shapes_and_specs = (

@@ -94,8 +94,8 @@ class InlinedProgram(NamedTuple):
     def fingerprint(self) -> str:
         """Return the program's fingerprint: 16 hexadecimal digits, equal in all processes with one version of JAX."""
         digest = hashlib.sha256()
-        root_by_number = self.roots()
-        # a constant is placed only where there is a mesh, so its placement is no part of the block
+        root_by_number = self.root_by_number()
+        # a constant is placed only where there is a mesh, so its placement is not part of the block
         placed_constants = {
             result
             for step in self.steps
@@ -106,7 +106,7 @@ class InlinedProgram(NamedTuple):
         position_by_root: dict[int, int] = {}  # position of a value in the order of first use
 
         def token_of(atom: int | Constant | None) -> str:
-            """Return a value as text: its position in the order of first use, "#" for a constant, "_" for `None`."""
+            """Return a value's text: its position in the order of first use, "#" for a constant, "_" for `None`."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
             if root_by_number[atom] in placed_constants:
@@ -129,7 +129,7 @@ class InlinedProgram(NamedTuple):
         digest.update(str([token_of(atom) for atom in self.outputs]).encode())
         return digest.hexdigest()[:16]
 
-    def roots(self) -> dict[int, int]:
+    def root_by_number(self) -> dict[int, int]:
         """Return, by each value's number, the number of the value of which it is an alias, or else its own number."""
         root_by_number = {value_number: value_number for value_number in range(len(self.avals))}
         for step in self.steps:
@@ -139,14 +139,14 @@ class InlinedProgram(NamedTuple):
                         root_by_number[result] = root_by_number[operand]
         return root_by_number
 
-    def names(self) -> dict[int, str]:
+    def name_by_number(self) -> dict[int, str]:
         """Return a unique name of each computed value that is not an alias, by the value's number.
 
         If the model names the value (`checkpoint_name`), the unique name begins with the model's name. Otherwise it
         begins with the names of the calling functions and of the primitive, as in "silu/logistic". A counter makes the
         name unique.
         """
-        root_by_number, model_name_by_number = self.roots(), {}
+        root_by_number, model_name_by_number = self.root_by_number(), {}
         for step in self.steps:
             if step.primitive == "name" and isinstance(step.inputs[0], int):
                 model_name_by_number.setdefault(root_by_number[step.inputs[0]], step.eqn.params["name"])
@@ -234,8 +234,8 @@ def _param_text(value: Any) -> str:
         return f"{{{';'.join(eqn_texts)}}}"
     if isinstance(value, dict):
         # placements exist only on a mesh
-        entries = [(key, entry) for key, entry in sorted(value.items()) if "sharding" not in key]
-        return f"{{{','.join(f'{key}={_param_text(entry)}' for key, entry in entries)}}}"
+        keys_and_entries = [(key, entry) for key, entry in sorted(value.items()) if "sharding" not in key]
+        return f"{{{','.join(f'{key}={_param_text(entry)}' for key, entry in keys_and_entries)}}}"
     if isinstance(value, tuple | list):
         return f"({','.join(map(_param_text, value))})"
     if isinstance(value, bool | int | float | str | bytes | None):

@@ -36,8 +36,8 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     microbatch_loops = [op for op in operations if op.loop_body is not None and has_both_passes(op.loop_body)]
     if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
         loop_values = {value for operation in microbatch_loops for value in (*operation.inputs, *operation.outputs)}
-        gradient_kinds = {value: "gradients" for value in loop_values if value is not None}
-        return gradient_kinds | dict.fromkeys(compute_copies, "compute copy")
+        kind_by_loop_value = {value: "gradients" for value in loop_values if value is not None}
+        return kind_by_loop_value | dict.fromkeys(compute_copies, "compute copy")
     if not has_both_passes(program):
         return {}
     kind_by_value: dict[int, str] = {}
@@ -69,17 +69,19 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
 
     If a pass has no such loop, the index of the first operation of the backward pass is returned instead.
     """
-    first_backward = next(index for index, operation in enumerate(operations) if operation.is_backward)
-    loops = [(index, operation) for index, operation in enumerate(operations) if operation.loop_body is not None]
-    backward_loops = [index for index, loop in loops if loop.params.get("reverse")]
-    backward_inputs = {value for index in backward_loops for value in operations[index].inputs}
-    forward_loops = [
-        index
-        for index, loop in loops
-        if index < first_backward and any(value in backward_inputs for value in loop.outputs)
+    first_backward_index = next(index for index, operation in enumerate(operations) if operation.is_backward)
+    indices_and_loops = [
+        (index, operation) for index, operation in enumerate(operations) if operation.loop_body is not None
     ]
-    forward_end = forward_loops[-1] if forward_loops else first_backward
-    return forward_end, backward_loops[0] if backward_loops else first_backward
+    backward_loop_indices = [index for index, loop in indices_and_loops if loop.params.get("reverse")]
+    backward_input_values = {value for index in backward_loop_indices for value in operations[index].inputs}
+    forward_loop_indices = [
+        index
+        for index, loop in indices_and_loops
+        if index < first_backward_index and any(value in backward_input_values for value in loop.outputs)
+    ]
+    forward_end = forward_loop_indices[-1] if forward_loop_indices else first_backward_index
+    return forward_end, backward_loop_indices[0] if backward_loop_indices else first_backward_index
 
 
 def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict[int, str]:
@@ -98,13 +100,13 @@ def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict
 
 
 def _converted_values(
-    program: FlatProgram, inputs: set[int], primitives: Sequence[str] = COMPUTE_COPY_PRIMITIVES
+    program: FlatProgram, input_values: set[int], primitives: Sequence[str] = COMPUTE_COPY_PRIMITIVES
 ) -> set[int]:
-    """Return the values that the forward pass computes from `inputs` by operations of these primitives alone."""
+    """Return the values that the forward pass computes from `input_values` by operations of these primitives alone."""
     converted_values: set[int] = set()
     for operation in program.operations:
         if operation.kind in primitives and not operation.is_backward:
             operands = {value for value in operation.inputs if value is not None}
-            if operands and operands <= inputs | converted_values:
+            if operands and operands <= input_values | converted_values:
                 converted_values.update(operation.outputs)
     return converted_values

@@ -19,41 +19,44 @@ MOST_ELEMENTS = 1 << 20
 Known = np.ndarray | None
 """A value, or `None` if it is not known."""
 
-_selecting_inputs_by_jaxpr: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_selecting_input_indices_by_jaxpr: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
-def known_values(jaxpr: Any, inputs: Sequence[Known], axis_indices: Mapping[str, int]) -> dict[Any, np.ndarray]:
-    """Return the values of a jaxpr's variables that are known.
+def known_values(jaxpr: Any, known_inputs: Sequence[Known], axis_indices: Mapping[str, int]) -> dict[Any, np.ndarray]:
+    """Return the known values of a jaxpr's variables, by variable.
 
     Args:
         jaxpr: a jaxpr, open or closed.
-        inputs: the value of each argument.
+        known_inputs: the value of each argument; `None` if it is not known.
         axis_indices: index of the device along each mesh axis for which it is known.
 
     Example:
         >>> import jax
         >>> jaxpr = jax.make_jaxpr(lambda row, x: (row[0] == 1, x + 1.0))(np.array([1, 5]), 2.0)
-        >>> values = known_values(jaxpr, [np.array([1, 5]), None], {})
-        >>> bool(values[jaxpr.jaxpr.outvars[0]]), jaxpr.jaxpr.outvars[1] in values
+        >>> value_by_var = known_values(jaxpr, [np.array([1, 5]), None], {})
+        >>> bool(value_by_var[jaxpr.jaxpr.outvars[0]]), jaxpr.jaxpr.outvars[1] in value_by_var
         (True, False)
     """
     opened_jaxpr = open_jaxpr(jaxpr)
-    constants = map(integers, getattr(jaxpr, "consts", ()))
-    pairs = [*zip(opened_jaxpr.constvars, constants, strict=False), *zip(opened_jaxpr.invars, inputs, strict=True)]
-    values = {var: value for var, value in pairs if value is not None}
+    constants = map(integer_array, getattr(jaxpr, "consts", ()))
+    vars_and_values = [
+        *zip(opened_jaxpr.constvars, constants, strict=False),
+        *zip(opened_jaxpr.invars, known_inputs, strict=True),
+    ]
+    value_by_var = {var: value for var, value in vars_and_values if value is not None}
     for eqn in opened_jaxpr.eqns:
-        results = _results(eqn, [value_of(atom, values) for atom in eqn.invars], axis_indices)
-        values |= {var: value for var, value in zip(eqn.outvars, results, strict=False) if value is not None}
-    return values
+        results = _known_results(eqn, [value_of(atom, value_by_var) for atom in eqn.invars], axis_indices)
+        value_by_var |= {var: value for var, value in zip(eqn.outvars, results, strict=False) if value is not None}
+    return value_by_var
 
 
-def value_of(atom: Any, values: Mapping[Any, np.ndarray]) -> Known:
-    """Return the value of an operand, a literal or a variable, from the values of variables."""
-    return integers(atom.val) if hasattr(atom, "val") else values.get(atom)
+def value_of(atom: Any, value_by_var: Mapping[Any, np.ndarray]) -> Known:
+    """Return the value of an atom (a literal or a variable); `None` if it is not known."""
+    return integer_array(atom.val) if hasattr(atom, "val") else value_by_var.get(atom)
 
 
-def integers(value: Any) -> Known:
-    """Return an array of integers or truth values that is not too large, as a numpy array; `None` for others."""
+def integer_array(value: Any) -> Known:
+    """Return integers or booleans as a numpy array; `None` for another type, or an array that is too large."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     if isinstance(value, bool | int):
         return np.asarray(value)
@@ -63,7 +66,7 @@ def integers(value: Any) -> Known:
 
 
 def callee_of(eqn: Any) -> Any:
-    """Return the jaxpr of a call with the equation's operands and results; `None` for any other equation."""
+    """Return the jaxpr of a call if it has the equation's operands and results; `None` for any other equation."""
     jaxprs = [param for param in eqn.params.values() if is_jaxpr(param)]
     if len(jaxprs) != 1 or eqn.primitive.name in ("scan", "while", "cond", "shard_map", "pallas_call"):
         return None
@@ -72,55 +75,58 @@ def callee_of(eqn: Any) -> Any:
     return jaxprs[0] if has_same_inputs and len(opened_jaxpr.outvars) == len(eqn.outvars) else None
 
 
-def _results(eqn: Any, values: Sequence[Known], axis_indices: Mapping[str, int]) -> Sequence[Known]:
-    """Return the results of an equation."""
+def _known_results(eqn: Any, known_operands: Sequence[Known], axis_indices: Mapping[str, int]) -> Sequence[Known]:
+    """Return the known value of each result of an equation; `[]` if no result is known."""
     name, params = eqn.primitive.name, eqn.params
     if name == "axis_index":
         index = axis_indices.get(params["axis_name"])
         return [None if index is None else np.asarray(index, np.int32)]
-    if name in _UNCHANGED:
-        return values
-    if all(value is None for value in values):
+    if name in _IDENTITY_PRIMITIVES:
+        return known_operands
+    if all(value is None for value in known_operands):
         return []
     if (callee := callee_of(eqn)) is not None:
-        inner_values = known_values(callee, values, axis_indices)
-        return [value_of(atom, inner_values) for atom in open_jaxpr(callee).outvars]
+        inner_value_by_var = known_values(callee, known_operands, axis_indices)
+        return [value_of(atom, inner_value_by_var) for atom in open_jaxpr(callee).outvars]
     formula = _FORMULAS.get(name)
-    if formula is None or any(value is None for value in values) or integers(eqn.outvars[0].aval) is None:
+    if formula is None or any(value is None for value in known_operands) or integer_array(eqn.outvars[0].aval) is None:
         return []
-    return [np.asarray(formula(params, *values), eqn.outvars[0].aval.dtype)]
+    return [np.asarray(formula(params, *known_operands), eqn.outvars[0].aval.dtype)]
 
 
-def selecting_inputs(jaxpr: Any) -> frozenset[int]:
+def selecting_input_indices(jaxpr: Any) -> frozenset[int]:
     """Return the indices of the arguments that a jaxpr may select branches by, here or in the jaxprs inside it.
 
     Example:
         >>> import jax
         >>> jaxpr = jax.make_jaxpr(lambda x, i: jax.lax.switch(i, [lambda x: x, lambda x: x + 1.0], x))(2.0, 1)
-        >>> selecting_inputs(jaxpr)
+        >>> selecting_input_indices(jaxpr)
         frozenset({1})
     """
     opened_jaxpr = open_jaxpr(jaxpr)
-    if opened_jaxpr in _selecting_inputs_by_jaxpr:
-        return _selecting_inputs_by_jaxpr[opened_jaxpr]
+    if opened_jaxpr in _selecting_input_indices_by_jaxpr:
+        return _selecting_input_indices_by_jaxpr[opened_jaxpr]
     selecting_vars: set[Any] = set()
     for eqn in reversed(opened_jaxpr.eqns):
-        name, inputs = eqn.primitive.name, eqn.invars
+        name, operand_atoms = eqn.primitive.name, eqn.invars
         indices: set[int] = set()
         if name == "cond":
-            indices |= {0, *(1 + index for branch in eqn.params["branches"] for index in selecting_inputs(branch))}
+            indices |= {
+                0,
+                *(1 + index for branch in eqn.params["branches"] for index in selecting_input_indices(branch)),
+            }
         elif name in ("scan", "shard_map"):
-            indices |= selecting_inputs(eqn.params["jaxpr"])
+            indices |= selecting_input_indices(eqn.params["jaxpr"])
         elif (callee := callee_of(eqn)) is not None:
-            indices |= selecting_inputs(callee)
+            indices |= selecting_input_indices(callee)
         if not selecting_vars.isdisjoint(eqn.outvars):
-            indices |= set(range(len(inputs)))
-        selecting_vars |= {inputs[index] for index in indices if not hasattr(inputs[index], "val")}
+            indices |= set(range(len(operand_atoms)))
+        selecting_vars |= {operand_atoms[index] for index in indices if not hasattr(operand_atoms[index], "val")}
     indices_and_vars = enumerate(opened_jaxpr.invars)
-    _selecting_inputs_by_jaxpr[opened_jaxpr] = frozenset(
+    _selecting_input_indices_by_jaxpr[opened_jaxpr] = frozenset(
         index for index, var in indices_and_vars if var in selecting_vars
     )
-    return _selecting_inputs_by_jaxpr[opened_jaxpr]
+    return _selecting_input_indices_by_jaxpr[opened_jaxpr]
 
 
 def _slice(params: Any, array: np.ndarray) -> np.ndarray:
@@ -129,11 +135,17 @@ def _slice(params: Any, array: np.ndarray) -> np.ndarray:
 
 
 def _dynamic_slice(params: Any, array: np.ndarray, *starts: np.ndarray) -> np.ndarray:
-    sizes = params["slice_sizes"]
+    slice_sizes = params["slice_sizes"]
     first_indices = [
-        min(max(int(start), 0), count - size) for start, count, size in zip(starts, array.shape, sizes, strict=True)
+        min(max(int(start), 0), dim_size - slice_size)
+        for start, dim_size, slice_size in zip(starts, array.shape, slice_sizes, strict=True)
     ]
-    return array[tuple(slice(first, first + size) for first, size in zip(first_indices, sizes, strict=True))]
+    return array[
+        tuple(
+            slice(first_index, first_index + slice_size)
+            for first_index, slice_size in zip(first_indices, slice_sizes, strict=True)
+        )
+    ]
 
 
 def _broadcast(params: Any, array: np.ndarray) -> np.ndarray:
@@ -143,7 +155,7 @@ def _broadcast(params: Any, array: np.ndarray) -> np.ndarray:
     return np.broadcast_to(array.reshape(shape), params["shape"])
 
 
-_UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "sharding_constraint", "reshard")
+_IDENTITY_PRIMITIVES = ("pvary", "pcast", "copy", "optimization_barrier", "sharding_constraint", "reshard")
 """Primitives that return their operands."""
 
 _FORMULAS: Mapping[str, Callable[..., Any]] = {

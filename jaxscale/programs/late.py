@@ -28,13 +28,13 @@ from jaxscale.programs.kinds import has_both_passes
 
 
 def late_arrays(
-    program: FlatProgram, ring_products: Iterable[int], is_stored: Callable[[Operation], bool]
+    program: FlatProgram, ring_product_indices: Iterable[int], is_stored: Callable[[Operation], bool]
 ) -> dict[int, int]:
-    """Return the arrays that products around a ring need until the backward pass of the blocks ends.
+    """Return the arrays that products around a ring need until the blocks' backward pass ends, with their last reader.
 
     Args:
         program: program of a step, or of the body of its loop over microbatches.
-        ring_products: indices of the products that are summed around a ring.
+        ring_product_indices: indices of the products that are summed around a ring.
         is_stored: function that returns whether an operation's results are stored as arrays; if not, the operation's
             operands stay alive instead.
 
@@ -42,11 +42,13 @@ def late_arrays(
         A dict from the number of each array to the index of the last loop of the blocks' backward pass.
     """
     operations = program.operations
-    backward_loops = [i for i, op in enumerate(operations) if op.loop_body is not None and op.params.get("reverse")]
-    if not backward_loops:
+    backward_loop_indices = [
+        i for i, op in enumerate(operations) if op.loop_body is not None and op.params.get("reverse")
+    ]
+    if not backward_loop_indices:
         return {}
-    producer_by_value = {value: op for op in operations[: backward_loops[0]] for value in op.outputs}
-    early_products = [operations[index] for index in ring_products if index < backward_loops[0]]
+    producer_by_value = {value: op for op in operations[: backward_loop_indices[0]] for value in op.outputs}
+    early_products = [operations[index] for index in ring_product_indices if index < backward_loop_indices[0]]
     pending_values = [value for product in early_products if product.is_backward for value in product.inputs]
     last_reader_by_array: dict[int, int] = {}
     visited_values: set[int | None] = set()
@@ -56,13 +58,13 @@ def late_arrays(
             continue
         visited_values.add(value)
         if is_stored(producer_by_value[value]):
-            last_reader_by_array[value] = backward_loops[-1]
+            last_reader_by_array[value] = backward_loop_indices[-1]
         else:
             pending_values += producer_by_value[value].inputs
     return last_reader_by_array
 
 
-def products_of_gradients(program: FlatProgram) -> list[int]:
+def gradient_product_indices(program: FlatProgram) -> list[int]:
     """Return the indices of the products before the blocks' backward pass that this pass does not depend on.
 
     Such a product is the gradient of a head's weight.
@@ -75,14 +77,14 @@ def products_of_gradients(program: FlatProgram) -> list[int]:
     if not loop_indices:
         return []
     needed_values = {value for index in loop_indices for value in operations[index].inputs}
-    indices: list[int] = []
+    product_indices: list[int] = []
     for index in reversed(range(loop_indices[0])):
         operation = operations[index]
         if not needed_values.isdisjoint(operation.outputs):
             needed_values.update(operation.inputs)
         elif operation.is_backward and operation.kind in FORMULAS:
-            indices.append(index)
-    return indices
+            product_indices.append(index)
+    return product_indices
 
 
 def with_late_gradients(program: FlatProgram, *, in_layers: bool = False) -> FlatProgram:

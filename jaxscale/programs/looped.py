@@ -1,8 +1,8 @@
 """Copies of a train step's arguments for loops that run both passes, as XLA makes them on a TPU.
 
 A weight in float32 that such a loop reads unconverted is also overwritten at the end of the step, so XLA gives the loop
-a copy. Weights that are converted before the loop need none. The rule was read off three compiled steps with ZeRO 1 and
-2, whose new weights are gathered at the end, and the caller applies it to such steps alone.
+a copy. Weights that are converted before the loop are not copied. The rule was inferred from three compiled steps with
+ZeRO 1 and 2, whose new weights are gathered at the end. The caller applies it only to such steps.
 """
 
 import dataclasses
@@ -54,12 +54,14 @@ def with_copied_inputs(
     for operation in program.operations:
         if operation.loop_body is not None and has_both_passes(operation.loop_body):
             operands = dict.fromkeys(value for value in operation.inputs if value is not None)
-            copies = [value for value in operands if value in program.inputs and is_copied(value, operation)]
-            copy_by_input = dict(zip(copies, new_numbers, strict=False))
-            for value, copy in copy_by_input.items():
+            inputs_to_copy = [value for value in operands if value in program.inputs and is_copied(value, operation)]
+            copy_by_input = dict(zip(inputs_to_copy, new_numbers, strict=False))
+            for value, copy_value in copy_by_input.items():
                 aval = avals[value]
-                avals[copy] = aval if dtype is None else jax.ShapeDtypeStruct(aval.shape, dtype)
-            operations += [Operation(RETILE, (value,), (copy,), {}) for value, copy in copy_by_input.items()]
+                avals[copy_value] = aval if dtype is None else jax.ShapeDtypeStruct(aval.shape, dtype)
+            operations += [
+                Operation(RETILE, (value,), (copy_value,), {}) for value, copy_value in copy_by_input.items()
+            ]
             new_inputs = tuple(
                 value if value is None else copy_by_input.get(value, value) for value in operation.inputs
             )
@@ -75,5 +77,5 @@ def is_large_float32(aval: Any) -> bool:
 
 
 def _is_copied(value: int, program: FlatProgram) -> bool:
-    """Return whether a value is a large input in float32 that another operation reads, too."""
+    """Return whether a value is a large array of float32 that several operations read."""
     return is_large_float32(program.avals[value]) and len(program.readers[value]) > 1

@@ -32,7 +32,7 @@ def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Return the results of an operation that need no new memory: they are the caller's values or overwrite them.
+    """Return the results of an operation that do not need new memory: they are the caller's values or overwrite them.
 
     Args:
         operation: an operation of a pipelined step.

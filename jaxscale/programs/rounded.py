@@ -1,4 +1,4 @@
-"""Which values of float32 a TPU keeps in bfloat16, because only matrix products read them.
+"""Values of float32 that a TPU keeps in bfloat16, because only matrix products read them.
 
 At the default precision a TPU's matrix unit rounds operands of float32 to bfloat16. XLA moves the conversion to the
 operation that computes the value, also out of loops: what a block keeps in float32 for the gradients of its weights
@@ -14,7 +14,7 @@ from jaxscale.programs.tiles import RETILE
 
 
 def is_rounded(value: int, program: FlatProgram) -> bool:
-    """Return whether nothing reads a value of float32 but matrix products whose operands a TPU rounds to bfloat16.
+    """Return whether a value is of float32 and only matrix products whose operands a TPU rounds to bfloat16 read it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -26,11 +26,11 @@ def is_rounded(value: int, program: FlatProgram) -> bool:
     if str(getattr(program.avals[value], "dtype", "")) != "float32" or value in program.outputs:
         return False
     readers = [program.operations[index] for index in program.readers.get(value, ())]
-    return bool(readers) and all(_rounds(reader, value, program) for reader in readers)
+    return bool(readers) and all(_is_rounding(reader, value, program) for reader in readers)
 
 
-def _rounds(reader: Operation, value: int, program: FlatProgram) -> bool:
-    """Return whether a reader of a value is a product of the default precision, or leads to such products alone."""
+def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
+    """Return whether a reader rounds a value: it is a product of default precision, or leads only to such products."""
     if reader.kind in FORMULAS:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
@@ -41,14 +41,16 @@ def _rounds(reader: Operation, value: int, program: FlatProgram) -> bool:
         return False
     constants, states, stacks = loop_parts(reader, reader.inputs)
     body = reader.loop_body
-    first_stack = len(constants) + len(states)
+    stack_start = len(constants) + len(states)
     inner_values = [body.inputs[index] for index, operand in enumerate(constants) if operand == value]
-    inner_values += [body.inputs[first_stack + index] for index, operand in enumerate(stacks) if operand == value]
+    inner_values += [body.inputs[stack_start + index] for index, operand in enumerate(stacks) if operand == value]
     return value not in states and all(is_rounded(inner_value, body) for inner_value in inner_values)
 
 
 def with_rounded_copies(program: FlatProgram) -> FlatProgram:
-    """Return a program that copies large inputs to bfloat16 before a loop with both passes whose products read them.
+    """Return a program that copies large float32 inputs to bfloat16 before a loop with both passes.
+
+    Only inputs that the loop reads by products alone are copied.
 
     Args:
         program: program of a step.
@@ -64,7 +66,7 @@ def with_rounded_copies(program: FlatProgram) -> FlatProgram:
     """
 
     def is_rounded_copy(value: int, loop: Operation) -> bool:
-        """Whether the products of a loop alone read a large input of float32."""
-        return is_large_float32(program.avals[value]) and _rounds(loop, value, program)
+        """Return whether a value is large, of float32, and read by the loop's products alone."""
+        return is_large_float32(program.avals[value]) and _is_rounding(loop, value, program)
 
     return with_copied_inputs(program, is_rounded_copy, "bfloat16")

@@ -11,8 +11,8 @@ operations and pooling keep that layout. The result of a product with batch dims
 along its other dims, and so are what is computed from it elementwise and the stack of it that a loop returns.
 
 TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
-8 x 128. XLA therefore copies each such argument that a product or a loop reads, as the weights of a plan whose
-parameters are in two-byte types (`with_retiled_inputs`).
+8 x 128. XLA therefore copies each such argument that a product or a loop reads (`with_retiled_inputs`). The weights of
+a plan whose parameters are in two-byte types are an example.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from typing import Any
 from jaxscale.programs.elementwise import ELEMENTWISE
 from jaxscale.programs.flat import FlatProgram, Operation, loop_parts
 
-TileDims = tuple[tuple[int, int], ...]
+TileDimPairs = tuple[tuple[int, int], ...]
 """Pairs of dims of which XLA chooses one: the dims along which an array is divided into 8 and into 128 elements."""
 
 SMALL_COUNT = 2**16
@@ -50,25 +50,30 @@ POOLING = ("reduce_window_max", "reduce_window_sum", "reduce_window", "select_an
 """Operations that keep the layout of a convolution's activations, as elementwise operations do."""
 
 
-def padding(shape: Sequence[int], tile_dims: TileDims | None = None) -> float:
+def padding_factor(shape: Sequence[int], tile_dim_pairs: TileDimPairs | None = None) -> float:
     """Return the factor by which padding to tiles of 8 x 128 elements enlarges an array.
 
     Args:
         shape: shape of the array on one device.
-        tile_dims: pairs of dims of which the one with the least factor counts; `None` for all pairs of the last four
-            dims. A first dim of fewer than 8 elements has tiles of 1, 2 or 4.
+        tile_dim_pairs: pairs of dims, of which the pair with the least factor counts; `None` for all pairs of the last
+            four dims. A first dim of fewer than 8 elements has tiles of 1, 2 or 4.
 
     Example:
-        >>> padding((8, 2048, 1024)), round(padding((16, 257, 257)), 3), padding((2,))
+        >>> padding_factor((8, 2048, 1024)), round(padding_factor((16, 257, 257)), 3), padding_factor((2,))
         (1.0, 1.494, 1.0)
-        >>> padding((16, 12, 512, 64)), padding((16, 12, 512, 64), ((2, 3),))
+        >>> padding_factor((16, 12, 512, 64)), padding_factor((16, 12, 512, 64), ((2, 3),))
         (1.0, 2.0)
     """
     if len(shape) < 2 or math.prod(shape) < SMALL_COUNT:
         return 1.0
     last_dims = range(max(len(shape) - 4, 0), len(shape))
-    pairs = tuple((i, j) for i in last_dims for j in last_dims if i != j) if tile_dims is None else tile_dims
-    return min(_padded(shape[i], min(8, _power_of_2(shape[i]))) * _padded(shape[j], 128) for i, j in pairs)
+    dim_pairs = (
+        tuple((i, j) for i in last_dims for j in last_dims if i != j) if tile_dim_pairs is None else tile_dim_pairs
+    )
+    return min(
+        _rounding_factor(shape[i], min(8, _power_of_2(shape[i]))) * _rounding_factor(shape[j], 128)
+        for i, j in dim_pairs
+    )
 
 
 def _power_of_2(size: int) -> int:
@@ -76,7 +81,7 @@ def _power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _padded(size: int, multiple: int) -> float:
+def _rounding_factor(size: int, multiple: int) -> float:
     """Return the factor by which rounding up to a multiple enlarges a dim."""
     return -(-size // multiple) * multiple / size
 
@@ -87,34 +92,36 @@ class Tiles:
 
     Args:
         program: a flat program.
-        dims_by_value: pairs of dims of the tiles, by the value's number.
+        dim_pairs_by_value: pairs of dims of the tiles, by the value's number.
         loop_tiles: tiles in the body of each loop, by the loop's index among the operations.
         branch_tiles: tiles in the branches of each `cond`, by the `cond`'s index among the operations.
-        batched_products: the results of products with batch dims, what is computed from them elementwise, and the
+        batched_results: the results of products with batch dims, the values computed elementwise from them, and the
             stacks of them that loops return, unless a kernel or a convolution prescribes their layout.
     """
 
     program: FlatProgram
-    dims_by_value: dict[int, TileDims] = dataclasses.field(default_factory=dict)
+    dim_pairs_by_value: dict[int, TileDimPairs] = dataclasses.field(default_factory=dict)
     loop_tiles: "dict[int, Tiles]" = dataclasses.field(default_factory=dict)
     branch_tiles: "dict[int, tuple[Tiles, ...]]" = dataclasses.field(default_factory=dict)
-    batched_products: set[int] = dataclasses.field(default_factory=set)
+    batched_results: set[int] = dataclasses.field(default_factory=set)
 
     @functools.cached_property
     def product_results(self) -> frozenset[int]:
-        """The results of matrix products, what is computed from them elementwise, and the stacks that loops return."""
-        results: set[int] = set()
+        """The results of matrix products, the values computed elementwise from them, and their stacks from loops."""
+        result_values: set[int] = set()
         for index, operation in enumerate(self.program.operations):
             if operation.kind == "dot_general":
-                results.update(operation.outputs)
+                result_values.update(operation.outputs)
             elif operation.kind in ELEMENTWISE or operation.kind in (*SAME_LAYOUT, "reshape"):
-                if not results.isdisjoint(operation.inputs):  # a bias is added by the product
-                    results.update(operation.outputs)
+                if not result_values.isdisjoint(operation.inputs):  # a bias is added by the product
+                    result_values.update(operation.outputs)
             elif operation.loop_body is not None:
                 body_results, body_outputs = self.loop_tiles[index].product_results, operation.loop_body.outputs
-                pairs = zip(operation.outputs, body_outputs, strict=True)
-                results.update(value for value, inner_value in pairs if inner_value in body_results)
-        return frozenset(results)
+                outer_and_inner_values = zip(operation.outputs, body_outputs, strict=True)
+                result_values.update(
+                    value for value, inner_value in outer_and_inner_values if inner_value in body_results
+                )
+        return frozenset(result_values)
 
 
 def prescribed_tiles(program: FlatProgram) -> Tiles:
@@ -129,7 +136,7 @@ def prescribed_tiles(program: FlatProgram) -> Tiles:
         ...     y_ref[...] = x_ref[...]
         >>> kernel = pl.pallas_call(copy, out_shape=x)
         >>> program = flatten(jax.make_jaxpr(lambda x: kernel(x.transpose(0, 2, 1).reshape(x.shape)))(x))
-        >>> sorted(prescribed_tiles(program).dims_by_value.values())
+        >>> sorted(prescribed_tiles(program).dim_pairs_by_value.values())
         [((1, 2),), ((1, 2),)]
     """
     tiles = Tiles(program)
@@ -143,12 +150,12 @@ def prescribed_tiles(program: FlatProgram) -> Tiles:
             for value in (*operands, *operation.outputs):
                 rank = len(getattr(program.avals[value], "shape", ()))
                 if rank >= 2:
-                    tiles.dims_by_value[value] = ((rank - 2, rank - 1),)
+                    tiles.dim_pairs_by_value[value] = ((rank - 2, rank - 1),)
     for index, body_tiles in tiles.loop_tiles.items():
         _prescribe_outside_loop(program.operations[index], body_tiles, tiles)
     for operation in program.operations:  # from kernels to the readers of their results
         _prescribe_neighbor(operation, tiles, is_forward=True)
-    for operation in reversed(program.operations):  # from kernels to what their operands are computed from
+    for operation in reversed(program.operations):  # from kernels to the producers of their operands
         _prescribe_neighbor(operation, tiles, is_forward=False)
     _prescribe_around_convolutions(tiles)
     _prescribe_batched_products(tiles)
@@ -157,16 +164,16 @@ def prescribed_tiles(program: FlatProgram) -> Tiles:
 
 def _prescribe_around_convolutions(tiles: Tiles) -> None:
     """Tile the activations of convolutions along batch and features."""
-    operations, dims_by_value = tiles.program.operations, tiles.dims_by_value
+    operations, dim_pairs_by_value = tiles.program.operations, tiles.dim_pairs_by_value
     convolutions = [operation for operation in operations if operation.kind == "conv_general_dilated"]
     for operation in convolutions:
-        specs = operation.params["dimension_numbers"]
+        dim_numbers = operation.params["dimension_numbers"]
         values = (*operation.inputs[:2], operation.outputs[0])
         for value, (first_dim, second_dim, *_) in zip(
-            values, (specs.lhs_spec, specs.rhs_spec, specs.out_spec), strict=True
+            values, (dim_numbers.lhs_spec, dim_numbers.rhs_spec, dim_numbers.out_spec), strict=True
         ):
             if value is not None:
-                dims_by_value.setdefault(value, ((first_dim, second_dim), (second_dim, first_dim)))
+                dim_pairs_by_value.setdefault(value, ((first_dim, second_dim), (second_dim, first_dim)))
     if not convolutions:
         return
     for ordered_operations in (operations, operations[::-1]):
@@ -175,50 +182,51 @@ def _prescribe_around_convolutions(tiles: Tiles) -> None:
                 continue
             values = [value for value in (*operation.inputs, *operation.outputs) if value is not None]
             rank = len(getattr(tiles.program.avals[operation.outputs[0]], "shape", ()))
-            equal_rank = [v for v in values if len(getattr(tiles.program.avals[v], "shape", ())) == rank]
-            source = next((value for value in equal_rank if value in dims_by_value), None)
-            if source is not None:
-                for value in equal_rank:
-                    dims_by_value.setdefault(value, dims_by_value[source])
+            equal_rank_values = [v for v in values if len(getattr(tiles.program.avals[v], "shape", ())) == rank]
+            source_value = next((value for value in equal_rank_values if value in dim_pairs_by_value), None)
+            if source_value is not None:
+                for value in equal_rank_values:
+                    dim_pairs_by_value.setdefault(value, dim_pairs_by_value[source_value])
 
 
 def _prescribe_batched_products(tiles: Tiles) -> None:
-    """Tile the results of products with batch dims along the other dims, and what is computed from them elementwise."""
-    operations, avals, dims_by_value = tiles.program.operations, tiles.program.avals, tiles.dims_by_value
+    """Tile results of products with batch dims, and values computed elementwise from them, along their other dims."""
+    operations, avals, dim_pairs_by_value = tiles.program.operations, tiles.program.avals, tiles.dim_pairs_by_value
     for index, operation in enumerate(operations):
         if operation.loop_body is not None:
             _stack_batched_products(operation, tiles.loop_tiles[index], tiles)
             continue
         for position, result in enumerate(operation.outputs):
-            if result is None or result in dims_by_value:
+            if result is None or result in dim_pairs_by_value:
                 continue
             shape = tuple(getattr(avals[result], "shape", ()))
             if operation.kind == "dot_general":
                 batch_dim_count = len(operation.params["dimension_numbers"][1][0])
                 other_dims = range(batch_dim_count, len(shape))
                 if batch_dim_count and len(other_dims) > 1:
-                    tiles.batched_products.add(result)
-                    dims_by_value[result] = tuple((i, j) for i in other_dims for j in other_dims if i != j)
+                    tiles.batched_results.add(result)
+                    dim_pairs_by_value[result] = tuple((i, j) for i in other_dims for j in other_dims if i != j)
             elif operation.kind in ELEMENTWISE or operation.kind in SAME_LAYOUT:
-                is_several = len(operation.outputs) > 1  # as of a barrier, each of which is the operand at its place
-                inputs = operation.inputs[position : position + 1] if is_several else operation.inputs
-                operands = tiles.batched_products.intersection(inputs)
-                source = next((value for value in operands if tuple(avals[value].shape) == shape), None)
-                if source is not None:
-                    tiles.batched_products.add(result)
-                    dims_by_value[result] = dims_by_value[source]
+                # of several results, as of a barrier, each is the operand at the same position
+                has_several_results = len(operation.outputs) > 1
+                inputs = operation.inputs[position : position + 1] if has_several_results else operation.inputs
+                operands = tiles.batched_results.intersection(inputs)
+                source_value = next((value for value in operands if tuple(avals[value].shape) == shape), None)
+                if source_value is not None:
+                    tiles.batched_results.add(result)
+                    dim_pairs_by_value[result] = dim_pairs_by_value[source_value]
 
 
 def _stack_batched_products(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:
-    """Tile the stacks of results of products with batch dims that a loop returns as these are tiled in its body."""
+    """Tile each stack of batched products' results that a loop returns like the results in the loop's body."""
     body = operation.loop_body
     assert body is not None
     state_count = len(loop_parts(operation, operation.inputs)[1])
     for value, inner_value in zip(operation.outputs[state_count:], body.outputs[state_count:], strict=True):
-        if value is not None and inner_value in body_tiles.batched_products and value not in tiles.dims_by_value:
-            tile_dims = body_tiles.dims_by_value[inner_value]
-            tiles.batched_products.add(value)
-            tiles.dims_by_value[value] = tuple((first + 1, second + 1) for first, second in tile_dims)
+        if value is not None and inner_value in body_tiles.batched_results and value not in tiles.dim_pairs_by_value:
+            tile_dim_pairs = body_tiles.dim_pairs_by_value[inner_value]
+            tiles.batched_results.add(value)
+            tiles.dim_pairs_by_value[value] = tuple((first + 1, second + 1) for first, second in tile_dim_pairs)
 
 
 def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:
@@ -227,36 +235,42 @@ def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tile
     assert body is not None
     constants, states, stacks = loop_parts(operation, operation.inputs)
     slice_start = len(constants) + len(states)
-    # each value outside, the value inside, and the number of dims that the one outside has more
-    pairs = [
+    # each: a value outside, its value inside, and the number of dims that only the outer one has
+    value_pairs_and_added_dim_counts = [
         *((value, body.inputs[index], 0) for index, value in enumerate((*constants, *states))),
         *((value, body.inputs[slice_start + index], 1) for index, value in enumerate(stacks)),
         *((value, body.outputs[index], int(index >= len(states))) for index, value in enumerate(operation.outputs)),
     ]
-    for value, inner_value, added_dims in pairs:
-        if value is not None and inner_value in body_tiles.dims_by_value and value not in tiles.product_results:
-            tile_dims = body_tiles.dims_by_value[inner_value]
-            if len(tile_dims) > 1:  # a convolution's or a batched product's operands are copied from the array outside
+    for value, inner_value, added_dim_count in value_pairs_and_added_dim_counts:
+        if value is not None and inner_value in body_tiles.dim_pairs_by_value and value not in tiles.product_results:
+            tile_dim_pairs = body_tiles.dim_pairs_by_value[inner_value]
+            if len(tile_dim_pairs) > 1:  # operands of a convolution or batched product are copied from the outer array
                 continue
-            shifted_dims = tuple((first + added_dims, second + added_dims) for first, second in tile_dims)
-            tiles.dims_by_value.setdefault(value, shifted_dims)
+            shifted_dim_pairs = tuple(
+                (first + added_dim_count, second + added_dim_count) for first, second in tile_dim_pairs
+            )
+            tiles.dim_pairs_by_value.setdefault(value, shifted_dim_pairs)
 
 
 def _prescribe_neighbor(operation: Operation, tiles: Tiles, *, is_forward: bool) -> None:
-    """Give the result of a transpose, copy, pad or slice the operand's layout, or the operand the result's."""
+    """Give the result of a transpose, copy, pad or slice the operand's layout, or vice versa if not `is_forward`."""
     if operation.kind not in ("transpose", "pad", "slice", *SAME_LAYOUT) or operation.inputs[0] is None:
         return
     operand, result = operation.inputs[0], operation.outputs[0]
-    source, target = (operand, result) if is_forward else (result, operand)
-    if source not in tiles.dims_by_value or target in tiles.dims_by_value or target in tiles.product_results:
+    source_value, target_value = (operand, result) if is_forward else (result, operand)
+    if (
+        source_value not in tiles.dim_pairs_by_value
+        or target_value in tiles.dim_pairs_by_value
+        or target_value in tiles.product_results
+    ):
         return
-    tile_dims = tiles.dims_by_value[source]
+    tile_dim_pairs = tiles.dim_pairs_by_value[source_value]
     if operation.kind == "transpose":
-        order: Sequence[int] = operation.params["permutation"]
-        positions: Mapping[int, int] = {dim: position for position, dim in enumerate(order)}
-        dim_of = positions.__getitem__ if is_forward else order.__getitem__
-        tile_dims = tuple((dim_of(first), dim_of(second)) for first, second in tile_dims)
-    tiles.dims_by_value[target] = tile_dims
+        permutation: Sequence[int] = operation.params["permutation"]
+        position_by_dim: Mapping[int, int] = {dim: position for position, dim in enumerate(permutation)}
+        target_dim_of = position_by_dim.__getitem__ if is_forward else permutation.__getitem__
+        tile_dim_pairs = tuple((target_dim_of(first), target_dim_of(second)) for first, second in tile_dim_pairs)
+    tiles.dim_pairs_by_value[target_value] = tile_dim_pairs
 
 
 def with_retiled_inputs(program: FlatProgram) -> FlatProgram:
@@ -273,9 +287,9 @@ def with_retiled_inputs(program: FlatProgram) -> FlatProgram:
         >>> [operation.kind for operation in with_retiled_inputs(program).operations]
         ['convert_element_type', 'retile', 'dot_general', 'add']
     """
-    inputs = [value for value in program.inputs if _is_retiled(program.avals[value])]
-    copy_by_input = dict(zip(inputs, itertools.count(max(program.avals, default=0) + 1)))
-    avals = program.avals | {copy: program.avals[value] for value, copy in copy_by_input.items()}
+    retiled_inputs = [value for value in program.inputs if _is_retiled(program.avals[value])]
+    copy_by_input = dict(zip(retiled_inputs, itertools.count(max(program.avals, default=0) + 1)))
+    avals = program.avals | {copy_value: program.avals[value] for value, copy_value in copy_by_input.items()}
     operations: list[Operation] = []
     copied_inputs: set[int] = set()
     for operation in program.operations:

@@ -34,26 +34,26 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     ]
 
 
-def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
+def equations_with_runs(jaxpr: Any, run_count: int = 1) -> Iterator[tuple[Any, int]]:
     """Yield every equation of a jaxpr and of the jaxprs inside it, each with the number of times that it runs.
 
     The body of a `while` is counted as running once.
 
     Args:
         jaxpr: a jaxpr, open or closed.
-        runs: number of times that the jaxpr runs.
+        run_count: number of times that the jaxpr runs.
 
     Example:
         >>> import jax
         >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (jax.numpy.sin(c), None), x, length=3)[0])(1.0)
-        >>> [(eqn.primitive.name, runs) for eqn, runs in equations(jaxpr)]
+        >>> [(eqn.primitive.name, run_count) for eqn, run_count in equations_with_runs(jaxpr)]
         [('scan', 1), ('sin', 3)]
     """
     for eqn in open_jaxpr(jaxpr).eqns:
-        yield eqn, runs
-        inner_runs = runs * eqn.params["length"] if eqn.primitive.name == "scan" else runs
+        yield eqn, run_count
+        inner_run_count = run_count * eqn.params["length"] if eqn.primitive.name == "scan" else run_count
         for inner_jaxpr in inner_jaxprs(eqn):
-            yield from equations(inner_jaxpr, inner_runs)
+            yield from equations_with_runs(inner_jaxpr, inner_run_count)
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], run_equation: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:

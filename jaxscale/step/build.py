@@ -20,7 +20,7 @@ from jaxscale.optim.update_guard import GuardedAdvance, UpdateGuard
 from jaxscale.platforms.cpu_memory import keep_freed_memory
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
-from jaxscale.programs.elementwise import first_mixing
+from jaxscale.programs.elementwise import first_mixing_primitive
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
@@ -143,7 +143,7 @@ class Assembly:
         plan, stages, update = self.resolved_plan.plan, self.resolved_plan.stages, self.update
         has_partial_updates = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
         mixing_operation = (
-            first_mixing(update.float32_rule, self.pure_model.abstract_params) if has_partial_updates else None
+            first_mixing_primitive(update.float32_rule, self.pure_model.abstract_params) if has_partial_updates else None
         )
         state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owner_names = self.layout.owner_names(update.clipped_rule)

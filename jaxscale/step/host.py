@@ -21,7 +21,7 @@ from jaxscale.optim.groups import group_indices, masked
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
 from jaxscale.optim.update_guard import GuardedAdvance, RateEstimate, UpdateGuard, guarded
-from jaxscale.programs.elementwise import first_mixing
+from jaxscale.programs.elementwise import first_mixing_primitive
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR, is_rehearsal
@@ -164,7 +164,7 @@ def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     abstract_params = jax.tree_util.tree_map_with_path(with_state_sharding, layout.abstract.params)
-    is_mixing = first_mixing(update.float32_rule, layout.abstract.params) is not None
+    is_mixing = first_mixing_primitive(update.float32_rule, layout.abstract.params) is not None
     return update_in_slices(
         update.rule,
         abstract_params,

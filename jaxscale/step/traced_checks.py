@@ -142,7 +142,7 @@ def check_traced(
         UserError: a request of the plan has no effect on the traced step.
     """
     plan = planned.plan
-    equations_and_runs = list(walk.equations(jaxpr))
+    equations_and_runs = list(walk.equations_with_runs(jaxpr))
     policies = [eqn.params.get("policy") for eqn, _ in equations_and_runs if eqn.params.get("differentiated", True)]
     is_recomputation_planned = plan.memory.rule != "none" and not _keeps_all(decision)
     if is_recomputation_planned and not any(_is_policy_of_plan(plan.memory, policy) for policy in policies):
@@ -161,7 +161,7 @@ def check_traced(
         narrow_share = _narrow_share(equations_and_runs)
         # an optimizer that decomposes matrices, or a codec, may compute more products than the model: trace it alone
         if narrow_share < 0.5:
-            narrow_share = _narrow_share(walk.equations(trace_loss().jaxpr))
+            narrow_share = _narrow_share(walk.equations_with_runs(trace_loss().jaxpr))
         if narrow_share < 0.5:
             raise UserError(
                 f"precision bfloat16: {1 - narrow_share:.0%} of the FLOP of this model's matrix products are not in "

@@ -17,7 +17,7 @@ from jaxscale import Experiment, Optimizer, blocks, build
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain, Stack
 from jaxscale.models import ForeignModel, language_model
-from jaxscale.programs.walk import equations
+from jaxscale.programs.walk import equations_with_runs
 from jaxscale.state.pure_model import PureModel
 from tests.models.public_language_models import VOCAB, WIDTH, Mlp, ScannedPytree, ScannedRemat, text
 from tests.plans import plan_of
@@ -185,7 +185,9 @@ def test_a_plan_wraps_the_block_inside_of_the_scan_and_keeps_the_checkpoint_of_t
     with blocks.wrapping(wrapper):
         program = jax.make_jaxpr(lambda batch: model.loss(module, batch, blocks.Context()).total)(text())
     assert wrapped == [True]
-    remats = [(eqn.params["policy"], runs) for eqn, runs in equations(program) if "remat" in eqn.primitive.name]
+    remats = [
+        (eqn.params["policy"], runs) for eqn, runs in equations_with_runs(program) if "remat" in eqn.primitive.name
+    ]
     assert remats == [(blocks.keep_nothing, 4), (None, 4)]  # the plan's around the user's, in each of four layers
 
 

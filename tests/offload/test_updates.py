@@ -32,7 +32,7 @@ from jaxscale.offload.updates import (
 from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.programs.elementwise import first_mixing
+from jaxscale.programs.elementwise import first_mixing_primitive
 from tests.kernels.aot import gpu_compiler, tpu_compiler
 from tests.tiers import variants
 
@@ -185,7 +185,7 @@ def noisy(x):
 )
 def test_a_rule_that_mixes_elements_is_known_by_its_program(rule, culprit):
     params = {"w": jnp.ones((8, 8))}
-    found = first_mixing(rule, params)
+    found = first_mixing_primitive(rule, params)
     assert (found is None) == (culprit is None), found
     if culprit is not None:
         with pytest.raises(UserError, match="mixes elements"):
@@ -343,7 +343,7 @@ def test_the_host_of_a_tpu_updates_no_state_in_few_bits(few):
 
 
 def test_split_weights_treat_each_number_by_itself():
-    assert first_mixing(split_weights(optax.adamw(0.1)), {"w": jnp.ones((8, 8), jnp.bfloat16)}) is None
+    assert first_mixing_primitive(split_weights(optax.adamw(0.1)), {"w": jnp.ones((8, 8), jnp.bfloat16)}) is None
 
 
 MATRICES = {"up": (8, 2048, 2048), "down": (16, 1024, 1024)}

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.programs.dims import links, local_bytes, summed_dims
+from jaxscale.programs.dims import dim_links, local_bytes, summed_dim_pairs
 from jaxscale.sharding.partition import dim_axes
 
 SIZES = {"data": 2, "tensor": 4}
@@ -46,21 +46,21 @@ def test_reshaped_dims_are_linked_where_the_dims_before_them_split_the_elements_
         if size > 1 and result_size > 1
         if (elements // math.prod(old[dim:]) == elements // math.prod(new[target:])).all()
     ]
-    assert [link for link in links("reshape", {}, [old], new) if old[link[1]] > 1] == expected
+    assert [link for link in dim_links("reshape", {}, [old], new) if old[link[1]] > 1] == expected
 
 
 def test_reshaped_dims_of_size_1_are_linked_in_order():
-    assert links("reshape", {}, [(1, 4, 1, 1, 5)], (1, 1, 4, 1, 5)) == [(0, 0, 0), (0, 1, 2), (0, 2, 3), (0, 4, 4)]
+    assert dim_links("reshape", {}, [(1, 4, 1, 1, 5)], (1, 1, 4, 1, 5)) == [(0, 0, 0), (0, 1, 2), (0, 2, 3), (0, 4, 4)]
 
 
 def test_dims_of_a_product_are_linked_to_those_of_its_operands():
     eqn = jax.make_jaxpr(lambda x, y: jnp.einsum("bik,bkj->bij", x, y))(jnp.ones((2, 3, 4)), jnp.ones((2, 4, 5)))
     (eqn,) = [eqn for eqn in eqn.eqns if eqn.primitive.name == "dot_general"]
     shapes = [variable.aval.shape for variable in eqn.invars]
-    dims = links("dot_general", eqn.params, shapes, eqn.outvars[0].aval.shape)
+    dims = dim_links("dot_general", eqn.params, shapes, eqn.outvars[0].aval.shape)
     assert dims == [(0, 0, 0), (1, 0, 0), (0, 1, 1), (1, 2, 2)]
-    assert summed_dims("dot_general", eqn.params) == [(2, 1)]
+    assert summed_dim_pairs("dot_general", eqn.params) == [(2, 1)]
 
 
 def test_other_operations_have_no_links_of_their_own():
-    assert links("add", {}, [(4,), (4,)], (4,)) is None
+    assert dim_links("add", {}, [(4,), (4,)], (4,)) is None

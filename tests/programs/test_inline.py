@@ -41,7 +41,7 @@ def test_values_carry_the_names_of_the_model_and_else_those_of_operations():
         return jax.nn.silu(y) @ w @ w
 
     found = program(fn, jnp.ones((4, 4)), jnp.ones((2, 4)))
-    assert list(found.names().values()) == ["up", "silu/logistic", "silu/mul", "dot_general", "dot_general.2"]
+    assert list(found.name_by_number().values()) == ["up", "silu/logistic", "silu/mul", "dot_general", "dot_general.2"]
 
 
 def test_steps_that_no_result_depends_on_are_dropped():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.programs.known_values import known_values, selecting_inputs
+from jaxscale.programs.known_values import known_values, selecting_input_indices
 
 TABLE = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
 
@@ -43,4 +43,4 @@ def test_selectors_are_found_through_scans_and_calls():
 
         return jax.jit(lambda: jax.lax.scan(step, x, rows))()
 
-    assert selecting_inputs(jax.make_jaxpr(fn)(1.0, 2, jnp.ones((3, 2), jnp.int32))) == {1, 2}
+    assert selecting_input_indices(jax.make_jaxpr(fn)(1.0, 2, jnp.ones((3, 2), jnp.int32))) == {1, 2}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.programs.flat import FlatProgram, flatten
-from jaxscale.programs.late import late_arrays, products_of_gradients, with_late_gradients
+from jaxscale.programs.late import gradient_product_indices, late_arrays, with_late_gradients
 
 ARRAYS = ("dot_general", "scan", "reduce_sum")
 
@@ -46,10 +46,10 @@ def test_without_a_loop_of_blocks_nothing_waits() -> None:
 
 
 def test_the_gradient_of_a_head_is_a_product_that_the_blocks_do_not_need(program: FlatProgram) -> None:
-    (index,) = products_of_gradients(program)
+    (index,) = gradient_product_indices(program)
     assert sorted(program.avals[program.operations[index].outputs[0]].shape) == [4, 32]
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (4, 32))]
-    assert products_of_gradients(flatten(jax.make_jaxpr(lambda x, head: x @ head)(*shapes))) == []  # no blocks
+    assert gradient_product_indices(flatten(jax.make_jaxpr(lambda x, head: x @ head)(*shapes))) == []  # no blocks
 
 
 def blocks(x, weights):

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.programs.dims import dims_of
+from jaxscale.programs.dims import placement_of
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.programs.tiles import padding
+from jaxscale.programs.tiles import padding_factor
 
 SIZES = {"fsdp": 2, "tensor": 4}
 
@@ -24,13 +24,13 @@ def placed(mesh, fn, *given):
     """Placement of the only result of `fn`, and what XLA chooses for it."""
     args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in given]
     program = flatten(jax.make_jaxpr(fn)(*args))
-    found = place(program, [dims_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
+    found = place(program, [placement_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
     compiled = jax.jit(fn).lower(*args).compile()
     made = program.avals[program.outputs[0]]
     theirs = compiled.output_shardings.shard_shape(made.shape)
     ours = tuple(
         -(-size // found.part_count(axes))
-        for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
+        for size, axes in zip(made.shape, found.by_value[program.outputs[0]], strict=True)
     )
     return ours, theirs
 
@@ -62,7 +62,7 @@ def test_a_weight_shard_is_gathered_for_rows_on_the_same_axis(mesh):
     x, w = jnp.ones((64, 16)), jnp.ones((16, 32))
     program = flatten(jax.make_jaxpr(lambda x, w: x @ w)(x, w))
     found = place(program, [(("fsdp",), ()), (("fsdp",), ("tensor",))], SIZES)
-    assert found.dims[program.outputs[0]] == (("fsdp",), ("tensor",))
+    assert found.by_value[program.outputs[0]] == (("fsdp",), ("tensor",))
     assert found.gathered_bytes == {0: 16 * 32 * 4 // 4}
 
 
@@ -71,7 +71,7 @@ def test_a_gradient_over_rows_is_summed():
     program = flatten(jax.make_jaxpr(lambda x, dy: x.T @ dy)(x, dy))
     found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
     assert len(found.summed_products) == 1
-    assert found.dims[program.outputs[0]] == ((), ())
+    assert found.by_value[program.outputs[0]] == ((), ())
 
 
 def test_a_constraint_reaches_back_to_what_it_places(mesh):
@@ -83,7 +83,7 @@ def test_a_constraint_reaches_back_to_what_it_places(mesh):
     program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 16)), jnp.ones((8, 32))))
     found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
     product = next(operation for operation in program.operations if operation.kind == "dot_general")
-    assert found.dims[product.outputs[0]] == (("fsdp",), ())
+    assert found.by_value[product.outputs[0]] == (("fsdp",), ())
 
 
 def test_sums_of_gradients_are_sharded_like_the_state_that_they_update(mesh):
@@ -103,14 +103,14 @@ def test_sums_of_gradients_are_sharded_like_the_state_that_they_update(mesh):
     ]  # fmt: skip
     args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s) for shape, s in shapes_and_shardings]
     program = flatten(jax.make_jaxpr(fn)(*args))
-    placements = place(program, [dims_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
+    placements = place(program, [placement_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
     (index,) = placements.loop_placements
     (total,) = program.operations[index].outputs
     body_placements = placements.loop_placements[index]
     body = body_placements.program
     gradient = next(op.outputs[0] for op in body.operations if op.kind == "sharding_constraint")
-    assert placements.dims[total] == body_placements.dims[body.inputs[0]] == (("fsdp",), ())
-    assert body_placements.dims[gradient] == ((), ())
+    assert placements.by_value[total] == body_placements.by_value[body.inputs[0]] == (("fsdp",), ())
+    assert body_placements.by_value[gradient] == ((), ())
     loop_lines = [line for line in jax.jit(fn).lower(*args).compile().as_text().splitlines() if " while(" in line]
     assert "f32[12,32]" in loop_lines[0]
     assert "f32[24,32]" not in loop_lines[0]
@@ -127,7 +127,7 @@ def test_the_state_of_a_while_loop_is_placed_too():
     program = flatten(jax.make_jaxpr(fn)(*args))
     placements = place(program, [(("fsdp",), ()), ((), ()), ()], SIZES)
     (index,) = placements.loop_placements
-    assert placements.dims[program.operations[index].outputs[1]] == (("fsdp",), ())
+    assert placements.by_value[program.operations[index].outputs[1]] == (("fsdp",), ())
 
 
 def test_the_initial_state_of_a_loop_is_placed_like_the_state_in_its_body():
@@ -138,7 +138,7 @@ def test_the_initial_state_of_a_loop_is_placed_like_the_state_in_its_body():
     program = flatten(jax.make_jaxpr(fn)(jnp.zeros((5, 24, 32))))
     placements = place(program, [((), ("fsdp",), ())], SIZES)
     (zeros,) = [operation.outputs[0] for operation in program.operations if operation.kind == "broadcast_in_dim"]
-    assert placements.dims[zeros] == (("fsdp",), ())
+    assert placements.by_value[zeros] == (("fsdp",), ())
 
 
 def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
@@ -152,16 +152,16 @@ def test_an_array_is_placed_where_a_region_over_manual_axes_reads_it():
     program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 16)), jnp.ones((8, 32))))
     placements = place(program, [((), ()), ((), ())], {"replica": 4, "tensor": 2})
     product = next(operation for operation in program.operations if operation.kind == "dot_general")
-    assert placements.dims[product.outputs[0]] == (("replica",), ())
+    assert placements.by_value[product.outputs[0]] == (("replica",), ())
 
 
 @pytest.mark.parametrize(("shape", "factor"), [((512, 128), 1.0), ((512, 257, 64), 1.0), ((1024, 100), 1.04)])
 def test_padding_takes_the_best_layout(shape, factor):
-    assert padding(shape) == factor
+    assert padding_factor(shape) == factor
 
 
 def test_padding_of_odd_sides():
-    assert padding((257, 257)) == pytest.approx(384 / 257 * 264 / 257)
+    assert padding_factor((257, 257)) == pytest.approx(384 / 257 * 264 / 257)
 
 
 def test_a_gradient_is_placed_through_a_reshape_like_the_sharded_parameter():
@@ -176,4 +176,4 @@ def test_a_gradient_is_placed_through_a_reshape_like_the_sharded_parameter():
     program = flatten(jax.make_jaxpr(fn)(*args))
     placements = place(program, [((),) * 4] * 2, SIZES)
     product = next(operation for operation in program.operations if operation.kind == "dot_general")
-    assert placements.dims[product.outputs[0]] == ((), (), ("fsdp",), ())
+    assert placements.by_value[product.outputs[0]] == ((), (), ("fsdp",), ())

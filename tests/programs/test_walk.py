@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.compat import rebind
-from jaxscale.programs.walk import Constant, equations, evaluate, inner_jaxprs
+from jaxscale.programs.walk import Constant, equations_with_runs, evaluate, inner_jaxprs
 
 
 def test_equations_in_loops_count_as_often_as_they_run():
@@ -19,14 +19,14 @@ def test_equations_in_loops_count_as_often_as_they_run():
         return jnp.tanh(jax.lax.scan(body, x, length=3)[0])
 
     runs: Counter[str] = Counter()
-    for eqn, times in equations(jax.make_jaxpr(fn)(1.0)):
+    for eqn, times in equations_with_runs(jax.make_jaxpr(fn)(1.0)):
         runs[eqn.primitive.name] += times
     assert (runs["sin"], runs["cos"], runs["tanh"]) == (12, 3, 1)
 
 
 def test_every_branch_is_visited():
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0)
-    names = [eqn.primitive.name for eqn, _ in equations(jaxpr)]
+    names = [eqn.primitive.name for eqn, _ in equations_with_runs(jaxpr)]
     assert {"sin", "cos"} <= set(names)
     (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     assert len(inner_jaxprs(cond)) == 2
