@@ -22,18 +22,27 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, callees, integers, split
+from jaxscale.compiler.hlo_program import (
+    ARRAY,
+    Computation,
+    HloProgram,
+    Op,
+    array_bytes,
+    callees,
+    integers,
+    split_at_commas,
+)
 from jaxscale.platforms import megascale
 from jaxscale.platforms.megascale import CollectiveKind
 
 Groups = frozenset[frozenset[int]]
 
 _KINDS: dict[str, Any] = {kind: kind for kind in get_args(CollectiveKind)} | {"ragged-all-to-all": "all-to-all"}
-# ops that move or convert a whole value, and compute nothing
+# ops that only move or convert a whole value
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
 _CALLS = {"call", "fusion"}
-_STARTS = 'custom_call_target="AsyncCollectiveStart"'
+_START_MARKER = 'custom_call_target="AsyncCollectiveStart"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +93,13 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     """
     program = HloProgram(program) if isinstance(program, str) else program
     return [
-        collective for op_collectives in located_collectives(program, mesh).values() for collective in op_collectives
+        collective
+        for op_collectives in collectives_by_instruction(program, mesh).values()
+        for collective in op_collectives
     ]
 
 
-def located_collectives(program: HloProgram, mesh: Any) -> dict[tuple[str, str], list[Collective]]:
+def collectives_by_instruction(program: HloProgram, mesh: Any) -> dict[tuple[str, str], list[Collective]]:
     """Return the collectives of a compiled program by the names of their computation and instruction.
 
     Args:
@@ -97,11 +108,11 @@ def located_collectives(program: HloProgram, mesh: Any) -> dict[tuple[str, str],
     """
     mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     # number of devices along each mesh axis inside a slice, and the axes that cross slices
-    sizes, slice_axes = megascale.split_axes(mesh_sizes, megascale.slices_of(program.text))
-    device_count = math.prod(sizes.values())
-    axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
-    continuation_names = _continuations(program)
-    by_instruction: dict[tuple[str, str], list[Collective]] = {}
+    axis_sizes, slice_axes = megascale.split_axes(mesh_sizes, megascale.slices_of(program.text))
+    device_count = math.prod(axis_sizes.values())
+    axes_by_groups = {groups_of(axis_sizes, axes): axes for axes in _axis_subsets(axis_sizes)}
+    continuation_names = _continuation_names(program)
+    collectives_by_location: dict[tuple[str, str], list[Collective]] = {}
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
@@ -111,27 +122,27 @@ def located_collectives(program: HloProgram, mesh: Any) -> dict[tuple[str, str],
         bytes_by_kind_and_dtype: Iterable[tuple[tuple[Any, str], int]] = ()
         if op.opcode == "send" and (send_kind := megascale.kind_of(op.attributes)):
             axes, dtype = slice_axes, op.arrays[0][0]
-            bytes_by_kind_and_dtype = [((send_kind, dtype), nbytes) for nbytes in _message_sizes(computation, op)]
+            bytes_by_kind_and_dtype = [((send_kind, dtype), nbytes) for nbytes in _message_part_bytes(computation, op)]
         elif kind == "collective-permute":
-            pairs = permuted_pairs(op)
-            axes = _permuted_axes(pairs, sizes)
-            group_size, is_sending = device_count, any(source != target for source, target in pairs)
+            device_pairs = permuted_pairs(op)
+            axes = _permuted_axes(device_pairs, axis_sizes)
+            group_size, is_sending = device_count, any(source != target for source, target in device_pairs)
         elif kind is not None:
-            groups = parse_groups(op.attributes, device_count)
-            axes, group_size = axes_by_groups.get(groups), max(map(len, groups))
+            replica_groups = parse_groups(op.attributes, device_count)
+            axes, group_size = axes_by_groups.get(replica_groups), max(map(len, replica_groups))
             is_sending = group_size > 1
         if kind is not None and is_sending:
-            bytes_by_kind_and_dtype = _bytes_by_kind(program, computation, op, kind, group_size).items()
+            bytes_by_kind_and_dtype = _bytes_by_kind_and_dtype(program, computation, op, kind, group_size).items()
         op_collectives = [
             Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known)
             for (array_kind, dtype), nbytes in bytes_by_kind_and_dtype
         ]
         if op_collectives:
-            by_instruction[computation.name, op.name] = op_collectives
-    return by_instruction
+            collectives_by_location[computation.name, op.name] = op_collectives
+    return collectives_by_location
 
 
-def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
+def groups_of(axis_sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
     """Return the groups of devices that communicate along `axes` of a mesh; a device is its position in the mesh.
 
     Example:
@@ -139,9 +150,9 @@ def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
         [[0, 2], [1, 3]]
     """
     axis_names = set(axes)
-    axis_indices = [index for index, axis in enumerate(sizes) if axis in axis_names]
-    device_array = np.moveaxis(_device_array([*sizes.values()]), axis_indices, range(len(axis_indices)))
-    group_size = math.prod(size for axis, size in sizes.items() if axis in axis_names)
+    axis_indices = [index for index, axis in enumerate(axis_sizes) if axis in axis_names]
+    device_array = np.moveaxis(_device_array([*axis_sizes.values()]), axis_indices, range(len(axis_indices)))
+    group_size = math.prod(size for axis, size in axis_sizes.items() if axis in axis_names)
     return frozenset(map(frozenset, device_array.reshape(group_size, -1).T.tolist()))
 
 
@@ -168,36 +179,38 @@ def parse_groups(attributes: str, device_count: int) -> Groups:
         device_order = _iota(iota_match[2][2:])
         return frozenset(frozenset(device_order[i : i + group_size]) for i in range(0, len(device_order), group_size))
     braces_match = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", groups_text)
-    groups = [integers(text) for text in re.findall(r"\{([\d,\s]*)\}", braces_match[1])] if braces_match else []
-    return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(device_count))])
+    device_groups = [integers(text) for text in re.findall(r"\{([\d,\s]*)\}", braces_match[1])] if braces_match else []
+    return frozenset(map(frozenset, device_groups)) if device_groups else frozenset([frozenset(range(device_count))])
 
 
 def _mesh_groups(text: str) -> Groups:
     """Read groups such as `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; `'a':(2)2` is a part of an axis."""
     match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}", text)
     assert match is not None, f"replica groups in an unknown spelling: {text[:80]}"
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
-    device_order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
+    axis_sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
+    device_order = _iota(match[2]) if match[2] else range(math.prod(axis_sizes.values()))
     # 'NAME':(MAJOR)SIZE names a part of an axis: the axis is split into MAJOR x SIZE x (the remaining factor)
-    split_sizes: dict[str, int] = {}
-    parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
-    for name, size in sizes.items():
-        major, part_size = parts.get(name, (1, size))
-        split_sizes |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
-    groups = groups_of(split_sizes, re.findall(r"'([^']*)'", match[3]))
-    return frozenset(frozenset(device_order[position] for position in group) for group in groups)
+    split_axis_sizes: dict[str, int] = {}
+    part_by_axis = {
+        name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])
+    }
+    for name, size in axis_sizes.items():
+        major, part_size = part_by_axis.get(name, (1, size))
+        split_axis_sizes |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
+    position_groups = groups_of(split_axis_sizes, re.findall(r"'([^']*)'", match[3]))
+    return frozenset(frozenset(device_order[position] for position in group) for group in position_groups)
 
 
 def _iota(text: str) -> list[int]:
-    """Return the numbers of a text such as "[2,4]T(1,0)": 0, 1, ... as a (2, 4) array, transposed, row by row."""
+    """Return the device order of a text. "[2,4]T(1,0)" is 0, 1, ... as a (2, 4) array, transposed, read row by row."""
     shape_text, is_transposed, permutation = text.partition("T")
-    devices = _device_array(integers(shape_text))
-    return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
+    number_array = _device_array(integers(shape_text))
+    return (number_array.transpose(integers(permutation)) if is_transposed else number_array).ravel().tolist()
 
 
-def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _axis_subsets(axis_sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Return every non-empty set of the mesh axes that have several devices."""
-    axes = [axis for axis, size in sizes.items() if size > 1]
+    axes = [axis for axis, size in axis_sizes.items() if size > 1]
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
@@ -207,119 +220,130 @@ def permuted_pairs(op: Op) -> list[tuple[int, int]]:
     return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs_text)]
 
 
-def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _permuted_axes(device_pairs: list[tuple[int, int]], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes along which the two devices of at least one pair (source, target) differ."""
     differing_axes = set()
-    for source, target in pairs:
+    for source, target in device_pairs:
         # from the last axis on: the index along the axis, and the position in the mesh of the axes before it
-        for axis, size in reversed(list(sizes.items())):
+        for axis, size in reversed(list(axis_sizes.items())):
             (source, source_index), (target, target_index) = divmod(source, size), divmod(target, size)
             if source_index != target_index:
                 differing_axes.add(axis)
-    return tuple(axis for axis in sizes if axis in differing_axes)
+    return tuple(axis for axis in axis_sizes if axis in differing_axes)
 
 
-def _continuations(program: HloProgram) -> set[tuple[str, str]]:
-    """Return the names (computation, instruction) of the collectives printed in fusions that do not start them."""
+def _continuation_names(program: HloProgram) -> set[tuple[str, str]]:
+    """Return the pairs (computation, instruction) of the collectives printed in fusions that do not start them."""
     # by channel, the collectives in fusions that start them and in other fusions, as (computation, instruction)
-    starts: dict[str, list[tuple[str, str]]] = {}
-    repeats: dict[str, list[tuple[str, str]]] = {}
+    start_names_by_channel: dict[str, list[tuple[str, str]]] = {}
+    repeat_names_by_channel: dict[str, list[tuple[str, str]]] = {}
     for computation in program.computations.values():
         if not any(caller.opcode == "fusion" for _, caller in program.callers.get(computation.name, [])):
             continue
-        is_start = any(_STARTS in op.attributes for op in computation.instructions.values())
+        is_start = any(_START_MARKER in op.attributes for op in computation.instructions.values())
         for op in computation.instructions.values():
             channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KINDS else None
             if channel:
-                (starts if is_start else repeats).setdefault(channel, []).append((computation.name, op.name))
-    return {instruction for channel in starts for instruction in repeats.get(channel, [])}
+                (start_names_by_channel if is_start else repeat_names_by_channel).setdefault(channel, []).append(
+                    (computation.name, op.name)
+                )
+    return {
+        instruction for channel in start_names_by_channel for instruction in repeat_names_by_channel.get(channel, [])
+    }
 
 
-def _message_sizes(computation: Computation, send: Op) -> list[int]:
-    """Return the bytes of each part of a message between slices.
+def _message_part_bytes(computation: Computation, send: Op) -> list[int]:
+    """Return the bytes of each nonempty part of a message between slices.
 
     The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to a tile of
-    4096 bytes, the least that a TPU sends.
+    4096 bytes, the least that a TPU sends. A message without both arrays and single numbers is one part.
     """
     total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    summed_bytes = [0, 0]  # of arrays, and of single numbers
+    array_and_number_bytes = [0, 0]  # of arrays, and of single numbers
     for name in op.operands if op.opcode == "concatenate" else []:
         operand = computation.instructions[name]
-        summed_bytes[math.prod(operand.shape) == 1] += operand.bytes
-    parts = (*summed_bytes, total_bytes - sum(summed_bytes))
-    return [part for part in parts if part] if all(summed_bytes) else [total_bytes]
+        array_and_number_bytes[math.prod(operand.shape) == 1] += operand.bytes
+    part_bytes = (*array_and_number_bytes, total_bytes - sum(array_and_number_bytes))
+    return [byte_count for byte_count in part_bytes if byte_count] if all(array_and_number_bytes) else [total_bytes]
 
 
-def _bytes_by_kind(
+def _bytes_by_kind_and_dtype(
     program: HloProgram, computation: Computation, op: Op, kind: str, group_size: int
 ) -> dict[tuple[Any, str], int]:
     """Return the bytes of a collective, by kind and type of the elements.
 
-    There is one entry, unless the collective is of a tuple with several types, or only some arrays of it are sliced.
+    There is one entry, unless the collective is of a tuple with several types or only some of its arrays are sliced.
     """
-    arrays, result_type = op.arrays, op.type
+    array_types, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
         # the type of a start is a tuple: types of operands, types of results, contexts; an all-reduce may have no tuple
-        operand_types, result_types = [*split(op.type[1:-1]), ""][:2]
+        operand_types, result_types = [*split_at_commas(op.type[1:-1]), ""][:2]
         larger_types = max(operand_types, result_types, key=lambda types: sum(map(array_bytes, ARRAY.findall(types))))
         result_type = result_types if kind == "all-reduce" else larger_types
-        arrays = ARRAY.findall(result_type)
+        array_types = ARRAY.findall(result_type)
     elif kind == "reduce-scatter":
-        arrays = [(dtype, f"{shape},{group_size}" if shape else str(group_size)) for dtype, shape in arrays]
-    bytes_by_kind: dict[tuple[Any, str], int] = {}
-    for index, (dtype, shape) in enumerate(arrays):
+        array_types = [(dtype, f"{shape},{group_size}" if shape else str(group_size)) for dtype, shape in array_types]
+    bytes_by_kind_and_dtype: dict[tuple[Any, str], int] = {}
+    for index, (dtype, shape) in enumerate(array_types):
         array_kind = kind
         if kind == "all-reduce":
             tuple_index = index if result_type.startswith("(") else None
             is_in_scatter = "all-reduce-scatter" in computation.name
             if is_in_scatter or _is_scattered(program, computation, op.name, tuple_index, group_size):
                 array_kind = "reduce-scatter"
-        bytes_by_kind[array_kind, dtype] = bytes_by_kind.get((array_kind, dtype), 0) + array_bytes((dtype, shape))
-    return bytes_by_kind
+        bytes_by_kind_and_dtype[array_kind, dtype] = bytes_by_kind_and_dtype.get((array_kind, dtype), 0) + array_bytes(
+            (dtype, shape)
+        )
+    return bytes_by_kind_and_dtype
 
 
-def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, group_size: int) -> bool:
+def _is_scattered(
+    program: HloProgram, computation: Computation, name: str, tuple_index: int | None, group_size: int
+) -> bool:
     """Return whether every use of a value takes only 1/`group_size` of it.
 
     Args:
         program: the program of the value.
         computation: the computation of the value.
         name: name of the instruction that computes the value.
-        index: if the instruction returns a tuple, index of the value in the tuple; otherwise `None`.
+        tuple_index: if the instruction returns a tuple, index of the value in the tuple; otherwise `None`.
         group_size: number of devices of a group of the collective.
     """
     op = computation.instructions[name]
-    uses = computation.uses(name)
+    users_and_positions = computation.users_and_positions(name)
     if op.is_root:
         if computation.is_entry:
             return False
         for caller, call in program.callers.get(computation.name, []):
-            if call.opcode not in _CALLS or not _is_scattered(program, caller, call.name, index, group_size):
+            if call.opcode not in _CALLS or not _is_scattered(program, caller, call.name, tuple_index, group_size):
                 return False
-    elif not uses:
+    elif not users_and_positions:
         return False
-    return all(_takes_slice(program, computation, use, position, index, group_size) for use, position in uses)
+    return all(
+        _takes_slice(program, computation, use, position, tuple_index, group_size)
+        for use, position in users_and_positions
+    )
 
 
 def _takes_slice(
-    program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, group_size: int
+    program: HloProgram, computation: Computation, use: Op, position: int, tuple_index: int | None, group_size: int
 ) -> bool:
     """Return whether the instruction `use` takes only 1/`group_size` of its operand `position`; see `_is_scattered`."""
     if use.opcode == "get-tuple-element":
         element_text = use.attribute(r"index=(\d+)")
-        is_other = element_text is not None and index is not None and int(element_text) != index
+        is_other = element_text is not None and tuple_index is not None and int(element_text) != tuple_index
         return is_other or _is_scattered(program, computation, use.name, None, group_size)
     if use.opcode == "tuple":
         return _is_scattered(program, computation, use.name, position, group_size)
     if use.opcode in _MOVES:
-        return _is_scattered(program, computation, use.name, index, group_size)
+        return _is_scattered(program, computation, use.name, tuple_index, group_size)
     if use.opcode == "dynamic-slice":
         operand = computation.instructions[use.operands[0]]
         return position == 0 and math.prod(operand.shape) == group_size * math.prod(use.shape)
     if use.opcode in _CALLS:
         callee = program.computations[callees(use.attributes)[0]]
-        return _is_scattered(program, callee, callee.parameter(position), index, group_size)
+        return _is_scattered(program, callee, callee.parameter(position), tuple_index, group_size)
     return False

@@ -35,7 +35,7 @@ from jaxscale.platforms.platform import Platform
 TIMEOUT = 3600.0
 """Seconds that a compilation may take by default."""
 
-_START = (
+_CHILD_CODE = (
     "import json,sys; sys.path[:] = json.loads(sys.argv[1]); from jaxscale.compiler.compile_child import main; main()"
 )
 
@@ -107,11 +107,11 @@ def compile_report(
         timeout: seconds after which the child is stopped.
 
     Returns:
-        The report; if the program does not fit, the compiler dies or the time is up, the report says so.
+        The report. It has the cause of the failure if the program does not fit, the compiler dies or the time is up.
 
     Raises:
-        UserError: the platform's compiler is missing or untrusted, or its hardware is unknown. The recipe cannot be
-            pickled, or builds no program for these devices. Or the compiler rejects an option.
+        UserError: the platform's compiler is missing or untrusted; its hardware is unknown; the recipe cannot be
+            pickled, or does not build a program for these devices; or the compiler rejects an option.
         RecipeFailed: the recipe raised another error.
 
     Example:
@@ -131,47 +131,50 @@ def compile_report(
         "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
     }
     _check_libtpu(child_target, timeout)
-    report = _run(platform, request, child_target, timeout)
+    report = _run_request(platform, request, child_target, timeout)
     if report is None:  # another process holds the devices, or they are not those of the platform
         child_target = target(platform, frozenset())
-        report = _run(platform, request, child_target, timeout)
+        report = _run_request(platform, request, child_target, timeout)
     assert report is not None, "a described device is always available"
     return report
 
 
 def _check_libtpu(child_target: Target, timeout: float) -> None:
-    """Check that libtpu reports the right bytes; an untested version is tested once, and its result is stored.
+    """Check that libtpu reports the right bytes. An untested version is tested once, and the bytes are stored.
 
     Raises:
         UserError: the bytes that libtpu reports for a known program are wrong or missing.
     """
-    identity = child_target.compiler.get("libtpu", trust.TRUSTED)
-    if identity == trust.TRUSTED:
+    libtpu_identity = child_target.compiler.get("libtpu", trust.TRUSTED)
+    if libtpu_identity == trust.TRUSTED:
         return
     folder = _cache_folder()
-    verdict_file = None if folder is None else trust.verdict_file(folder, identity)
+    verdict_file = None if folder is None else trust.verdict_file(folder, libtpu_identity)
     device_bytes = None if verdict_file is None else trust.read_verdict(verdict_file)
     if device_bytes is None:
         test_platform = Platform.parse("tpu v5e:2x2")
         request: dict[str, Any] = {"recipe": pickle.dumps(trust.program), "main": None, "platform": test_platform}
         request |= {"options": {}, "explain": False, "cache": None}
-        report = _run(test_platform, request, target(test_platform, frozenset()), timeout)
+        report = _run_request(test_platform, request, target(test_platform, frozenset()), timeout)
         device_bytes = None if report is None else report.device_bytes
         if device_bytes is None:
             raise UserError(
-                f"libtpu {identity} is not trusted: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+                f"libtpu {libtpu_identity} is not trusted: {report}; install libtpu=={trust.TRUSTED} "
+                "(jaxscale[aot-tpu])"
             )
         if verdict_file is not None:
             with contextlib.suppress(OSError):
-                verdict_file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
+                verdict_file.write_text(json.dumps({"libtpu": libtpu_identity, "device_bytes": device_bytes}))
     if not trust.is_right(device_bytes):
         raise UserError(
-            f"libtpu {identity} is not trusted: it reports {device_bytes / trust.MIB:.0f} MiB for a program of "
+            f"libtpu {libtpu_identity} is not trusted: it reports {device_bytes / trust.MIB:.0f} MiB for a program of "
             f"{trust.KNOWN_BYTES / trust.MIB:.0f} MiB; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
         )
 
 
-def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
+def _run_request(
+    platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float
+) -> CompileReport | None:
     """Run a child process on a request for a report; return the report, or None if attached devices are unavailable."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         request_folder = pathlib.Path(folder)
@@ -182,8 +185,8 @@ def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, t
         try:
             reply = json.loads((request_folder / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
-            log = (request_folder / "log").read_text("utf-8", "replace")
-            return CompileReport(str(platform), crashed=_cause_of_failure(exit_code, log))
+            log_text = (request_folder / "log").read_text("utf-8", "replace")
+            return CompileReport(str(platform), crashed=_cause_of_failure(exit_code, log_text))
     if "mistake" in reply:
         raise UserError(reply["mistake"])
     if "failed" in reply:
@@ -196,7 +199,7 @@ def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: fl
     paths_json = json.dumps([path or os.getcwd() for path in sys.path])
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", _START, paths_json, str(folder)],
+            [sys.executable, "-c", _CHILD_CODE, paths_json, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -215,15 +218,15 @@ def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: fl
             return None
 
 
-def _cause_of_failure(exit_code: int, log: str) -> str:
-    """Return a text that explains why a child process ended without a result."""
-    last_lines = "\n".join([line for line in log.splitlines() if line.strip()][-8:])
-    log_text = f"; the last lines of its log:\n{last_lines}" if last_lines else ""
+def _cause_of_failure(exit_code: int, log_text: str) -> str:
+    """Return a text that explains why a child process ended without writing a reply."""
+    last_lines = "\n".join([line for line in log_text.splitlines() if line.strip()][-8:])
+    log_part = f"; the last lines of its log:\n{last_lines}" if last_lines else ""
     if exit_code < 0:
         signal_name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
         likely_cause = "; most likely this machine ran out of memory" if -exit_code == signal.SIGKILL else ""
-        return f"the compiler died by {signal_name}{likely_cause}{log_text}"
-    return f"the compiler's process ended with exit code {exit_code}{log_text}"
+        return f"the compiler died by {signal_name}{likely_cause}{log_part}"
+    return f"the compiler's process ended with exit code {exit_code}{log_part}"
 
 
 def _pickle(recipe: Any) -> bytes:
@@ -247,15 +250,20 @@ def _main_file(recipe_bytes: bytes) -> str | None:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
-        raise UserError("a recipe from a notebook or the prompt cannot be imported: define it in a module")
+        raise UserError(
+            "a recipe from a notebook or an interactive session cannot be imported by another process: define it in a "
+            "module"
+        )
     return os.path.abspath(path)
 
 
 def _cache_folder() -> pathlib.Path | None:
     """Return the folder of the cached reports; None if it is not writable."""
-    base_text = os.environ.get("JAXSCALE_CACHE")
+    base_folder_text = os.environ.get("JAXSCALE_CACHE")
     try:
-        folder = (pathlib.Path(base_text) if base_text else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"
+        folder = (
+            pathlib.Path(base_folder_text) if base_folder_text else pathlib.Path.home() / ".cache" / "jaxscale"
+        ) / "reports"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError):  # RuntimeError: there is no home

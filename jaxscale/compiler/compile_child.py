@@ -62,12 +62,14 @@ def make_report(request: Mapping[str, Any]) -> CompileReport:
         )
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib")}
     versions |= target.compiler
-    key = report_cache.report_key(lowered, platform, versions, request["options"], request["explain"], target.attached)
+    cache_key = report_cache.report_key(
+        lowered, platform, versions, request["options"], request["explain"], target.attached
+    )
     if request["cache"] is not None:
-        cached_report = report_cache.read_report(pathlib.Path(request["cache"]), key)
+        cached_report = report_cache.read_report(pathlib.Path(request["cache"]), cache_key)
         if cached_report is not None:
             return cached_report
-    fields = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
+    fields = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": cache_key}
     report = _compile(lowered, devices, fields, request["options"], request["explain"])
     if request["cache"] is not None and report.crashed is None:
         report_cache.store_report(pathlib.Path(request["cache"]), report)
@@ -130,7 +132,7 @@ def _devices(platform: Platform, target: Target) -> list[Any]:
 def _compile(
     lowered: Any, devices: Sequence[Any], fields: dict[str, Any], options: Mapping[str, Any], explain: bool
 ) -> CompileReport:
-    """Compile a program and report on it; `fields` are the fields of the report that are known already, by name."""
+    """Compile a program and report on it; `fields` are the fields of the report that are already known, by name."""
     import jax
 
     with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
@@ -143,47 +145,52 @@ def _compile(
             compiled, message = None, str(error)
         fields["seconds"] = time.perf_counter() - start
         live_buffers = _live_buffers(dump_folder, devices) if explain else None
-        text_fields = {} if compiled is None else _fields_from_text(compiled, _mesh(compiled, devices), dump_folder)
+        text_fields = (
+            {} if compiled is None else _fields_from_text(compiled, _axis_sizes(compiled, devices), dump_folder)
+        )
     live_fields = {} if live_buffers is None else {"live": live_buffers.tensors, "timeline": live_buffers.timeline}
     if compiled is None:
         return _failure_report(message, fields, live_fields)
-    memory = compiled.memory_analysis()
-    names = ("argument", "output", "alias", "temp")
+    memory_stats = compiled.memory_analysis()
+    stat_names = ("argument", "output", "alias", "temp")
     return CompileReport(
         **fields,
-        **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
-        **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
+        **{f"{stat_name}_bytes": getattr(memory_stats, f"{stat_name}_size_in_bytes") for stat_name in stat_names},
+        **{
+            f"host_{stat_name}_bytes": getattr(memory_stats, f"host_{stat_name}_size_in_bytes")
+            for stat_name in stat_names
+        },
         **text_fields,
         **live_fields,
     )
 
 
-def _fields_from_text(compiled: Any, mesh: Any, dump_folder: str) -> dict[str, Any]:
-    """Return the report's fields read from the program's text (FLOP, collectives, schedule), or why there are none."""
+def _fields_from_text(compiled: Any, axis_sizes: Any, dump_folder: str) -> dict[str, Any]:
+    """Return the report's fields read from the program's text, such as its FLOP, or the reason why it is unreadable."""
     import jax
 
     try:
         text = _text(compiled, pathlib.Path(dump_folder))
         program = HloProgram(text)
         flop_counts = program_flop(program)
-        collective_list = tuple(collectives(program, mesh))
+        program_collectives = tuple(collectives(program, axis_sizes))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
-        # text in a new spelling, or that XLA fails to print, must not prevent the report
+        # an unknown format, or a program that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
     return {
         "flop": flop_counts.total,
         "unknown_loops": flop_counts.unknown_loops,
         "silent_kernels": flop_counts.silent_kernels,
-        "collectives": collective_list,
-        "schedule": _schedule(program, mesh),
+        "collectives": program_collectives,
+        "schedule": _schedule(program, axis_sizes),
         "program_hash": program_hash(text),
     }
 
 
-def _schedule(program: HloProgram, mesh: Any) -> ProgramSchedule | None:
-    """Return a program's schedule; None if its compiler estimates no cycles, or if its text is in a new spelling."""
+def _schedule(program: HloProgram, axis_sizes: Any) -> ProgramSchedule | None:
+    """Return a program's schedule; None if its compiler estimates no cycles, or if its text has an unknown format."""
     try:
-        return schedule_of(program, mesh)
+        return schedule_of(program, axis_sizes)
     except (AssertionError, LookupError, ValueError):
         return None
 
@@ -201,17 +208,17 @@ def _text(compiled: Any, dump_folder: pathlib.Path) -> str:
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
-        files = sorted(dump_folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
-        if not files:
+        dump_files = sorted(dump_folder.glob("*after_codegen.txt"), key=lambda path: path.stat().st_size)
+        if not dump_files:
             raise
-        return files[-1].read_text()
+        return dump_files[-1].read_text()
 
 
 def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:
-    """Return the live buffers, from the folder of a dump; None if XLA wrote no dump, or one in an unknown spelling."""
+    """Return the live buffers, from the folder of a dump; None if XLA wrote no dump, or one in an unknown format."""
     try:
         return live_at_the_peak(pathlib.Path(dump_folder), devices[0].platform)
-    except (AssertionError, LookupError, ValueError):  # text in a new spelling, as in `_fields_from_text`
+    except (AssertionError, LookupError, ValueError):  # an unknown format, as in `_fields_from_text`
         return None
 
 
@@ -240,7 +247,7 @@ def _failure_report(message: str, fields: dict[str, Any], live_fields: Mapping[s
     return CompileReport(**fields, oom=oom, **live_fields)
 
 
-def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
+def _axis_sizes(compiled: Any, devices: Sequence[Any]) -> Any:
     """Return the axis sizes of the largest mesh that shards a program's arguments and results; {} without a mesh.
 
     Raises:

@@ -106,12 +106,12 @@ def topology_text(platform: Platform) -> str:
         UserError: the GPUs do not fill their hosts.
     """
     gpus_per_host = platform.chip.chips_per_host or platform.chips
-    hosts, gpus_left_over = divmod(platform.chips, gpus_per_host)
-    if hosts == 0:
+    host_count, leftover_gpu_count = divmod(platform.chips, gpus_per_host)
+    if host_count == 0:
         return f"1x1x{platform.chips}"
-    if gpus_left_over:
+    if leftover_gpu_count:
         raise UserError(
             f"{platform}: {platform.chips} GPUs do not fill hosts of {gpus_per_host}: "
             f"expected at most {gpus_per_host}, or a multiple of it"
         )
-    return f"1x{hosts}x{gpus_per_host}"
+    return f"1x{host_count}x{gpus_per_host}"

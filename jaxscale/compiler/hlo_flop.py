@@ -80,9 +80,9 @@ def program_flop(program: HloProgram) -> ProgramFlop:
 def _flop_without_callees(computation: Computation, op: Op) -> ProgramFlop:
     """Return the FLOP of an instruction, without those of the computations that it calls."""
     if op.opcode == "dot":
-        return ProgramFlop(_product_flop(computation, op, _dims(op, "lhs_contracting_dims")))
+        return ProgramFlop(_product_flop(computation, op, _listed_dims(op, "lhs_contracting_dims")))
     if op.opcode == "ragged-dot":
-        contracted_dims, ragged_dims = _dims(op, "lhs_contracting_dims"), _dims(op, "lhs_ragged_dims")
+        contracted_dims, ragged_dims = _listed_dims(op, "lhs_contracting_dims"), _listed_dims(op, "lhs_ragged_dims")
         has_groups = bool(ragged_dims) and {*ragged_dims} <= {*contracted_dims}
         group_count = computation.instructions[op.operands[2]].shape[-1] if has_groups else 1
         return ProgramFlop(_product_flop(computation, op, contracted_dims) // group_count)
@@ -117,8 +117,8 @@ def _custom_call_flop(computation: Computation, op: Op) -> ProgramFlop:
 
 def _product_flop(computation: Computation, op: Op, contracting_dims: list[int]) -> int:
     """Return the FLOP of a matrix product that contracts these dims of its first operand."""
-    shape = computation.instructions[op.operands[0]].shape
-    return 2 * math.prod(op.shape) * math.prod(shape[dim] for dim in contracting_dims)
+    left_shape = computation.instructions[op.operands[0]].shape
+    return 2 * math.prod(op.shape) * math.prod(left_shape[dim] for dim in contracting_dims)
 
 
 def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], output_shape: list[int]) -> int:
@@ -128,10 +128,15 @@ def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], o
     input_labels, kernel_labels, output_labels = match.groups()
     window_text = op.attribute(r"window=\{([^}]*)\}") or ""
     spatial_labels = sorted(set(output_labels) - {"b", "f"})
-    defaults = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
-    numbers = (_window_numbers(window_text, key, default, len(spatial_labels)) for key, default in defaults.items())
+    default_by_field = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
+    window_number_lists = (
+        _window_numbers(window_text, field_name, default, len(spatial_labels))
+        for field_name, default in default_by_field.items()
+    )
     tap_count = 1
-    for label, kernel_size, stride, dilation, input_dilation, low_pad in zip(spatial_labels, *numbers, strict=True):
+    for label, kernel_size, stride, dilation, input_dilation, low_pad in zip(
+        spatial_labels, *window_number_lists, strict=True
+    ):
         last_position = (input_shape[input_labels.index(label)] - 1) * input_dilation
         index_pairs = itertools.product(range(output_shape[output_labels.index(label)]), range(kernel_size))
         positions = [output_index * stride + tap * dilation - low_pad for output_index, tap in index_pairs]
@@ -144,12 +149,12 @@ def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], o
     return 2 * batch_size * output_shape[output_labels.index("f")] * channels_per_group * tap_count
 
 
-def _window_numbers(window_text: str, field: str, default: int, spatial_count: int) -> list[int]:
+def _window_numbers(window_text: str, field_name: str, default: int, spatial_count: int) -> list[int]:
     """Return the number for each of `spatial_count` dims in a window's field; of a padding "1_2", its first number."""
-    match = re.search(rf"\b{field}=(\S+)", window_text)
+    match = re.search(rf"\b{field_name}=(\S+)", window_text)
     return [int(number.split("_")[0]) for number in match[1].split("x")] if match else [default] * spatial_count
 
 
-def _dims(op: Op, key: str) -> list[int]:
+def _listed_dims(op: Op, attribute_name: str) -> list[int]:
     """Return the dims listed in an attribute, such as `lhs_contracting_dims={0}`."""
-    return integers(op.attribute(rf"\b{key}=\{{([\d,]*)\}}") or "")
+    return integers(op.attribute(rf"\b{attribute_name}=\{{([\d,]*)\}}") or "")

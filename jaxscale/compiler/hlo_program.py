@@ -73,8 +73,8 @@ class Computation:
     is_entry: bool
     instructions: dict[str, Op]
 
-    def uses(self, name: str) -> list[tuple[Op, int]]:
-        """Return each instruction that uses a value, with the value's index among the operands."""
+    def users_and_positions(self, name: str) -> list[tuple[Op, int]]:
+        """Return each instruction that uses a value, with the value's position among the operands."""
         ops = self.instructions.values()
         return [(op, index) for op in ops for index, operand in enumerate(op.operands) if operand == name]
 
@@ -110,7 +110,8 @@ class HloProgram:
     def __init__(self, text: str) -> None:
         self.text = text
         self.computations: dict[str, Computation] = {}
-        self._executions: dict[str, tuple[int, bool, bool]] = {}  # results of `executions`, by the computation's name
+        # results of `executions`, by the computation's name
+        self._executions_by_name: dict[str, tuple[int, bool, bool]] = {}
         open_computation = None
         for line in _whole_lines(text):
             if open_computation is None:
@@ -118,10 +119,10 @@ class HloProgram:
                     open_computation = Computation(match[2], bool(match[1]), {})
                     self.computations[match[2]] = open_computation
             elif _END.match(line):
-                _name_elements(open_computation)
+                _add_element_instructions(open_computation)
                 open_computation = None
             elif match := _INSTRUCTION.match(line):
-                op = _instruction(match[2], match[3], bool(match[1]))
+                op = _read_instruction(match[2], match[3], bool(match[1]))
                 open_computation.instructions[op.name] = op
         self.callers: dict[str, list[tuple[Computation, Op]]] = {}
         for computation, op in self.instructions():
@@ -140,21 +141,21 @@ class HloProgram:
             The number of executions; whether they are in a loop; whether the trip counts of all loops around them are
             known.
         """
-        if name not in self._executions:
-            by_caller = [(1, False, True)] if self.computations[name].is_entry else []
+        if name not in self._executions_by_name:
+            caller_executions = [(1, False, True)] if self.computations[name].is_entry else []
             for caller, op in self.callers.get(name, []):
                 count, in_loop, trips_known = self.executions(caller.name)
                 if op.opcode == "while":
                     trip_count = self.trip_count(op)
                     count, in_loop = count * (trip_count or 1), True
                     trips_known = trips_known and trip_count is not None
-                by_caller.append((count, in_loop, trips_known))
-            self._executions[name] = (
-                sum(count for count, _, _ in by_caller),
-                any(in_loop for _, in_loop, _ in by_caller),
-                all(trips_known for _, _, trips_known in by_caller),
+                caller_executions.append((count, in_loop, trips_known))
+            self._executions_by_name[name] = (
+                sum(count for count, _, _ in caller_executions),
+                any(in_loop for _, in_loop, _ in caller_executions),
+                all(trips_known for _, _, trips_known in caller_executions),
             )
-        return self._executions[name]
+        return self._executions_by_name[name]
 
     def trip_count(self, loop: Op) -> int | None:
         """Return a while loop's trip count, from XLA's annotation or its counter's bound and step; None if unknown."""
@@ -162,7 +163,7 @@ class HloProgram:
             return int(trip_count)
         condition_name = loop.attribute(r"condition=%?([\w.\-]+)")
         computation_names, bounds, directions = [condition_name] if condition_name else [], set(), set()
-        for name in computation_names:  # grows by the computations that these call
+        for name in computation_names:  # the loop appends the computations that these call
             for op in self.computations[name].instructions.values():
                 computation_names += [callee for callee in callees(op.attributes) if callee not in computation_names]
                 if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
@@ -174,21 +175,21 @@ class HloProgram:
         return math.ceil(bounds.pop() / self._counter_step(loop))
 
     def _counter_step(self, loop: Op) -> int:
-        """Return by how much a trip of a loop raises the counter that its condition reads; 1 if it cannot be read.
+        """Return the step by which each trip of a loop raises the counter in its condition; 1 if it is unreadable.
 
         XLA:TPU unrolls loops of collectives beside products, and their counters rise by more than 1.
         """
         condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
         body = self.computations[loop.attribute(r"\bbody=%?([\w.\-]+)") or ""]
-        indices = [op.attribute(r"index=(\d+)") for op in condition.instructions.values() if "element" in op.opcode]
-        if len(indices) != 1 or indices[0] is None or body.root is None or body.root.opcode != "tuple":
+        index_texts = [op.attribute(r"index=(\d+)") for op in condition.instructions.values() if "element" in op.opcode]
+        if len(index_texts) != 1 or index_texts[0] is None or body.root is None or body.root.opcode != "tuple":
             return 1
-        counter = body.skip_back(body.instructions[body.root.operands[int(indices[0])]], ("copy", "bitcast"))
+        counter = body.skip_back(body.instructions[body.root.operands[int(index_texts[0])]], ("copy", "bitcast"))
         if counter.opcode != "add":
             return 1
         terms = [body.instructions[name] for name in counter.operands]
-        steps = [int(term.operands[0]) for term in terms if term.opcode == "constant"]
-        return max(1, steps[0]) if len(steps) == 1 else 1
+        constant_terms = [int(term.operands[0]) for term in terms if term.opcode == "constant"]
+        return max(1, constant_terms[0]) if len(constant_terms) == 1 else 1
 
 
 def _whole_lines(text: str) -> Iterator[str]:
@@ -207,58 +208,58 @@ def _whole_lines(text: str) -> Iterator[str]:
         yield "\n".join(instruction_lines)
 
 
-def _name_elements(computation: Computation) -> None:
+def _add_element_instructions(computation: Computation) -> None:
     """Add a get-tuple-element instruction for each operand such as `tuple#2`, for which XLA prints no instruction."""
     element_names = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
     for name in dict.fromkeys(element_names):
         tuple_name, *indices = name.split("#")
         for index in indices:
-            element_type = split(computation.instructions[tuple_name].type[1:-1])[int(index)].strip()
+            element_type = split_at_commas(computation.instructions[tuple_name].type[1:-1])[int(index)].strip()
             element_name = f"{tuple_name}#{index}"
             op = Op(element_name, element_type, "get-tuple-element", [tuple_name], f", index={index}", False)
             computation.instructions.setdefault(element_name, op)
             tuple_name = element_name
 
 
-def _instruction(name: str, text: str, is_root: bool) -> Op:
+def _read_instruction(name: str, text: str, is_root: bool) -> Op:
     """Read the instruction with this name from the text after its "="."""
-    type_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    type_end = _closing_index(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opcode_match = re.match(r"\s*([\w\-]+)\(", text[type_end:])
     assert opcode_match is not None, f"an instruction in an unknown spelling: {text[:80]}"
-    opening = type_end + opcode_match.end() - 1
-    closing = _closing(text, opening)
-    operands_text = re.sub(r"/\*index=\d+\*/", "", text[opening + 1 : closing])
-    operands = [operand.split()[-1].lstrip("%") for operand in split(operands_text) if operand.strip()]
-    return Op(name, text[:type_end], opcode_match[1], operands, text[closing + 1 :], is_root)
+    opening_index = type_end + opcode_match.end() - 1
+    closing_index = _closing_index(text, opening_index)
+    operands_text = re.sub(r"/\*index=\d+\*/", "", text[opening_index + 1 : closing_index])
+    operands = [operand.split()[-1].lstrip("%") for operand in split_at_commas(operands_text) if operand.strip()]
+    return Op(name, text[:type_end], opcode_match[1], operands, text[closing_index + 1 :], is_root)
 
 
-def _closing(text: str, opening: int) -> int:
-    """Return the index of the bracket that closes the one at index `opening`."""
+def _closing_index(text: str, opening_index: int) -> int:
+    """Return the index of the bracket that closes the one at `opening_index`."""
     depth = 0
-    for i in range(opening, len(text)):
+    for i in range(opening_index, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
         if depth == 0:
             return i
     return len(text) - 1
 
 
-def split(text: str) -> list[str]:
+def split_at_commas(text: str) -> list[str]:
     """Split a text at the commas outside brackets."""
-    parts, depth, start = [], 0, 0
+    part_texts, depth, start = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            parts.append(text[start:i])
+            part_texts.append(text[start:i])
             start = i + 1
-    return [*parts, text[start:]]
+    return [*part_texts, text[start:]]
 
 
 def callees(attributes: str) -> list[str]:
     """Return the names of the computations that an instruction with these attributes calls."""
-    names = _CALLED.findall(attributes)
-    for branches in _BRANCHES.findall(attributes):
-        names += [name.strip().lstrip("%") for name in branches.split(",")]
-    return names
+    callee_names = _CALLED.findall(attributes)
+    for branches_text in _BRANCHES.findall(attributes):
+        callee_names += [name.strip().lstrip("%") for name in branches_text.split(",")]
+    return callee_names
 
 
 def array_bytes(array: tuple[str, str]) -> int:

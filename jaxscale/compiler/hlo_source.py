@@ -10,7 +10,7 @@ import re
 
 from jaxscale.compiler.hlo_program import Op
 
-SHOWN = 4
+MAX_SHOWN_MODULES = 4
 """Maximum number of modules of a chain that are shown; these are the innermost ones."""
 
 # frames of the caller of a program
@@ -18,36 +18,41 @@ _OUTSIDE = re.compile(r"/(pluggy|_pytest|IPython|ipykernel|absl)/|/jaxscale/comp
 
 
 class Sources:
-    """The stack frames of a program.
+    """The stack frames of a program's instructions.
 
     Args:
         text: text of the program, with its tables of files, functions, locations and frames.
     """
 
     def __init__(self, text: str) -> None:
-        head = text[: text.find("\n%")]
-        # rows by number, as texts: (file,), (function,), (file number, function number, line), (location, parent)
-        files = _table(head, "FileNames", r'(\d+) "(.*)"')
-        functions = _table(head, "FunctionNames", r'(\d+) "(.*)"')
-        locations = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-        frames = _table(head, "StackFrames", r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
-        self._locations = {
-            number: (files.get(file, ("",))[0], functions.get(function, ("",))[0], line)
-            for number, (file, function, line) in locations.items()
+        tables_text = text[: text.find("\n%")]
+        # rows by number, as texts: (file,), (function,), (file number, function number, line),
+        # (location number, parent's number + 1)
+        file_rows = _table(tables_text, "FileNames", r'(\d+) "(.*)"')
+        function_rows = _table(tables_text, "FunctionNames", r'(\d+) "(.*)"')
+        location_rows = _table(
+            tables_text, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)"
+        )
+        frame_rows = _table(tables_text, "StackFrames", r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
+        self._location_by_number = {
+            number: (file_rows.get(file, ("",))[0], function_rows.get(function, ("",))[0], line)
+            for number, (file, function, line) in location_rows.items()
         }
         # `parent_frame_id` is the parent's number plus 1; an outermost frame has 1
-        self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
+        self._frame_by_number = {
+            number: (location, str(int(parent) - 1)) for number, (location, parent) in frame_rows.items()
+        }
 
     def module_names(self, op: Op) -> tuple[str, ...]:
         """Return the names of an instruction's modules, outermost first; without modules, of its last two functions."""
-        modules, functions = [], []
+        module_names, function_names = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):
-                if module_match[1] not in modules[-1:]:
-                    modules.append(module_match[1])
+                if module_match[1] not in module_names[-1:]:
+                    module_names.append(module_match[1])
             elif re.fullmatch(r"[A-Za-z]\w*", function):
-                functions.append(function)
-        return tuple(reversed(modules[:SHOWN] or functions[:2]))
+                function_names.append(function)
+        return tuple(reversed(module_names[:MAX_SHOWN_MODULES] or function_names[:2]))
 
     def file_and_line(self, op: Op) -> str | None:
         """Return the file and line where an instruction's innermost module is called; without modules, its own line."""
@@ -65,18 +70,18 @@ class Sources:
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
         """Return (file, function, line) of each stack frame of an instruction, from the innermost."""
         frame_number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
-        while frame_number in self._frames:
-            location_number, frame_number = self._frames[frame_number]
-            frame = self._locations.get(location_number, ("", "", ""))
+        while frame_number in self._frame_by_number:
+            location_number, frame_number = self._frame_by_number[frame_number]
+            frame = self._location_by_number.get(location_number, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
             stack.append(frame)
         return stack
 
 
-def _table(head: str, name: str, row_pattern: str) -> dict[str, tuple[str, ...]]:
+def _table(tables_text: str, name: str, row_pattern: str) -> dict[str, tuple[str, ...]]:
     """Return the fields of each row of the table `name`, by the row's number, from the head of a program's text."""
-    start = head.find(f"\n{name}\n")
-    lines = head[start + len(name) + 2 :].split("\n\n")[0].splitlines() if start >= 0 else []
+    start = tables_text.find(f"\n{name}\n")
+    lines = tables_text[start + len(name) + 2 :].split("\n\n")[0].splitlines() if start >= 0 else []
     matches = (re.match(row_pattern, line) for line in lines)
     return {match[1]: match.groups()[1:] for match in matches if match}

@@ -41,11 +41,11 @@ def is_ordered(text: str) -> bool:
         >>> is_ordered(loop), is_ordered(loop.replace("%body", "ENTRY %main"))
         (False, True)
     """
-    in_entry = False
+    is_in_entry = False
     for line in text.splitlines():
         if line and not line[0].isspace():
-            in_entry = line.startswith("ENTRY")
-        elif not in_entry and _COLLECTIVE.search(line):
+            is_in_entry = line.startswith("ENTRY")
+        elif not is_in_entry and _COLLECTIVE.search(line):
             return False
     return True
 

@@ -89,37 +89,42 @@ def live_at_the_peak(folder: pathlib.Path, device_kind: str) -> Live | None:
 
 def _live_from_texts(assignment_text: str, ranges_text: str, program_text: str, device_spaces: set[int]) -> Live:
     """Return the live buffers, from the texts of the buffer assignment, of the live ranges and of the program."""
-    names = ValueNames(HloProgram(program_text), Sources(program_text))
-    schedule, values = _values(assignment_text, ranges_text, device_spaces, names.arguments)
-    backward_start = next((i for i, name in enumerate(schedule) if "transpose(" in names.op_name(name)), len(schedule))
-    last_uses = _last_uses(values)
-    phases: dict[_Value, StepPhase | None] = {
-        value: phase_of(names.writer_scopes(value.name, value.index)) for value in values
+    value_names = ValueNames(HloProgram(program_text), Sources(program_text))
+    instruction_names, values = _schedule_and_values(
+        assignment_text, ranges_text, device_spaces, value_names.argument_name_by_number
+    )
+    backward_start = next(
+        (i for i, name in enumerate(instruction_names) if "transpose(" in value_names.op_name(name)),
+        len(instruction_names),
+    )
+    last_use_by_buffer_and_start = _last_uses(values)
+    phase_by_value: dict[_Value, StepPhase | None] = {
+        value: phase_of(value_names.writer_scopes(value.name, value.index)) for value in values
     }
-    kinds: dict[_Value, LiveKind] = {}
-    for value, phase in phases.items():
-        is_kept = phase == "forward" and last_uses[value.buffer, value.start] >= backward_start
-        kinds[value] = value.whole_run_kind or ("kept" if is_kept else "transient")
-    peak_values, timeline = _peak_and_timeline(schedule, values, kinds, names)
+    kind_by_value: dict[_Value, LiveKind] = {}
+    for value, phase in phase_by_value.items():
+        is_kept = phase == "forward" and last_use_by_buffer_and_start[value.buffer, value.start] >= backward_start
+        kind_by_value[value] = value.whole_run_kind or ("kept" if is_kept else "transient")
+    peak_values, timeline = _peak_and_timeline(instruction_names, values, kind_by_value, value_names)
     tensors = [
         LiveTensor(
-            names.user_name(value.name, value.index),
+            value_names.user_name(value.name, value.index),
             value.bytes,
-            kinds[value],
+            kind_by_value[value],
             value.shape.split("{")[0],
-            None if value.whole_run_kind in ("argument", "constant") else phases[value],
-            value.whole_run_kind is None and names.in_loop(value.name),
-            names.source_place(value.name, value.index) if value.whole_run_kind is None else None,
+            None if value.whole_run_kind in ("argument", "constant") else phase_by_value[value],
+            value.whole_run_kind is None and value_names.in_loop(value.name),
+            value_names.source_place(value.name, value.index) if value.whole_run_kind is None else None,
         )
         for value in peak_values
     ]
-    threshold = sum(tensor.bytes for tensor in tensors) // 1000
-    tensors = [tensor for tensor in tensors if tensor.bytes > threshold]
+    threshold_bytes = sum(tensor.bytes for tensor in tensors) // 1000
+    tensors = [tensor for tensor in tensors if tensor.bytes > threshold_bytes]
     return Live(tuple(sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))), timeline)
 
 
-def _values(
-    assignment_text: str, ranges_text: str, device_spaces: set[int], arguments: Mapping[str, str]
+def _schedule_and_values(
+    assignment_text: str, ranges_text: str, device_spaces: set[int], argument_name_by_number: Mapping[str, str]
 ) -> tuple[list[str], list[_Value]]:
     """Return the names of the instructions in the order of the schedule, and the values in device memory.
 
@@ -127,15 +132,15 @@ def _values(
         assignment_text: text of the buffer assignment.
         ranges_text: text of the live ranges.
         device_spaces: memory spaces that are device memory.
-        arguments: name of each argument's instruction, by the argument's number as text.
+        argument_name_by_number: name of each argument's instruction, by the argument's number as text.
     """
-    schedule: list[str] = []
-    lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
+    instruction_names: list[str] = []
+    lifetime_by_value: dict[tuple[str, str], tuple[int, int]] = {}
     for line in ranges_text.splitlines():
         if match := _SCHEDULED.match(line):
-            schedule.append(match[2])
+            instruction_names.append(match[2])
         elif match := _RANGE.match(line):
-            lifetimes[match[1], match[2]] = (int(match[3]), int(match[4]))
+            lifetime_by_value[match[1], match[2]] = (int(match[3]), int(match[4]))
         elif line.startswith("  Live ranges at"):
             break
     values: list[_Value] = []
@@ -151,19 +156,25 @@ def _values(
             if kind is not None and is_on_device:
                 parameter_match = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
                 # other values reuse a donated argument's buffer; any other allocation is named after its first value
-                name, shape = (arguments[parameter_match[1]], parameter_match[2]) if parameter_match else ("", "")
-                values.append(_Value(name, (), (allocation, 0), allocation_bytes, shape, 0, len(schedule), kind))
+                name, shape = (
+                    (argument_name_by_number[parameter_match[1]], parameter_match[2]) if parameter_match else ("", "")
+                )
+                values.append(
+                    _Value(name, (), (allocation, 0), allocation_bytes, shape, 0, len(instruction_names), kind)
+                )
         elif is_on_device and (match := _VALUE.match(line)):
-            name, index_text, _, bytes_text, offset, shape = match.groups()
-            indices = tuple(integers(index_text or ""))
+            name, index_text, _, bytes_text, offset_text, shape = match.groups()
+            tuple_index = tuple(integers(index_text or ""))
             if kind is not None:
                 if not values[-1].name:
-                    values[-1] = dataclasses.replace(values[-1], name=name, index=indices, shape=shape)
-            elif (lifetime := lifetimes.get((name, index_text or "{}"))) and not shape.startswith("("):
-                values.append(_Value(name, indices, (allocation, int(offset)), int(bytes_text), shape, *lifetime, None))
+                    values[-1] = dataclasses.replace(values[-1], name=name, index=tuple_index, shape=shape)
+            elif (lifetime := lifetime_by_value.get((name, index_text or "{}"))) and not shape.startswith("("):
+                values.append(
+                    _Value(name, tuple_index, (allocation, int(offset_text)), int(bytes_text), shape, *lifetime, None)
+                )
         elif not line.strip() and allocation >= 0:
             break
-    return schedule, values
+    return instruction_names, values
 
 
 def _whole_run_kind(allocation_text: str) -> LiveKind | None:
@@ -176,11 +187,11 @@ def _whole_run_kind(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """Return each value's last use, by (buffer, start); directly successive values of one shape count as one value."""
+    """Return each value's last use, by (buffer, start). Directly successive values of one shape count as one value."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
         values_by_buffer[value.buffer, value.shape].append(value)
-    last_uses: dict[tuple[tuple[int, int], int], int] = {}
+    last_use_by_buffer_and_start: dict[tuple[tuple[int, int], int], int] = {}
     for buffer_values in values_by_buffer.values():
         buffer_values.sort(key=lambda value: value.start, reverse=True)
         later_spans: list[tuple[int, int]] = []  # (start, last use) of the values after this one
@@ -192,12 +203,12 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
                 last_use = max(last_use, later_use)
             later_spans.append((value.start, last_use))
             key = (value.buffer, value.start)
-            last_uses[key] = max(last_use, last_uses.get(key, 0))
-    return last_uses
+            last_use_by_buffer_and_start[key] = max(last_use, last_use_by_buffer_and_start.get(key, 0))
+    return last_use_by_buffer_and_start
 
 
 def _peak_and_timeline(
-    schedule: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
+    instruction_names: list[str], values: list[_Value], kind_by_value: dict[_Value, LiveKind], value_names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
     """Return the largest value of each buffer that is alive at the peak, and the timeline."""
     values_by_start: dict[int, list[_Value]] = defaultdict(list)
@@ -214,19 +225,19 @@ def _peak_and_timeline(
         """Add a value to its buffer or remove it, and update the bytes by kind."""
         occupants = occupants_by_buffer[value.buffer]
         if occupants:
-            largest = max(occupants, key=_rank)
-            bytes_by_kind[kinds[largest]] -= largest.bytes
+            largest_value = max(occupants, key=_rank)
+            bytes_by_kind[kind_by_value[largest_value]] -= largest_value.bytes
         occupants.append(value) if is_added else occupants.remove(value)
         if occupants:
-            largest = max(occupants, key=_rank)
-            bytes_by_kind[kinds[largest]] += largest.bytes
+            largest_value = max(occupants, key=_rank)
+            bytes_by_kind[kind_by_value[largest_value]] += largest_value.bytes
 
-    for index in range(len(schedule) + 1):
+    for index in range(len(instruction_names) + 1):
         for value in values_by_end[index]:
             update_buffer(value, is_added=False)
         for value in values_by_start[index]:
             update_buffer(value, is_added=True)
-        phase = phase_of(names.op_name(schedule[index])) if index < len(schedule) else None
+        phase = phase_of(value_names.op_name(instruction_names[index])) if index < len(instruction_names) else None
         moments.append(LiveBytes(index, {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes}, phase))
         if moments[-1].total > peak_bytes:
             peak_bytes = moments[-1].total

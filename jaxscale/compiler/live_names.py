@@ -36,13 +36,13 @@ def clean_name(op_name: str) -> str:
     scopes = op_name.split("/")
     if len(scopes) > 1 and re.fullmatch(r"p?jit\(.*\)", scopes[0]):
         scopes = scopes[1:]
-    names = []
+    user_scopes = []
     for scope in scopes:
         while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
             scope = wrapper_match[1]
         if scope and not _ADDED.fullmatch(scope):
-            names.append(scope)
-    return "/".join(names)
+            user_scopes.append(scope)
+    return "/".join(user_scopes)
 
 
 def has_scopes(op_name: str) -> bool:
@@ -70,15 +70,16 @@ class ValueNames:
     Attributes:
         program: the program.
         sources: the program's stack frames.
-        ops: a pair (computation, instruction) for each name of an instruction.
-        arguments: for each argument's number (as text), the name of the instruction that stands for the argument.
+        computation_and_op_by_name: a pair (computation, instruction) for each name of an instruction.
+        argument_name_by_number: the name of the instruction that stands for each argument, by the argument's number
+            as text.
     """
 
     def __init__(self, program: HloProgram, sources: Sources) -> None:
         self.program = program
         self.sources = sources
-        self.ops = {op.name: (computation, op) for computation, op in program.instructions()}
-        self.arguments = {
+        self.computation_and_op_by_name = {op.name: (computation, op) for computation, op in program.instructions()}
+        self.argument_name_by_number = {
             op.operands[0]: op.name
             for computation, op in program.instructions()
             if computation.is_entry and op.opcode == "parameter"
@@ -86,12 +87,19 @@ class ValueNames:
 
     def op_name(self, name: str) -> str:
         """Return the scopes of the instruction with this name, as JAX recorded them; "" if there are none."""
-        metadata = self.ops[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"') if name in self.ops else None
+        metadata = (
+            self.computation_and_op_by_name[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"')
+            if name in self.computation_and_op_by_name
+            else None
+        )
         return (metadata or "").replace("\\'", "'").replace('\\"', '"')
 
     def in_loop(self, name: str) -> bool:
         """Return whether the instruction with this name is inside a loop."""
-        return name in self.ops and self.program.executions(self.ops[name][0].name)[1]
+        return (
+            name in self.computation_and_op_by_name
+            and self.program.executions(self.computation_and_op_by_name[name][0].name)[1]
+        )
 
     def writer_scopes(self, name: str, index: BufferIndex) -> str:
         """Return the scopes of the operation that writes a value; if it has none, those of the instruction `name`."""
@@ -105,14 +113,20 @@ class ValueNames:
         user_name = clean_name(self.op_name(source_name))
         if not user_name:
             return origin
-        if self.ops[source_name][1].opcode == "parameter" or has_scopes(self.op_name(source_name)):
+        if self.computation_and_op_by_name[source_name][1].opcode == "parameter" or has_scopes(
+            self.op_name(source_name)
+        ):
             return user_name
-        return "/".join((*self.sources.module_names(self.ops[source_name][1]), user_name))
+        return "/".join((*self.sources.module_names(self.computation_and_op_by_name[source_name][1]), user_name))
 
     def source_place(self, name: str, index: BufferIndex) -> str | None:
         """Return the source file and line of the operation that computes a value; None if unknown."""
         origin = self._origin(name, index, through_stacks=True)
-        return self.sources.file_and_line(self.ops[origin][1]) if origin in self.ops else None
+        return (
+            self.sources.file_and_line(self.computation_and_op_by_name[origin][1])
+            if origin in self.computation_and_op_by_name
+            else None
+        )
 
     def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
         """Find the instruction that computes a value, through copies, tuples and loop carries; return its name.
@@ -120,9 +134,9 @@ class ValueNames:
         With `through_stacks`, a value that is stacked or sliced from a stack is traced to the value that was stacked.
         """
         visited = set()
-        while name in self.ops and (name, index) not in visited:
+        while name in self.computation_and_op_by_name and (name, index) not in visited:
             visited.add((name, index))
-            computation, op = self.ops[name]
+            computation, op = self.computation_and_op_by_name[name]
             predecessor = self._predecessor(computation, op, index, through_stacks)
             if predecessor is None:
                 break
@@ -154,10 +168,12 @@ class ValueNames:
         if op.opcode in _PASSING_OPCODES or (is_unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
             return op.operands[0], ()
         if is_unnamed and op.opcode == "fusion":
-            ops = computation.instructions
-            largest = max(op.operands, key=lambda name: ops[name].bytes if name in ops else 0)
+            op_by_name = computation.instructions
+            largest_operand = max(op.operands, key=lambda name: op_by_name[name].bytes if name in op_by_name else 0)
             return (
-                (self._slice_or_stack(op, index) if through_stacks else None) or self._last_named(op) or (largest, ())
+                (self._slice_or_stack_element(op, index) if through_stacks else None)
+                or self._last_scoped_element(op)
+                or (largest_operand, ())
             )
         if not through_stacks:
             return None
@@ -165,13 +181,13 @@ class ValueNames:
             return op.operands[_SLICE_OR_STACK_INDEX[op.opcode]], ()
         if op.opcode in ("async-done", "async-update"):
             return op.operands[0], ()
-        return self._slice_or_stack(op, index) if op.opcode in ("fusion", "async-start", "call") else None
+        return self._slice_or_stack_element(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
     def _is_unchanged_element(self, name: str, index: int) -> bool:
         """Return whether a value is, unchanged, element number `index` of its computation's only parameter."""
-        if name not in self.ops:
+        if name not in self.computation_and_op_by_name:
             return False
-        computation, op = self.ops[name]
+        computation, op = self.computation_and_op_by_name[name]
         op = computation.skip_back(op, ("bitcast", "copy"))
         if op.opcode != "get-tuple-element" or not op.attributes.lstrip(", ").startswith(f"index={index}"):
             return False
@@ -184,13 +200,13 @@ class ValueNames:
             return None
         return (caller_op.name if caller_op.opcode == "while" else caller_op.operands[int(op.operands[0])]), index
 
-    def _last_named(self, fusion: Op) -> Element | None:
-        """Return the last instruction with scopes inside a fusion; None if no instruction of the fusion has scopes."""
+    def _last_scoped_element(self, fusion: Op) -> Element | None:
+        """Return the last instruction with scopes inside a fusion; None if none of its instructions has scopes."""
         instructions = self.program.computations[callees(fusion.attributes)[0]].instructions
         scoped_names = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
         return (scoped_names[-1], ()) if scoped_names else None
 
-    def _slice_or_stack(self, op: Op, index: BufferIndex) -> Element | None:
+    def _slice_or_stack_element(self, op: Op, index: BufferIndex) -> Element | None:
         """Return the slice that an operation writes into a stack, or the stack from which the operation reads."""
         callee = self.program.computations[callees(op.attributes)[0]]
         root = callee.root
@@ -200,7 +216,7 @@ class ValueNames:
             root, index = callee.instructions[root.operands[index[0]]], index[1:]
         root = callee.skip_back(root, ("bitcast", "copy", "convert"))
         if root.opcode == "fusion":
-            return self._slice_or_stack(root, index)
+            return self._slice_or_stack_element(root, index)
         if root.opcode not in _SLICE_OR_STACK_INDEX:
             return None
         slice_or_stack = callee.instructions[root.operands[_SLICE_OR_STACK_INDEX[root.opcode]]]

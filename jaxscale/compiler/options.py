@@ -14,7 +14,9 @@ def options_for(options: CompilerOptions, device: Any) -> dict[str, OptionValue]
 
 
 def check_options(options: CompilerOptions, device: Any, chip: Chip | None = None) -> None:
-    """Refuse options that a device's compiler rejects, before the step is traced; each compiles a small program.
+    """Raise an error for an option that a device's compiler rejects, before the step is traced.
+
+    For each option, a small program is compiled.
 
     Args:
         options: the options of a plan.
@@ -42,9 +44,9 @@ def check_options(options: CompilerOptions, device: Any, chip: Chip | None = Non
             program.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             message = str(error)
-            known = {row.option for chip_sets in SETS.values() for rows in chip_sets.values() for row in rows}
+            known_names = {row.option for chip_sets in SETS.values() for rows in chip_sets.values() for row in rows}
             reason = "has no such option" if "No such compile option" in message else f"rejects it ({message})"
-            hint = near_miss(name, sorted(known))
+            hint = near_miss(name, sorted(known_names))
             raise UserError(
                 f"plan.compiler {name}={value}: the compiler of {chip.name} {reason}; leave it out{hint}"
             ) from None

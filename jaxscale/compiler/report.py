@@ -89,8 +89,8 @@ def program_hash(text: str) -> str:
         True
     """
     first_line, _, rest = text.partition("\n")
-    computations = re.sub(r"\A.*?(?=^(?:%|ENTRY))", "", rest, count=1, flags=re.DOTALL | re.MULTILINE)
-    bare_text = re.sub(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", f"{first_line}\n{computations}")
+    computations_text = re.sub(r"\A.*?(?=^(?:%|ENTRY))", "", rest, count=1, flags=re.DOTALL | re.MULTILINE)
+    bare_text = re.sub(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", f"{first_line}\n{computations_text}")
     return hashlib.sha256(bare_text.encode()).hexdigest()[:16]
 
 
@@ -145,8 +145,8 @@ class LiveBytes:
 class CompileReport:
     """A compiler's report on one program. Bytes and FLOP are of one device.
 
-    If the program does not fit, `oom` is set; if the compiler failed otherwise, `crashed` is set. In both cases the
-    bytes are None, unless the compiler reported them before it stopped.
+    If the program does not fit, `oom` is set; if the compiler failed for another reason, `crashed` is set. In both
+    cases the bytes are None, unless the compiler reported them before it stopped.
 
     Args:
         platform: text of the `Platform` that the program was compiled for.
@@ -258,30 +258,38 @@ class CompileReport:
                 "  temporaries": self.temp_bytes,
                 "host": self.host_bytes,
             }
-            row_bytes = [(name, nbytes) for name, nbytes in bytes_by_row.items() if nbytes is not None]
-            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in row_bytes]
+            names_and_bytes = [(name, nbytes) for name, nbytes in bytes_by_row.items() if nbytes is not None]
+            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in names_and_bytes]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
-        sums: collections.Counter[tuple[str, str]] = collections.Counter()  # bytes by kind and mesh axes
+        bytes_by_kind_and_axes: collections.Counter[tuple[str, str]] = collections.Counter()
         for collective in self.collectives:
             axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
-            sums[collective.kind, axes] += collective.bytes * collective.count
-        lines += [f"  {f'{kind} {axes}':38}{_bytes_text(nbytes):>12}" for (kind, axes), nbytes in sums.items()]
+            bytes_by_kind_and_axes[collective.kind, axes] += collective.bytes * collective.count
+        lines += [
+            f"  {f'{kind} {axes}':38}{_bytes_text(nbytes):>12}"
+            for (kind, axes), nbytes in bytes_by_kind_and_axes.items()
+        ]
         if self.live:
             lines.append("  alive at the peak:")
-            lines += [f"    {_bytes_text(t.bytes):>10}  {t.kind:9}  {t.name}  {t.shape}" for t in self.live[:12]]
+            lines += [
+                f"    {_bytes_text(tensor.bytes):>10}  {tensor.kind:9}  {tensor.name}  {tensor.shape}"
+                for tensor in self.live[:12]
+            ]
         return "\n".join(lines)
 
 
-def _total(temp: int | None, argument: int | None, output: int | None, alias: int | None) -> int | None:
+def _total(
+    temp_bytes: int | None, argument_bytes: int | None, output_bytes: int | None, alias_bytes: int | None
+) -> int | None:
     """Return the bytes that a run takes: temp + argument + output - alias; None if one of them is unknown."""
-    if temp is None or argument is None or output is None or alias is None:
+    if temp_bytes is None or argument_bytes is None or output_bytes is None or alias_bytes is None:
         return None
-    return temp + argument + output - alias
+    return temp_bytes + argument_bytes + output_bytes - alias_bytes
 
 
 def _bytes_text(nbytes: int) -> str:
-    """Return a number of bytes as text for people, such as "15.75 GiB"."""
+    """Return a number of bytes as human-readable text, such as "15.75 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f} {unit}"

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxscale.compiler.collectives import Collective, located_collectives, permuted_pairs
+from jaxscale.compiler.collectives import Collective, collectives_by_instruction, permuted_pairs
 from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, callees
 from jaxscale.platforms.megascale import CollectiveKind
 
@@ -26,7 +26,7 @@ ProgramEventKind = Literal["compute", "kernel", "memory", "start", "done", "loop
 TransferKind = Literal[CollectiveKind, "memory copy", "host copy"]
 _CYCLES = r'"estimated_cycles":"(\d+)"'
 _HOST = "S(5)"  # memory space of the host, in the layout of an array
-# instructions that take no time, or whose time is that of others
+# instructions that take no time, or whose time counts for other instructions
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
 _FREE |= {"opt-barrier", "optimization-barrier", "async-update", "iota", "send-done", "recv", "recv-done"}
 _COPIES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "async"}
@@ -103,12 +103,14 @@ def schedule_of(program: HloProgram, mesh: Any) -> ProgramSchedule | None:
     entry_name = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
     if entry_name is None or re.search(_CYCLES, program.text) is None:
         return None
-    reader = _Reader(program, located_collectives(program, mesh))
+    reader = _Reader(program, collectives_by_instruction(program, mesh))
     computations: dict[str, tuple[ProgramEvent, ...]] = {}
-    names = [entry_name]
-    for name in names:  # grows by the loops in these
-        computations[name] = tuple(_joined(reader.events(program.computations[name])))
-        names += [event.name for event in computations[name] if event.kind == "loop" and event.name not in names]
+    computation_names = [entry_name]
+    for name in computation_names:  # the loop appends the bodies of the loops in these
+        computations[name] = tuple(_join_neighbors(reader.events(program.computations[name])))
+        computation_names += [
+            event.name for event in computations[name] if event.kind == "loop" and event.name not in computation_names
+        ]
     return ProgramSchedule(entry_name, computations)
 
 
@@ -117,65 +119,85 @@ class _Reader:
     """A program, with its collectives by the names of their computation and instruction."""
 
     program: HloProgram
-    by_instruction: Mapping[tuple[str, str], Sequence[Collective]]
+    collectives_by_instruction: Mapping[tuple[str, str], Sequence[Collective]]
 
     def events(self, computation: Computation) -> Iterator[ProgramEvent]:
         """Yield the events of a computation."""
-        starts_by_channel: dict[str, str] = {}  # names of the fusions that start a collective
+        start_name_by_channel: dict[str, str] = {}  # names of the fusions that start a collective
         for op in computation.instructions.values():
             if op.opcode == "while":
                 yield ProgramEvent("loop", name=_loop_body(op), trips=self.program.trip_count(op) or 1)
                 continue
             if op.opcode in ("call", "conditional"):
-                branches = [name for name in callees(op.attributes) if name in self.program.computations]
-                yield ProgramEvent("loop", name=max(branches, key=self._cycles_within))
+                branch_names = [name for name in callees(op.attributes) if name in self.program.computations]
+                yield ProgramEvent("loop", name=max(branch_names, key=self._cycles_within))
                 continue
             is_done, is_start = op.opcode.endswith("-done"), op.opcode.endswith("-start")
             is_copy = op.opcode.removesuffix("-start") in _COPIES
             if is_done and op.opcode not in _FREE:
                 yield ProgramEvent("done", name=op.operands[0])
                 continue
-            inner, marker = self._within(computation, op)
+            collectives_and_ops, marker = self._collectives_and_marker(computation, op)
             if marker == "AsyncCollectiveDone":
                 channel = next(iter(self._channels(op)), "")
-                yield ProgramEvent("done", name=starts_by_channel.get(channel, op.name))
+                yield ProgramEvent("done", name=start_name_by_channel.get(channel, op.name))
                 continue
-            if inner:
-                yield from (self._start(op, one, program_op) for one, program_op in inner)
-                starts_by_channel |= dict.fromkeys(self._channels(op), op.name)
+            if collectives_and_ops:
+                yield from (
+                    self._collective_start(op, collective, program_op) for collective, program_op in collectives_and_ops
+                )
+                start_name_by_channel |= dict.fromkeys(self._channels(op), op.name)
                 if not is_start and marker != "AsyncCollectiveStart":
                     yield ProgramEvent("done", name=op.name)
             elif is_start and is_copy:
-                yield _copy(computation, op)
+                yield _copy_start(computation, op)
             else:
-                yield from _work(computation, op)
+                yield from _work_events(computation, op)
 
-    def _within(self, computation: Computation, op: Op) -> tuple[list[tuple[Collective, Op]], str]:
-        """Return the collectives of an instruction and of those it fuses, and the mark of an asynchronous fusion."""
-        located = [(computation.name, op), *self._fused(op)]
-        pairs = [(one, inner) for name, inner in located for one in self.by_instruction.get((name, inner.name), ())]
-        targets = [inner.attribute(r'custom_call_target="(AsyncCollective\w+)"') for _, inner in located]
-        return pairs, next((target for target in targets if target), "")
+    def _collectives_and_marker(self, computation: Computation, op: Op) -> tuple[list[tuple[Collective, Op]], str]:
+        """Return the collectives of an instruction and of those it fuses, and the marker of an asynchronous fusion.
+
+        Each collective is in a pair with its instruction; the marker is "" if the fusion is not asynchronous.
+        """
+        names_and_ops = [(computation.name, op), *self._fused_names_and_ops(op)]
+        collectives_and_ops = [
+            (collective, inner_op)
+            for name, inner_op in names_and_ops
+            for collective in self.collectives_by_instruction.get((name, inner_op.name), ())
+        ]
+        call_targets = [
+            inner_op.attribute(r'custom_call_target="(AsyncCollective\w+)"') for _, inner_op in names_and_ops
+        ]
+        return collectives_and_ops, next((call_target for call_target in call_targets if call_target), "")
 
     def _channels(self, op: Op) -> set[str]:
         """Return the channels of the collectives that a fusion contains."""
-        channels = [fused.attribute(r"\bchannel_id=(\d+)") for _, fused in self._fused(op)]
+        channels = [fused_op.attribute(r"\bchannel_id=(\d+)") for _, fused_op in self._fused_names_and_ops(op)]
         return {channel for channel in channels if channel is not None}
 
-    def _fused(self, op: Op) -> list[tuple[str, Op]]:
+    def _fused_names_and_ops(self, op: Op) -> list[tuple[str, Op]]:
         """Return the instructions inside a fusion or an asynchronous call, with the name of their computation."""
         if op.opcode not in ("fusion", "async-start"):
             return []
-        names = [name for name in callees(op.attributes) if name in self.program.computations]
-        return [(name, fused) for name in names for fused in self.program.computations[name].instructions.values()]
+        computation_names = [name for name in callees(op.attributes) if name in self.program.computations]
+        return [
+            (name, fused_op)
+            for name in computation_names
+            for fused_op in self.program.computations[name].instructions.values()
+        ]
 
     @staticmethod
-    def _start(op: Op, one: Collective, program_op: Op) -> ProgramEvent:
-        """Return the start of a collective of an instruction; `program_op` is the instruction that has its pairs."""
-        pairs = [(source, target) for source, target in permuted_pairs(program_op) if source != target]
-        direction = 0 if not pairs else 1 if pairs[0][1] > pairs[0][0] else -1
+    def _collective_start(op: Op, collective: Collective, program_op: Op) -> ProgramEvent:
+        """Return the start of an instruction's collective; `program_op` is the instruction with its device pairs."""
+        device_pairs = [(source, target) for source, target in permuted_pairs(program_op) if source != target]
+        direction = 0 if not device_pairs else 1 if device_pairs[0][1] > device_pairs[0][0] else -1
         return ProgramEvent(
-            "start", bytes=one.bytes, name=op.name, transfer=one.kind, axes=one.axes, direction=direction
+            "start",
+            bytes=collective.bytes,
+            name=op.name,
+            transfer=collective.kind,
+            axes=collective.axes,
+            direction=direction,
         )
 
     def _cycles_within(self, name: str) -> int:
@@ -184,9 +206,9 @@ class _Reader:
         for op in self.program.computations[name].instructions.values():
             total += int(op.attribute(_CYCLES) or 0)
             if op.opcode in ("while", "call", "conditional"):
-                trips = (self.program.trip_count(op) or 1) if op.opcode == "while" else 1
-                bodies = [_loop_body(op)] if op.opcode == "while" else callees(op.attributes)
-                total += trips * max(map(self._cycles_within, bodies), default=0)
+                trip_count = (self.program.trip_count(op) or 1) if op.opcode == "while" else 1
+                body_names = [_loop_body(op)] if op.opcode == "while" else callees(op.attributes)
+                total += trip_count * max(map(self._cycles_within, body_names), default=0)
         return total
 
 
@@ -197,40 +219,42 @@ def _loop_body(op: Op) -> str:
     return name
 
 
-def _copy(computation: Computation, op: Op) -> ProgramEvent:
+def _copy_start(computation: Computation, op: Op) -> ProgramEvent:
     """Return the start of an asynchronous copy."""
     is_update = op.opcode.startswith("dynamic-update-slice")
-    done = next((use for use, _ in computation.uses(op.name) if use.opcode.endswith("-done")), op)
-    moved = computation.instructions[op.operands[1]] if is_update and len(op.operands) > 1 else done
+    done_op = next((use for use, _ in computation.users_and_positions(op.name) if use.opcode.endswith("-done")), op)
+    moved_op = computation.instructions[op.operands[1]] if is_update and len(op.operands) > 1 else done_op
     transfer: TransferKind = "host copy" if _HOST in op.type else "memory copy"
-    return ProgramEvent("start", bytes=moved.bytes, name=op.name, transfer=transfer)
+    return ProgramEvent("start", bytes=moved_op.bytes, name=op.name, transfer=transfer)
 
 
-def _work(computation: Computation, op: Op) -> Iterator[ProgramEvent]:
+def _work_events(computation: Computation, op: Op) -> Iterator[ProgramEvent]:
     """Yield the event of an instruction that is neither a loop nor a transfer, if it takes time."""
-    cycles = op.attribute(_CYCLES)
-    if cycles is not None:
-        yield ProgramEvent("compute", cycles=int(cycles))
+    cycles_text = op.attribute(_CYCLES)
+    if cycles_text is not None:
+        yield ProgramEvent("compute", cycles=int(cycles_text))
     elif op.opcode == "custom-call":
-        flop = op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)')
-        moved = op.attribute(r'"cost_estimate":\{[^}]*?"bytes_accessed":"?(\d+)')
-        if flop is not None or moved is not None:
-            yield ProgramEvent("kernel", flop=int(flop or 0), bytes=int(moved or 0))
+        flop_text = op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)')
+        bytes_text = op.attribute(r'"cost_estimate":\{[^}]*?"bytes_accessed":"?(\d+)')
+        if flop_text is not None or bytes_text is not None:
+            yield ProgramEvent("kernel", flop=int(flop_text or 0), bytes=int(bytes_text or 0))
         elif 'custom_call_target="tpu_custom_call"' in op.attributes:  # a kernel that declares nothing
             yield ProgramEvent("kernel", bytes=2 * op.bytes)
     elif op.opcode not in _FREE and "S(6)" not in op.type:  # a scalar in the memory of the control unit
         yield ProgramEvent("memory", bytes=2 * op.bytes)
 
 
-def _joined(events: Iterator[ProgramEvent]) -> Iterator[ProgramEvent]:
+def _join_neighbors(events: Iterator[ProgramEvent]) -> Iterator[ProgramEvent]:
     """Yield events, with neighbors of computation or of memory joined into one."""
-    last: ProgramEvent | None = None
+    last_event: ProgramEvent | None = None
     for event in events:
-        if last is not None and last.kind == event.kind and event.kind in ("compute", "memory"):
-            last = dataclasses.replace(last, cycles=last.cycles + event.cycles, bytes=last.bytes + event.bytes)
+        if last_event is not None and last_event.kind == event.kind and event.kind in ("compute", "memory"):
+            last_event = dataclasses.replace(
+                last_event, cycles=last_event.cycles + event.cycles, bytes=last_event.bytes + event.bytes
+            )
             continue
-        if last is not None:
-            yield last
-        last = event
-    if last is not None:
-        yield last
+        if last_event is not None:
+            yield last_event
+        last_event = event
+    if last_event is not None:
+        yield last_event

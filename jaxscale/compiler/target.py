@@ -40,7 +40,7 @@ class Target:
 
 
 def target(platform: Platform, accelerator_kinds: Collection[str]) -> Target:
-    """Describe how another process gets a platform's devices.
+    """Return how another process gets a platform's devices.
 
     Args:
         platform: the platform.
@@ -50,20 +50,20 @@ def target(platform: Platform, accelerator_kinds: Collection[str]) -> Target:
         UserError: the platform's compiler is missing, has another version than jaxlib, or cannot describe the devices.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    kind = platform.chip.kind
+    chip_kind = platform.chip.kind
     flags = environment.get("XLA_FLAGS", "").split()
     # a compiler aborts at a flag of another compiler
-    foreign_prefixes = tuple(f"--xla_{backend}_" for backend in ("cpu", "gpu", "tpu") if backend != kind)
+    foreign_prefixes = tuple(f"--xla_{backend}_" for backend in ("cpu", "gpu", "tpu") if backend != chip_kind)
     dropped_prefixes = ("--xla_force_host_platform_device_count", *foreign_prefixes)
     environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped_prefixes))
-    if kind == "cpu":
+    if chip_kind == "cpu":
         return Target("cpu", environment | {"JAX_PLATFORMS": "cpu"}, attached=True)
-    describe_target = _tpu_target if kind == "tpu" else _gpu_target
-    return describe_target(platform, environment, kind in accelerator_kinds)
+    describe_target = _tpu_target if chip_kind == "tpu" else _gpu_target
+    return describe_target(platform, environment, chip_kind in accelerator_kinds)
 
 
 def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
-    """Describe how another process with this environment gets TPUs."""
+    """Return how another process with this environment gets TPUs, attached or described."""
     libtpu_version = trust.libtpu(environment)
     if libtpu_version is None:
         raise UserError(
@@ -77,23 +77,23 @@ def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
         )
     environment |= {
         "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu, because none uses a chip
         "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     }
-    chip = platform.chip.name
-    chip_name = "tpu7x" if chip == "7x" else chip
-    arguments: dict[str, Any] = {"topology_name": f"{chip_name}:{'x'.join(map(str, platform.topology))}"}
+    chip_name = platform.chip.name
+    topology_chip_name = "tpu7x" if chip_name == "7x" else chip_name
+    arguments: dict[str, Any] = {"topology_name": f"{topology_chip_name}:{'x'.join(map(str, platform.topology))}"}
     if platform.slices > 1:
         arguments["num_slices"] = platform.slices
-    if chip == "v4":
+    if chip_name == "v4":
         arguments["chip_config_name"] = "megacore"  # without it, a chip is two devices
     return Target("tpu", environment, False, arguments, {"libtpu": libtpu_version})
 
 
 def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
-    """Describe how another process with this environment gets GPUs."""
+    """Return how another process with this environment gets GPUs, attached or described."""
     plugin_version = next((version for name in _PLUGINS if (version := _installed_version(name))), None)
     if is_attached:
         # a run may hold the card's memory already

@@ -24,7 +24,7 @@ KNOWN_BYTES = 1696 * MIB
 
 
 def libtpu(environment: Mapping[str, str]) -> str | None:
-    """Identify the libtpu that a process in this environment loads; return None if there is none.
+    """Return an identity of the libtpu that a process in this environment loads; None if there is none.
 
     Returns:
         The version of the installed libtpu; or path, size and time of the file that `TPU_LIBRARY_PATH` specifies.
@@ -33,16 +33,16 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
         UserError: `TPU_LIBRARY_PATH` specifies a missing file.
     """
     spec = importlib.util.find_spec("libtpu")
-    folder = pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    libtpu_folder = pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     library_path = environment.get("TPU_LIBRARY_PATH")
     # importing JAX sets the variable to the installed one
-    if library_path and (folder is None or pathlib.Path(library_path) != folder / "libtpu.so"):
+    if library_path and (libtpu_folder is None or pathlib.Path(library_path) != libtpu_folder / "libtpu.so"):
         try:
             file_status = os.stat(library_path)
         except OSError as error:
             raise UserError(f"TPU_LIBRARY_PATH: {error}; set it to the path of libtpu.so, or unset it") from None
         return f"{library_path} ({file_status.st_size} bytes of {int(file_status.st_mtime)})"
-    return None if folder is None else importlib.metadata.version("libtpu")
+    return None if libtpu_folder is None else importlib.metadata.version("libtpu")
 
 
 def program(devices: Sequence[Any]) -> Any:

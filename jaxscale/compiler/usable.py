@@ -1,4 +1,4 @@
-"""The bytes of memory that a program may use, per device: the default limit of a plan."""
+"""The bytes of memory that a program may use per device, which are the default limit of a plan."""
 
 import os
 
@@ -33,7 +33,7 @@ def usable_bytes(platform: Platform) -> int | None:
     if chip.kind == "gpu" and chip.usable_memory is None and chip.memory is not None:
         # the driver reports a few per cent more than the datasheet
         memory_bytes = TARGETS[chip.name].memory_bytes if chip.name in TARGETS else chip.memory
-        return int(memory_bytes * _fraction())
+        return int(memory_bytes * _pool_fraction())
     return platform.device_memory
 
 
@@ -50,14 +50,16 @@ def host_share(platform: Platform) -> int | None:
     return chip.host_memory // (chip.chips_per_host * chip.devices)
 
 
-def _fraction() -> float:
+def _pool_fraction() -> float:
     """Return the share of a GPU's memory in JAX's pool: `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default `POOL_SHARE`."""
-    variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    text = os.environ.get(variable) or str(POOL_SHARE)
+    variable_name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    fraction_text = os.environ.get(variable_name) or str(POOL_SHARE)
     try:
-        fraction = float(text)
+        fraction = float(fraction_text)
     except ValueError:
         fraction = 0.0
     if not fraction > 0:
-        raise UserError(f"{variable}={text!r}: expected a number above 0, such as 0.9; the default is {POOL_SHARE}")
+        raise UserError(
+            f"{variable_name}={fraction_text!r}: expected a number above 0, such as 0.9; the default is {POOL_SHARE}"
+        )
     return min(fraction, 1.0)

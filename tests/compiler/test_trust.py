@@ -19,7 +19,7 @@ def libtpu(tmp_path, monkeypatch):
     asked = []
 
     def says(report):
-        monkeypatch.setattr(judge, "_run", lambda *_: asked.append(1) or report)
+        monkeypatch.setattr(judge, "_run_request", lambda *_: asked.append(1) or report)
         return asked
 
     return says
