@@ -37,11 +37,13 @@ from jaxscale.platforms.megascale import CollectiveKind
 
 Groups = frozenset[frozenset[int]]
 
-_KINDS: dict[str, Any] = {kind: kind for kind in get_args(CollectiveKind)} | {"ragged-all-to-all": "all-to-all"}
+_KIND_BY_OPCODE: dict[str, Any] = {kind: kind for kind in get_args(CollectiveKind)} | {
+    "ragged-all-to-all": "all-to-all"
+}
 # ops that only move or convert a whole value
-_MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
-_MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
-_CALLS = {"call", "fusion"}
+_MOVE_OPCODES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
+_MOVE_OPCODES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
+_CALL_OPCODES = {"call", "fusion"}
 _START_MARKER = 'custom_call_target="AsyncCollectiveStart"'
 
 
@@ -115,7 +117,7 @@ def collectives_by_instruction(program: HloProgram, mesh: Any) -> dict[tuple[str
     collectives_by_location: dict[tuple[str, str], list[Collective]] = {}
     for computation, op in program.instructions():
         count, in_loop, trips_known = program.executions(computation.name)  # number of executions
-        kind = _KINDS.get(op.opcode.removesuffix("-start"))
+        kind = _KIND_BY_OPCODE.get(op.opcode.removesuffix("-start"))
         if not count or (computation.name, op.name) in continuation_names:
             continue
         axes, group_size, is_sending = None, 0, False
@@ -242,7 +244,7 @@ def _continuation_names(program: HloProgram) -> set[tuple[str, str]]:
             continue
         is_start = any(_START_MARKER in op.attributes for op in computation.instructions.values())
         for op in computation.instructions.values():
-            channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KINDS else None
+            channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KIND_BY_OPCODE else None
             if channel:
                 (start_names_by_channel if is_start else repeat_names_by_channel).setdefault(channel, []).append(
                     (computation.name, op.name)
@@ -318,7 +320,9 @@ def _is_scattered(
         if computation.is_entry:
             return False
         for caller, call in program.callers.get(computation.name, []):
-            if call.opcode not in _CALLS or not _is_scattered(program, caller, call.name, tuple_index, group_size):
+            if call.opcode not in _CALL_OPCODES or not _is_scattered(
+                program, caller, call.name, tuple_index, group_size
+            ):
                 return False
     elif not users_and_positions:
         return False
@@ -338,12 +342,12 @@ def _takes_slice(
         return is_other or _is_scattered(program, computation, use.name, None, group_size)
     if use.opcode == "tuple":
         return _is_scattered(program, computation, use.name, position, group_size)
-    if use.opcode in _MOVES:
+    if use.opcode in _MOVE_OPCODES:
         return _is_scattered(program, computation, use.name, tuple_index, group_size)
     if use.opcode == "dynamic-slice":
         operand = computation.instructions[use.operands[0]]
         return position == 0 and math.prod(operand.shape) == group_size * math.prod(use.shape)
-    if use.opcode in _CALLS:
+    if use.opcode in _CALL_OPCODES:
         callee = program.computations[callees(use.attributes)[0]]
         return _is_scattered(program, callee, callee.parameter(position), tuple_index, group_size)
     return False

@@ -23,10 +23,10 @@ MOMENTS = 400
 """Approximate number of moments of a timeline."""
 
 # memory spaces that are device memory: 1 is VMEM on a TPU, memory for collectives on a GPU; 5 is the host
-_SPACES = {"tpu": {0}, "gpu": {0, 1}, "cpu": {0}}
-_VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
-_RANGE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
-_SCHEDULED = re.compile(r"    (\d+):(\S+)$")
+_DEVICE_SPACES_BY_KIND = {"tpu": {0}, "gpu": {0, 1}, "cpu": {0}}
+_VALUE_LINE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+_RANGE_LINE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+_SCHEDULED_LINE = re.compile(r"    (\d+):(\S+)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def live_at_the_peak(folder: pathlib.Path, device_kind: str) -> Live | None:
     if not all(path.exists() for path in paths):
         return None
     assignment_text, ranges_text, program_text = (path.read_text("utf-8", "replace") for path in paths)
-    return _live_from_texts(assignment_text, ranges_text, program_text, _SPACES[device_kind])
+    return _live_from_texts(assignment_text, ranges_text, program_text, _DEVICE_SPACES_BY_KIND[device_kind])
 
 
 def _live_from_texts(assignment_text: str, ranges_text: str, program_text: str, device_spaces: set[int]) -> Live:
@@ -137,9 +137,9 @@ def _schedule_and_values(
     instruction_names: list[str] = []
     lifetime_by_value: dict[tuple[str, str], tuple[int, int]] = {}
     for line in ranges_text.splitlines():
-        if match := _SCHEDULED.match(line):
+        if match := _SCHEDULED_LINE.match(line):
             instruction_names.append(match[2])
-        elif match := _RANGE.match(line):
+        elif match := _RANGE_LINE.match(line):
             lifetime_by_value[match[1], match[2]] = (int(match[3]), int(match[4]))
         elif line.startswith("  Live ranges at"):
             break
@@ -162,7 +162,7 @@ def _schedule_and_values(
                 values.append(
                     _Value(name, (), (allocation, 0), allocation_bytes, shape, 0, len(instruction_names), kind)
                 )
-        elif is_on_device and (match := _VALUE.match(line)):
+        elif is_on_device and (match := _VALUE_LINE.match(line)):
             name, index_text, _, bytes_text, offset_text, shape = match.groups()
             tuple_index = tuple(integers(index_text or ""))
             if kind is not None:

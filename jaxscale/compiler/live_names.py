@@ -20,7 +20,7 @@ _SLICE_OR_STACK_INDEX = {"dynamic-update-slice": 1, "dynamic-slice": 0}
 # opcodes of instructions that pass on their operand
 _PASSING_OPCODES = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
 # scopes that JAX adds to an operation
-_ADDED = re.compile(
+_ADDED_SCOPE = re.compile(
     r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|remat\d?|pjit|core_call"
     r"|custom_vjp_call(_jaxpr)?|custom_jvp_call|shard_map|named_call|cond_branch"
 )
@@ -40,7 +40,7 @@ def clean_name(op_name: str) -> str:
     for scope in scopes:
         while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
             scope = wrapper_match[1]
-        if scope and not _ADDED.fullmatch(scope):
+        if scope and not _ADDED_SCOPE.fullmatch(scope):
             user_scopes.append(scope)
     return "/".join(user_scopes)
 
@@ -50,7 +50,7 @@ def has_scopes(op_name: str) -> bool:
     for scope in op_name.split("/")[1:-1]:
         while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
             scope = wrapper_match[1]
-        if scope and not _ADDED.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
+        if scope and not _ADDED_SCOPE.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
             return True
     return False
 

@@ -9,7 +9,10 @@ from jaxscale.platforms.platform import Chip
 
 
 def options_for(options: CompilerOptions, device: Any) -> dict[str, OptionValue]:
-    """Return the value of each option that a plan sets for a device, which may be a description."""
+    """Return the value of each compiler option that a plan sets for a device, by the option's name.
+
+    The device may be described instead of attached.
+    """
     return options.of(chip_of(device.device_kind, device.platform))
 
 

@@ -19,7 +19,7 @@ LiveKind = Literal["argument", "output", "kept", "transient", "constant"]
 KINDS: tuple[LiveKind, ...] = get_args(LiveKind)
 StepPhase = Literal["forward", "backward", "recompute"]
 
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BYTES_BY_UNIT = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGTB]?)"
 # the two numbers of each message, as printed by libtpu 0.0.42 to 0.0.51 and by XLA's allocators
 _OUT_OF_MEMORY: tuple[tuple[Literal["device", "on-chip"], str], ...] = (
@@ -68,8 +68,8 @@ def out_of_memory(message: str) -> OutOfMemory | None:
         if match := re.search(pattern, message):
             required_text, required_unit, available_text, available_unit = match.groups()
             return OutOfMemory(
-                int(float(required_text) * _UNITS[required_unit]),
-                int(float(available_text) * _UNITS[available_unit]),
+                int(float(required_text) * _BYTES_BY_UNIT[required_unit]),
+                int(float(available_text) * _BYTES_BY_UNIT[available_unit]),
                 memory,
                 message.strip(),
             )

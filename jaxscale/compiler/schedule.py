@@ -24,12 +24,12 @@ from jaxscale.platforms.megascale import CollectiveKind
 
 ProgramEventKind = Literal["compute", "kernel", "memory", "start", "done", "loop"]
 TransferKind = Literal[CollectiveKind, "memory copy", "host copy"]
-_CYCLES = r'"estimated_cycles":"(\d+)"'
+_CYCLES_PATTERN = r'"estimated_cycles":"(\d+)"'
 _HOST = "S(5)"  # memory space of the host, in the layout of an array
 # instructions that take no time, or whose time counts for other instructions
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
 _FREE |= {"opt-barrier", "optimization-barrier", "async-update", "iota", "send-done", "recv", "recv-done"}
-_COPIES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "async"}
+_COPY_OPCODES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "async"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def schedule_of(program: HloProgram, mesh: Any) -> ProgramSchedule | None:
         [('compute', 900), ('start', 1048576), ('done', 0)]
     """
     entry_name = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
-    if entry_name is None or re.search(_CYCLES, program.text) is None:
+    if entry_name is None or re.search(_CYCLES_PATTERN, program.text) is None:
         return None
     reader = _Reader(program, collectives_by_instruction(program, mesh))
     computations: dict[str, tuple[ProgramEvent, ...]] = {}
@@ -133,7 +133,7 @@ class _Reader:
                 yield ProgramEvent("loop", name=max(branch_names, key=self._cycles_within))
                 continue
             is_done, is_start = op.opcode.endswith("-done"), op.opcode.endswith("-start")
-            is_copy = op.opcode.removesuffix("-start") in _COPIES
+            is_copy = op.opcode.removesuffix("-start") in _COPY_OPCODES
             if is_done and op.opcode not in _FREE:
                 yield ProgramEvent("done", name=op.operands[0])
                 continue
@@ -204,7 +204,7 @@ class _Reader:
         """Return the estimated cycles of a computation, with the loops and calls in it."""
         total = 0
         for op in self.program.computations[name].instructions.values():
-            total += int(op.attribute(_CYCLES) or 0)
+            total += int(op.attribute(_CYCLES_PATTERN) or 0)
             if op.opcode in ("while", "call", "conditional"):
                 trip_count = (self.program.trip_count(op) or 1) if op.opcode == "while" else 1
                 body_names = [_loop_body(op)] if op.opcode == "while" else callees(op.attributes)
@@ -230,7 +230,7 @@ def _copy_start(computation: Computation, op: Op) -> ProgramEvent:
 
 def _work_events(computation: Computation, op: Op) -> Iterator[ProgramEvent]:
     """Yield the event of an instruction that is neither a loop nor a transfer, if it takes time."""
-    cycles_text = op.attribute(_CYCLES)
+    cycles_text = op.attribute(_CYCLES_PATTERN)
     if cycles_text is not None:
         yield ProgramEvent("compute", cycles=int(cycles_text))
     elif op.opcode == "custom-call":

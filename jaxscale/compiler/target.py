@@ -15,9 +15,9 @@ from jaxscale.compiler.gpu_target import target_config, topology_text
 from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
-_PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
+_PLUGIN_PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
 # these variables would send the child to other devices, or to a cache that it cannot read
-_NOT_INHERITED = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS")
+_NOT_INHERITED_VARIABLES = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def target(platform: Platform, accelerator_kinds: Collection[str]) -> Target:
     Raises:
         UserError: the platform's compiler is missing, has another version than jaxlib, or cannot describe the devices.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED_VARIABLES}
     chip_kind = platform.chip.kind
     flags = environment.get("XLA_FLAGS", "").split()
     # a compiler aborts at a flag of another compiler
@@ -94,7 +94,7 @@ def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
 
 def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
     """Return how another process with this environment gets GPUs, attached or described."""
-    plugin_version = next((version for name in _PLUGINS if (version := _installed_version(name))), None)
+    plugin_version = next((version for name in _PLUGIN_PACKAGES if (version := _installed_version(name))), None)
     if is_attached:
         # a run may hold the card's memory already
         environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

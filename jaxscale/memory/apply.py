@@ -53,9 +53,9 @@ def wrapper(plan: MemoryPlan) -> Wrapper:
     policy = policy_of(plan)
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
-    def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
-        """Return the block under the policy; `rolled` is true in a scan."""
-        return run_again(block, rolled=rolled, policy=policy)
+    def wrap_block(block: BlockFunction, is_rolled: bool) -> BlockFunction:
+        """Return the block under the policy; `is_rolled` is true in a scan."""
+        return run_again(block, rolled=is_rolled, policy=policy)
 
     return wrap_block
 

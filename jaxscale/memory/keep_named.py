@@ -92,8 +92,8 @@ class Keeping:
         names = {name for save in self.save_by_block.values() for name in save.offload}
         return frozenset({_LATER_PREFIX + name for name in names} | {_residual_name(name) for name in names})
 
-    def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
-        """Return the block under the policy of its save set; `rolled` is true in a scan."""
+    def __call__(self, block: BlockFunction, is_rolled: bool) -> BlockFunction:
+        """Return the block under the policy of its save set; `is_rolled` is true in a scan."""
 
         def keeping_block(*args: Any) -> Any:
             """Trace the block, name the values of its save set, and run it under a policy that keeps these names."""
@@ -121,7 +121,7 @@ class Keeping:
                 )
                 return program.run((*consts, *prepared_leaves), insert_name)
 
-            checkpointed_program = run_again(run_program, rolled=rolled, policy=policy)
+            checkpointed_program = run_again(run_program, rolled=is_rolled, policy=policy)
             return jax.tree.unflatten(jax.tree.structure(abstract_results), checkpointed_program(jaxpr.consts, args))
 
         return keeping_block

@@ -200,12 +200,12 @@ class _Problem:
 
     def least_bytes(self) -> int:
         """The fewest bytes that any plan of the chain needs, the chain's input included."""
-        if not hasattr(self, "_least_by_span"):
+        if not hasattr(self, "_bytes_and_code_by_span"):
             # for the span of stages first..last: its least bytes, and the code of its plan's first node
-            self._least_by_span: dict[tuple[int, int], tuple[int, int]] = {}
+            self._bytes_and_code_by_span: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
                 bytes_and_codes = self._least_choices(first, last)
-                self._least_by_span[self._key(first, last)] = min(
+                self._bytes_and_code_by_span[self._span_key(first, last)] = min(
                     bytes_and_codes, key=lambda bytes_and_code: bytes_and_code[0]
                 )
         return self.input_bytes + self._least_bytes_of(0, self.stage_count - 1)
@@ -222,21 +222,21 @@ class _Problem:
 
     def least_nodes(self, first: int, last: int) -> Nodes:
         """The plan of stages first..last that needs the least memory."""
-        self.least_bytes()  # fills `_least_by_span` at its first call
+        self.least_bytes()  # fills `_bytes_and_code_by_span` at its first call
         if first > last:
             return ()
-        _, code = self._least_by_span[self._key(first, last)]
+        _, code = self._bytes_and_code_by_span[self._span_key(first, last)]
         if code < 0:
             return (Save(first, -1 - code), *self.least_nodes(first + 1, last))
-        cut = code - self._key(first, last)[0] + first
+        cut = code - self._span_key(first, last)[0] + first
         return (Remat(self.least_nodes(first, cut - 1)), *self.least_nodes(cut, last))
 
     def _least_bytes_of(self, first: int, last: int) -> int:
         """The fewest bytes that stages first..last need, besides their input; 0 if there are no stages."""
-        return self._least_by_span[self._key(first, last)][0] if first <= last else 0
+        return self._bytes_and_code_by_span[self._span_key(first, last)][0] if first <= last else 0
 
-    def _key(self, first: int, last: int) -> tuple[int, int]:
-        """The key of stages first..last in `_least_by_span`: for identical stages only their number counts."""
+    def _span_key(self, first: int, last: int) -> tuple[int, int]:
+        """The key of stages first..last in `_bytes_and_code_by_span`: for identical stages only their number counts."""
         return (0, last - first) if self.is_uniform else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:

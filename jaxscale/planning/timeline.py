@@ -19,7 +19,7 @@ from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.programs.kinds import kinds_of
 from jaxscale.programs.late import gradient_product_indices, late_arrays
 from jaxscale.programs.placements import Placements
-from jaxscale.programs.regions import unchanged_results
+from jaxscale.programs.regions import results_and_unchanged_operands
 
 OPERATIONS_WITHOUT_REUSE = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
 """Operations whose results cannot reuse the memory of an operand. Nor can those of reductions (`reduce_...`)."""
@@ -230,7 +230,7 @@ class _Sweep:
         if operation.branches:
             results_and_sources = [
                 (result, source)
-                for result, operand in unchanged_results(operation)
+                for result, operand in results_and_unchanged_operands(operation)
                 for source in self.arrays.sources_by_value[operand]
             ]
             return [

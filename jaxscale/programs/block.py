@@ -243,7 +243,7 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
     from jax.ad_checkpoint import checkpoint_name
     from jax.core import Tracer
 
-    names = program.name_by_number()
+    name_by_number = program.name_by_number()
     avals = [program.avals[number] for number in program.inputs]
     constant_indices = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
     inexact_flags = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
@@ -254,7 +254,9 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
 
         def name_array(value_number: int, array: Any) -> Any:
             """Return the array of the value with this number, marked with the value's name if it has one."""
-            return checkpoint_name(array, MARK + names[value_number]) if value_number in names else array
+            return (
+                checkpoint_name(array, MARK + name_by_number[value_number]) if value_number in name_by_number else array
+            )
 
         def block(*variables: Any) -> Any:
             """Return the block's results, from the inputs with respect to which the block is differentiated."""

@@ -258,9 +258,9 @@ def _conv_flop(eqn: Any) -> int:
     # strides, padding and dilations, each with one entry per spatial dim
     window_params = (eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
     tap_count = math.prod(map(_valid_tap_count, *spatial_sizes, *window_params))
-    input_channels = rhs_shape[dim_numbers.rhs_spec[1]]  # number of one feature group's channels
-    batch_size, output_channels = (output_shape[dim] for dim in dim_numbers.out_spec[:2])
-    return 2 * batch_size * output_channels * input_channels * tap_count
+    input_channel_count = rhs_shape[dim_numbers.rhs_spec[1]]  # number of one feature group's channels
+    batch_size, output_channel_count = (output_shape[dim] for dim in dim_numbers.out_spec[:2])
+    return 2 * batch_size * output_channel_count * input_channel_count * tap_count
 
 
 def _valid_tap_count(

@@ -41,13 +41,13 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     if not has_both_passes(program):
         return {}
     kind_by_value: dict[int, str] = {}
-    last_read_by_value = {value: indices[-1] for value, indices in program.readers.items()}
-    last_read_by_value |= {value: len(operations) for value in program.outputs if value is not None}
+    last_read_index_by_value = {value: indices[-1] for value, indices in program.readers.items()}
+    last_read_index_by_value |= {value: len(operations) for value in program.outputs if value is not None}
     forward_end, backward_start = loss_range(operations)
     backward_end = max(index for index, operation in enumerate(operations) if operation.is_backward)
     for index, operation in enumerate(operations):
         for value in operation.outputs:
-            last_read_index = last_read_by_value.get(value, index)
+            last_read_index = last_read_index_by_value.get(value, index)
             if value in compute_copies:
                 kind_by_value[value] = "compute copy"
             elif index <= backward_end < last_read_index and operation.is_backward:

@@ -18,8 +18,8 @@ ELEMENT_PRESERVING = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast"
 """Operations that return all elements of their operand, unchanged, if the result has as many elements."""
 
 
-def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Yield the pairs (result, operand) of a `cond` in which a branch returns the operand unchanged as the result."""
+def results_and_unchanged_operands(operation: Operation) -> Iterator[tuple[int, int]]:
+    """Yield each pair (result, operand) of a `cond` of which a branch returns the operand unchanged as the result."""
     for output_index, result in enumerate(operation.outputs):
         for branch in operation.branches:
             branch_output = branch.outputs[output_index]
@@ -44,11 +44,11 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
     if operation.kind == "enter" or is_whole_array(operation, program, ELEMENT_PRESERVING):
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
     if _is_tick_loop(operation):  # of an asynchronous step, which also receives and returns the messages in transit
-        results_and_operands = zip(operation.outputs, carries(operation), strict=False)
-        return {result for result, operand in results_and_operands if operand in caller_values}
+        results_and_initial_values = zip(operation.outputs, carries(operation), strict=False)
+        return {result for result, operand in results_and_initial_values if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
-    return {result for result, operand in unchanged_results(operation) if operand in caller_values}
+    return {result for result, operand in results_and_unchanged_operands(operation) if operand in caller_values}
 
 
 def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -> set[int]:

@@ -39,12 +39,14 @@ def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
         return is_rounded(reader.outputs[0], program)
     if reader.loop_body is None:
         return False
-    constants, states, stacks = loop_parts(reader, reader.inputs)
+    const_values, state_values, stacked_values = loop_parts(reader, reader.inputs)
     body = reader.loop_body
-    stack_start = len(constants) + len(states)
-    inner_values = [body.inputs[index] for index, operand in enumerate(constants) if operand == value]
-    inner_values += [body.inputs[stack_start + index] for index, operand in enumerate(stacks) if operand == value]
-    return value not in states and all(is_rounded(inner_value, body) for inner_value in inner_values)
+    stack_start = len(const_values) + len(state_values)
+    inner_values = [body.inputs[index] for index, operand in enumerate(const_values) if operand == value]
+    inner_values += [
+        body.inputs[stack_start + index] for index, operand in enumerate(stacked_values) if operand == value
+    ]
+    return value not in state_values and all(is_rounded(inner_value, body) for inner_value in inner_values)
 
 
 def with_rounded_copies(program: FlatProgram) -> FlatProgram:

@@ -233,13 +233,16 @@ def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tile
     """Give the arrays that a loop slices and stacks the layout of their slices in the loop's body."""
     body = operation.loop_body
     assert body is not None
-    constants, states, stacks = loop_parts(operation, operation.inputs)
-    slice_start = len(constants) + len(states)
+    const_values, state_values, stacked_values = loop_parts(operation, operation.inputs)
+    slice_start = len(const_values) + len(state_values)
     # each: a value outside, its value inside, and the number of dims that only the outer one has
     value_pairs_and_added_dim_counts = [
-        *((value, body.inputs[index], 0) for index, value in enumerate((*constants, *states))),
-        *((value, body.inputs[slice_start + index], 1) for index, value in enumerate(stacks)),
-        *((value, body.outputs[index], int(index >= len(states))) for index, value in enumerate(operation.outputs)),
+        *((value, body.inputs[index], 0) for index, value in enumerate((*const_values, *state_values))),
+        *((value, body.inputs[slice_start + index], 1) for index, value in enumerate(stacked_values)),
+        *(
+            (value, body.outputs[index], int(index >= len(state_values)))
+            for index, value in enumerate(operation.outputs)
+        ),
     ]
     for value, inner_value, added_dim_count in value_pairs_and_added_dim_counts:
         if value is not None and inner_value in body_tiles.dim_pairs_by_value and value not in tiles.product_results:
