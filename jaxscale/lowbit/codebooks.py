@@ -68,17 +68,17 @@ class Map:
     @property
     def code_limits(self) -> tuple[int, int]:
         """The lowest and the highest code of a map with integer codes."""
-        highest = int(jnp.iinfo(self.dtype).max)
-        return -highest if jnp.issubdtype(self.dtype, jnp.signedinteger) else 0, highest
+        highest_code = int(jnp.iinfo(self.dtype).max)
+        return -highest_code if jnp.issubdtype(self.dtype, jnp.signedinteger) else 0, highest_code
 
     @property
     def table(self) -> np.ndarray:
-        """The float32 numbers of all codes, ascending; for dynamic maps, bit for bit the numbers of bitsandbytes."""
+        """The float32 numbers that all codes decode to, ascending; for dynamic maps, exactly those of bitsandbytes."""
         if self.name.startswith("dynamic"):
             return dynamic_table(self.bits, self.is_signed)
         if self.is_integer:
-            lowest, highest = self.code_limits
-            codes = np.arange(lowest, highest + 1)
+            lowest_code, highest_code = self.code_limits
+            codes = np.arange(lowest_code, highest_code + 1)
         else:
             codes = np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
             codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.is_signed else 0))]
@@ -120,8 +120,8 @@ def dynamic_table(bits: int, is_signed: bool) -> np.ndarray:
     return np.sort(np.asarray(values, np.float32))
 
 
-def _dynamic(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
-    """Return a dynamic map that computes by arithmetic, without a table.
+def _dynamic_map(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
+    """Return a dynamic map, which encodes and decodes by arithmetic instead of by a table.
 
     A decade has n bins, where n is a power of two, which is 2**first_exponent in the first decade. The distance of a
     code from the code of zero is n + bin - first_exponent.
@@ -167,9 +167,9 @@ def _dynamic(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
         decade_top = jnp.full(signed_distance.shape, decade_tops[-1], jnp.float32)
         for i in range(decade_count - 2, -1, -1):
             decade_top = jnp.where(exponent <= 127 + first_exponent + i, decade_tops[i], decade_top)
-        value = decade_top * (0.1 + 0.9 * ((count_plus_index.astype(jnp.float32) + 0.5) * inverse_bin_count - 1))
-        value = jnp.where(signed_distance == top_distance, 1.0, jnp.where(signed_distance == 0, 0.0, value))
-        return jnp.where(signed_distance < 0, -value, value) if is_signed else value
+        magnitude = decade_top * (0.1 + 0.9 * ((count_plus_index.astype(jnp.float32) + 0.5) * inverse_bin_count - 1))
+        magnitude = jnp.where(signed_distance == top_distance, 1.0, jnp.where(signed_distance == 0, 0.0, magnitude))
+        return jnp.where(signed_distance < 0, -magnitude, magnitude) if is_signed else magnitude
 
     return Map(name, jnp.dtype(dtype), is_signed, zero_code, encode, decode)
 
@@ -217,19 +217,19 @@ def _nf4_encode(numbers: Array) -> Array:
 
 
 def _nf4_decode(codes: Array) -> Array:
-    # a tree of selections, by one bit of the code a level: of the products of each pair with a bit and with its
-    # opposite, one is 0. A select would need arrays of constants, which a scan over layers keeps in memory
-    bits = codes.astype(jnp.int32)
-    values: list[Any] = list(NF4_VALUES)
-    while len(values) > 1:
-        bit, bits = (bits & 1).astype(jnp.float32), bits >> 1
+    # Each bit of the code halves the candidates: of each pair, the product with the bit or with its opposite is 0.
+    # `jnp.where` would need arrays of constants, which a scan over layers keeps in memory.
+    remaining_bits = codes.astype(jnp.int32)
+    candidates: list[Any] = list(NF4_VALUES)
+    while len(candidates) > 1:
+        bit, remaining_bits = (remaining_bits & 1).astype(jnp.float32), remaining_bits >> 1
         opposite = 1 - bit
-        values = [even * opposite + odd * bit for even, odd in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
+        candidates = [even * opposite + odd * bit for even, odd in zip(candidates[::2], candidates[1::2], strict=True)]
+    return candidates[0]
 
 
 def _linear_map(name: str, dtype: type) -> Map:
-    """Return the map with the values -1, ..., 1 in equal steps, of which one is 0."""
+    """Return the map whose codes, of this signed integer dtype, decode to equal steps from -1 to 1, including 0."""
     top = float(jnp.iinfo(dtype).max)
     return Map(
         name,
@@ -257,12 +257,12 @@ def _sqrt_e4m3_decode(codes: Array) -> Array:
     return jnp.square(codes.astype(jnp.float32) * (1 / 448))
 
 
-_ALL = (
+_ALL_MAPS = (
     Map("soft8", jnp.dtype(jnp.int8), True, 0, _soft8_encode, _soft8_decode),
     Map("sqrt8", jnp.dtype(jnp.uint8), False, 0, _sqrt8_encode, _sqrt8_decode),
-    _dynamic("dynamic8", 8, True, jnp.uint8),
-    _dynamic("dynamic8_unsigned", 8, False, jnp.uint8),
-    _dynamic("dynamic4", 4, True, jnp.uint4),
+    _dynamic_map("dynamic8", 8, True, jnp.uint8),
+    _dynamic_map("dynamic8_unsigned", 8, False, jnp.uint8),
+    _dynamic_map("dynamic4", 4, True, jnp.uint4),
     Map("linear4_unsigned", jnp.dtype(jnp.uint4), False, 0, _linear4_encode, _linear4_decode),
     Map("nf4", jnp.dtype(jnp.uint4), True, NF4_VALUES.index(0.0), _nf4_encode, _nf4_decode),
     _linear_map("linear4", jnp.int4),
@@ -271,7 +271,7 @@ _ALL = (
     Map("sqrt_e4m3", jnp.dtype(jnp.float8_e4m3fn), False, 0, _sqrt_e4m3_encode, _sqrt_e4m3_decode),
 )
 
-MAPS: Mapping[str, Map] = {m.name: m for m in _ALL}
+MAPS: Mapping[str, Map] = {m.name: m for m in _ALL_MAPS}
 """Every map by name."""
 
 
@@ -279,7 +279,7 @@ def map_of(name: str) -> Map:
     """Return the map with this name.
 
     Raises:
-        UserError: there is no map with this name.
+        UserError: the name is unknown.
     """
     if name not in MAPS:
         raise unknown("map", name, MAPS)
@@ -287,7 +287,7 @@ def map_of(name: str) -> Map:
 
 
 def encode_by_table(numbers: Array, map: Map) -> Array:
-    """Return the index of the value in a map's table that is nearest to each number; this defines `Map.encode`.
+    """Return, for each number, the index of the nearest value in a map's table; this defines `Map.encode`.
 
     Args:
         numbers: float32 numbers of magnitude at most 1.

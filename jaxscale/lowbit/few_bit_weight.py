@@ -5,9 +5,9 @@ r"""FewBitWeight: the weight of a layer that is not trained, in 4 or 8 bits, and
     y     = x (values[code] scale)
 
 A block has a dim of its own: codes have the shape (I / block, bytes of a block, O), and scales (I / block, O). A mesh
-axis that splits the inputs or the outputs therefore splits whole blocks. Two codes of 4 bits share a byte: the rows of
-the first half of a block are in the low bits, and those of the second half in the high bits, so that they are put
-together along whole tiles of a TPU. Devices that have a part of a weight each (ZeRO 3) gather codes, not numbers.
+axis that splits the inputs or the outputs therefore never splits a block. Two codes of 4 bits share a byte: the rows of
+the first half of a block are in the low bits, and those of the second half in the high bits, so that joining the halves
+moves whole tiles of a TPU. Under ZeRO 3, devices gather codes, not dequantized numbers.
 
 The product keeps the codes for its backward pass, and dequantizes them a second time there. It returns no gradient of
 the weight, and does not keep its input. Left out: scales in 8 bits (the "double quantization" of QLoRA saves 0.05 bytes
@@ -38,7 +38,7 @@ LEAST_BLOCK = 8
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How the numbers of a weight are stored.
+    """A format in which the numbers of a weight are stored.
 
     Args:
         name: key of the format in `FORMATS`.
@@ -59,38 +59,47 @@ class WeightFormat:
         return 8 // self.code_map.bits
 
     def block_of(self, in_size: int, block: int) -> int | None:
-        """Return the largest block up to `block` that divides the inputs of a weight; `None` if there is none.
+        """Return the largest block length, up to `block`, that divides the inputs of a weight; `None` if there is none.
+
+        A block length is at least `LEAST_BLOCK`, and the codes of a block fill whole bytes.
 
         Example:
             >>> nf4 = FORMATS["nf4"]
             >>> nf4.block_of(4096, 64), nf4.block_of(100, 64), nf4.block_of(2 * 1009, 64)
             (64, 50, None)
         """
-        sizes = range(min(in_size, block), LEAST_BLOCK - 1, -1)
-        return next((n for n in sizes if in_size % n == 0 and n % self.codes_per_byte == 0), None)
+        block_lengths = range(min(in_size, block), LEAST_BLOCK - 1, -1)
+        return next(
+            (
+                block_length
+                for block_length in block_lengths
+                if in_size % block_length == 0 and block_length % self.codes_per_byte == 0
+            ),
+            None,
+        )
 
     def encode(self, weight: Float[Array, "*L I O"], block: int) -> tuple[Array, Array]:
         """Return the codes (*L, I / block, block / codes_per_byte, O) and the scales (*L, I / block, O) of a weight."""
         scale = compute_scales(weight, self.map, block)
         codes = compute_codes(weight, scale, self.map, block)
         *layer_shape, in_size, out_size = weight.shape
-        codes = codes.reshape(*layer_shape, in_size // block, block, out_size)
+        blocked_codes = codes.reshape(*layer_shape, in_size // block, block, out_size)
         if self.codes_per_byte == 1:
-            return codes, scale
-        low, high = jnp.split(codes.astype(jnp.int32) & 15, 2, -2)
-        return (low | (high << 4)).astype(jnp.uint8), scale
+            return blocked_codes, scale
+        low_codes, high_codes = jnp.split(blocked_codes.astype(jnp.int32) & 15, 2, -2)
+        return (low_codes | (high_codes << 4)).astype(jnp.uint8), scale
 
     def decode(self, codes: Array, scale: Array) -> Float[Array, "*L I O"]:
         """Return the float32 weight (*L, I, O) that codes and scales encode."""
-        numbers = codes
+        unpacked_codes = codes
         if self.codes_per_byte == 2:
-            byte = codes.astype(jnp.int32)
-            numbers = jnp.concatenate([byte & 15, byte >> 4], -2)
+            packed_bytes = codes.astype(jnp.int32)
+            unpacked_codes = jnp.concatenate([packed_bytes & 15, packed_bytes >> 4], -2)
             if jnp.issubdtype(self.code_map.dtype, jnp.signedinteger):
-                numbers = (numbers ^ 8) - 8
-        weight = self.code_map.decode(numbers) * scale[..., None, :]
-        *layer_shape, block_count, block, out_size = weight.shape
-        return weight.reshape(*layer_shape, block_count * block, out_size)
+                unpacked_codes = (unpacked_codes ^ 8) - 8
+        blocked_weight = self.code_map.decode(unpacked_codes) * scale[..., None, :]
+        *layer_shape, block_count, block, out_size = blocked_weight.shape
+        return blocked_weight.reshape(*layer_shape, block_count * block, out_size)
 
 
 FORMATS = {
@@ -145,7 +154,7 @@ class FewBitWeight(nnx.Module):
         return jnp.dtype(jnp.float32)
 
     def __getitem__(self, index: Any) -> Array:
-        """Return a part of the dequantized weight."""
+        """Return `w[index]` of the dequantized weight w."""
         return FORMATS[self.format].decode(self.codes[...], self.scale[...])[index]
 
     def multiply(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
@@ -168,7 +177,7 @@ def few_bit_format(name: str, field: str) -> WeightFormat:
     """Return the format with this name.
 
     Raises:
-        UserError: there is no format with this name; the message begins with `field`.
+        UserError: the name is unknown; the message begins with `field`.
     """
     if name not in FORMATS:
         raise UserError(f"{field}: {unknown('format', name, FORMATS)}")
@@ -176,28 +185,28 @@ def few_bit_format(name: str, field: str) -> WeightFormat:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _multiply(layout: MeshAndRules | None, axes: Any, format: str, x: Any, codes: Any, scale: Any) -> Any:
+def _multiply(mesh_and_rules: MeshAndRules | None, axes: Any, format: str, x: Any, codes: Any, scale: Any) -> Any:
     """Return `x W` for the weight of these codes and scales."""
-    return _product(layout, axes, format, x, 0, codes, scale)
+    return _product(mesh_and_rules, axes, format, x, 0, codes, scale)
 
 
-def _product(layout: Any, axes: Any, format: str, x: Any, w_dim: int, codes: Any, scale: Any) -> Any:
+def _product(mesh_and_rules: Any, axes: Any, format: str, x: Any, w_dim: int, codes: Any, scale: Any) -> Any:
     """Multiply `x` and the dequantized weight, summed over dim `w_dim` of the weight, in the type of `x`."""
-    with reopened_layout(layout):  # under ZeRO 3, the codes are gathered here
+    with reopened_layout(mesh_and_rules):  # under ZeRO 3, the codes are gathered here
         codes, scale = constrain(codes, axes[0], None, axes[1]), constrain(scale, *axes)
     weight = FORMATS[format].decode(codes, scale).astype(x.dtype)
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (w_dim,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def _multiply_forward(layout: Any, axes: Any, format: str, x: Any, codes: Any, scale: Any) -> Any:
-    return _multiply(layout, axes, format, x, codes, scale), (codes, scale)
+def _multiply_forward(mesh_and_rules: Any, axes: Any, format: str, x: Any, codes: Any, scale: Any) -> Any:
+    return _multiply(mesh_and_rules, axes, format, x, codes, scale), (codes, scale)
 
 
-def _multiply_backward(layout: Any, axes: Any, format: str, residuals: Any, dy: Any) -> Any:
-    """Return the gradient of `x`, and none of the codes and scales."""
-    # after the barrier XLA dequantizes a second time, where it would otherwise keep the weight of every unrolled layer
+def _multiply_backward(mesh_and_rules: Any, axes: Any, format: str, residuals: Any, dy: Any) -> Any:
+    """Return the gradients of (`x`, codes, scales); codes and scales have none (`None`)."""
+    # because of the barrier, XLA dequantizes a second time instead of keeping the weight of every unrolled layer
     codes, scale, dy = jax.lax.optimization_barrier((*residuals, dy))
-    return _product(layout, axes, format, dy, 1, codes, scale), None, None
+    return _product(mesh_and_rules, axes, format, dy, 1, codes, scale), None, None
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)

@@ -22,7 +22,7 @@ from jaxscale.trees import shapes_of
 
 TreePath = tuple[Any, ...]
 BELOW_ALL_SCALES = -4.0
-"""A number below every scale; the compiler cannot infer that no scale is below it."""
+"""A number below every scale. The compiler cannot infer that no scale is below this number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any
     """Return the reshaper to blocks for a rule; `None` if the rule needs the arrays' original shapes.
 
     A rule needs the original shapes if it mixes the numbers of an array, or if its operations depend on shapes.
-    Examples are a mask that depends on `ndim`, a rate that depends on the fan-in, and a constant array.
+    Operations depend on shapes if, for example, a mask depends on `ndim`, or a rate on the fan-in.
 
     Args:
         rule: an optax transformation of float32 state.
@@ -107,10 +107,10 @@ def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any
                 return None
     reshaper = BlockReshaper(blocked_shape_by_path, whole_shape_by_path)
     abstract_gradients = shapes_of(gradients)
-    abstract_blocks = jax.eval_shape(reshaper.to_blocks, abstract_gradients)
-    if first_mixing_primitive(rule, abstract_gradients) is not None or _operations(
+    abstract_blocked_gradients = jax.eval_shape(reshaper.to_blocks, abstract_gradients)
+    if first_mixing_primitive(rule, abstract_gradients) is not None or _operation_signatures(
         rule, abstract_gradients
-    ) != _operations(rule, abstract_blocks):
+    ) != _operation_signatures(rule, abstract_blocked_gradients):
         return None
     return reshaper
 
@@ -127,20 +127,27 @@ def owner_path_of(path: TreePath, param_paths: Any) -> TreePath | None:
     return next((path[i:] for i in range(len(path) + 1) if path[i:] in param_paths), None)
 
 
-def _operations(rule: optax.GradientTransformation, abstract_gradients: Any) -> list[Any]:
-    """Return the operations of a rule's update, in order, with their settings and constants."""
+def _operation_signatures(rule: optax.GradientTransformation, abstract_gradients: Any) -> list[Any]:
+    """Return the operations of a rule's update, in order, and then the program's constants.
 
-    def value_of(constant: Any) -> Any:
+    An operation is (name, settings, constant operands); shapes are not included.
+    """
+
+    def comparison_key(constant: Any) -> Any:
         """Return a value that represents a constant in comparisons: its number, or its identity if it is traced."""
         return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
     program = jax.make_jaxpr(rule.update)(
         abstract_gradients, jax.eval_shape(rule.init, abstract_gradients), abstract_gradients
     )
-    operations: list[Any] = []
+    signatures: list[Any] = []
     for equation, _ in equations_with_runs(program):
-        settings = [x for x in equation.params.values() if isinstance(x, int | float | str)]
-        operations.append(
-            (equation.primitive.name, settings, [value_of(v.val) for v in equation.invars if hasattr(v, "val")])
+        settings = [setting for setting in equation.params.values() if isinstance(setting, int | float | str)]
+        signatures.append(
+            (
+                equation.primitive.name,
+                settings,
+                [comparison_key(operand.val) for operand in equation.invars if hasattr(operand, "val")],
+            )
         )
-    return [*operations, *map(value_of, program.consts)]
+    return [*signatures, *map(comparison_key, program.consts)]

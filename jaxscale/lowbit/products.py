@@ -154,7 +154,7 @@ class ProductGrids:
     inward: Grid
     is_emulated: bool = False
 
-    def types(self, role: str) -> frozenset[str]:
+    def dtypes_of(self, role: str) -> frozenset[str]:
         """Return the dtypes of the operands in the product with this role, a key of `ROLES`."""
         second_grid = {"forward": self.operands, "onward": self.onward, "inward": self.inward}[role]
         return frozenset(_multiplied_types((self.operands.dtype, second_grid.dtype)))
@@ -179,29 +179,32 @@ def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
     return first_dtype, second_dtype
 
 
-def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, dtype: Any) -> Any:
+def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims_of_operands: Any, dtype: Any) -> Any:
     """Round two operands to their grids, and return their product.
 
     Args:
         a, b: the operands, of any float dtype.
         grids: grid of each operand.
-        dims: (dims of `a`, dims of `b`) that the product sums over, as two tuples.
+        dims_of_operands: (dims of `a`, dims of `b`) that the product sums over, as two tuples.
         dtype: dtype of the product.
     """
-    codes, scales = [], []
-    for x, grid, summed_dims in zip((a, b), grids, dims, strict=True):
+    operand_codes, operand_scales = [], []
+    for x, grid, summed_dims in zip((a, b), grids, dims_of_operands, strict=True):
         x_codes, x_scale = grid.encode(x, summed_dims)
-        codes.append(x_codes)
-        scales.append(jnp.squeeze(x_scale, summed_dims))
+        operand_codes.append(x_codes)
+        operand_scales.append(jnp.squeeze(x_scale, summed_dims))
     code_dtypes = _multiplied_types((grids[0].dtype, grids[1].dtype))
     first_codes, second_codes = (
-        x_codes.astype(code_dtype) for x_codes, code_dtype in zip(codes, code_dtypes, strict=True)
+        x_codes.astype(code_dtype) for x_codes, code_dtype in zip(operand_codes, code_dtypes, strict=True)
     )
     is_integer = jnp.issubdtype(first_codes.dtype, jnp.integer)
     code_product = jax.lax.dot_general(
-        first_codes, second_codes, (dims, ((), ())), preferred_element_type=jnp.int32 if is_integer else jnp.float32
+        first_codes,
+        second_codes,
+        (dims_of_operands, ((), ())),
+        preferred_element_type=jnp.int32 if is_integer else jnp.float32,
     ).astype(jnp.float32)
-    first_scale, second_scale = scales
+    first_scale, second_scale = operand_scales
     scaled_product = (
         code_product
         * first_scale.reshape(first_scale.shape + (1,) * second_scale.ndim)
@@ -220,8 +223,8 @@ def _product(x: Any, w: Any, grids: ProductGrids) -> Any:
 def _product_backward(grids: ProductGrids, residuals: Any, dy: Any) -> Any:
     """Return the gradients of `x` and `w` from the gradient of the product; `residuals` is the pair (x, w)."""
     x, w = residuals
-    token_dims, last_dim = tuple(range(x.ndim - 1)), (x.ndim - 1,)
-    dx = _multiply(dy, w, (grids.onward, grids.operands), (last_dim, (1,)), x.dtype)
+    token_dims, last_dims = tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    dx = _multiply(dy, w, (grids.onward, grids.operands), (last_dims, (1,)), x.dtype)
     dw = _multiply(x, dy, (grids.operands, grids.inward), (token_dims, token_dims), w.dtype)
     return dx, dw
 

@@ -124,7 +124,7 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
     if by_rows:
         blocked_numbers = _finite_float32(x).reshape(blocked_shape)
 
-        def magnitudes(row_index: Any) -> Array:
+        def row_magnitudes(row_index: Any) -> Array:
             """Return the magnitudes of the numbers in one row of every block.
 
             No constant is used here: a constant would lie on the device although `x` may lie in host memory.
@@ -134,8 +134,8 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
         maxima = jax.lax.fori_loop(
             1,
             block,
-            lambda row_index, running_maxima: jnp.maximum(running_maxima, magnitudes(row_index)),
-            magnitudes(0),
+            lambda row_index, running_maxima: jnp.maximum(running_maxima, row_magnitudes(row_index)),
+            row_magnitudes(0),
         )
     else:
         maxima = jnp.max(jnp.abs(_finite_float32(x)).reshape(blocked_shape), -2)

@@ -61,7 +61,7 @@ NEVER_QUANTIZED: Mapping[str, str] = {
     "projector": "a basis, whose columns must stay orthogonal",
     "residual": "the error feedback of compression, which must be exact",
 }
-"""Names of state fields that must never be quantized, with the contents of the field and why they must be exact."""
+"""For the name of each state field that must never be quantized: what the field holds, and why it must be exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class NothingQuantized(UserError):
         least: smallest number of elements of a parameter whose state is quantized.
 
     Attributes:
-        reason: why fields of the state must stay exact, as sentences after a space; "" if there are none.
+        reason: for fields that must stay float32, why, as sentences that begin with a space; "" without such fields.
         least: the argument.
     """
 
@@ -237,12 +237,12 @@ def quantize_state(
             """Return the updates and the new state of the rule."""
             return base_rule.update(updates, float32_state, params, **extra_args)
 
-        def new_state_in_blocks(state: Any) -> Any:
+        def new_state_in_blocks(quantized_state: Any) -> Any:
             """Return the rule's new float32 state for a quantized state, computed on blocks if the rule allows it."""
-            reshaper = None if extra_args else find_reshaper(base_rule, updates, state)
+            reshaper = None if extra_args else find_reshaper(base_rule, updates, quantized_state)
             if reshaper is None:
-                return update_float32(_decode_disguised(state, threshold=-1.0, repeated=True))[1]
-            blocked_state = reshaper.to_blocks(state)
+                return update_float32(_decode_disguised(quantized_state, threshold=-1.0, repeated=True))[1]
+            blocked_state = reshaper.to_blocks(quantized_state)
             blocked_gradients, blocked_weights = (
                 reshaper.disguise(reshaper.to_blocks(tree), blocked_state) for tree in (updates, params)
             )
@@ -267,7 +267,7 @@ def quantize_state(
 def _without_variables(params: Any) -> Any:
     """Return parameters with arrays in the place of Flax's variables, as `nnx.Optimizer` passes them to `update`.
 
-    A variable could not hold a quantized array, which is a pytree of two.
+    A variable cannot hold a quantized array, which is a pytree of two arrays.
     """
 
     def is_variable(leaf: Any) -> bool:
@@ -289,31 +289,33 @@ def dequantize(state: Any, *, repeated: bool = False) -> Any:
 def quantized_shardings(state: Any, shardings: Any) -> Any:
     """Return a tree with the shardings of codes and scales, from a tree with one sharding per quantized array.
 
-    Codes and scales have the parameter's sharding: codes have the parameter's shape, and blocks divide its shards.
+    Both have the sharding of the array, because codes have the array's shape and blocks divide its shards.
 
     Args:
         state: state with `Quantized` nodes, of arrays or shapes.
         shardings: tree like the state, with a `Sharding` or `PartitionSpec` for each leaf and each quantized array.
     """
-    return _map_quantized(lambda q, spec: dataclasses.replace(q, codes=spec, scale=spec), state, shardings)
+    return _map_quantized(lambda q, sharding: dataclasses.replace(q, codes=sharding, scale=sharding), state, shardings)
 
 
-def state_bytes(state: Any) -> tuple[int, int]:
+def quantized_bytes_and_size(state: Any) -> tuple[int, int]:
     """Return (number of bytes, number of elements) of all quantized arrays of a state together.
 
     Args:
         state: state with `Quantized` nodes, of arrays or shapes.
 
     Example:
-        >>> state_bytes({"mu": zeros((256, 4), "soft8", 256), "count": jnp.zeros(())})
+        >>> quantized_bytes_and_size({"mu": zeros((256, 4), "soft8", 256), "count": jnp.zeros(())})
         (1040, 1024)
     """
-    arrays = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
-    return sum(leaf_bytes(q.codes) + leaf_bytes(q.scale) for q in arrays), sum(q.size for q in arrays)
+    quantized_arrays = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
+    return sum(leaf_bytes(q.codes) + leaf_bytes(q.scale) for q in quantized_arrays), sum(
+        q.size for q in quantized_arrays
+    )
 
 
 def _update_once(update: Any, state: Any) -> tuple[Params, Any]:
-    """Decode, update and encode a state. This is for CPUs, where arithmetic is the bottleneck and memory is not.
+    """Decode, update and encode a state, with one run of the rule: for CPUs, where arithmetic is the bottleneck.
 
     Args:
         update: function from a state in float32 to the updates and the new state.
@@ -364,11 +366,12 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales
 def _decode_disguised(state: Any, *, threshold: float, repeated: bool) -> Any:
     """Decode a state by an expression that differs with `threshold`, so that XLA does not merge two such expressions.
 
-    Codes would become 0 if their scale were below `threshold`. But no scale is negative, which XLA cannot infer.
+    Codes would become 0 if their scale were below `threshold`, which is negative. No scale is negative, but XLA cannot
+    infer this.
     """
 
     def disguise(q: Any) -> Any:
-        """Return a quantized array with equal codes, which depend on `threshold` as an expression."""
+        """Return a quantized array with equal codes, computed by an expression that contains `threshold`."""
         codes, scale = quantize.pair_with_scales(q.codes, q.scale, repeated)
         disguised_codes = jnp.where(scale < threshold, jnp.zeros((), codes.dtype), codes)
         return dataclasses.replace(q, codes=disguised_codes.reshape(q.shape))
@@ -377,9 +380,9 @@ def _decode_disguised(state: Any, *, threshold: float, repeated: bool) -> Any:
 
 
 def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
-    """Map a function over the quantized arrays of a state and the nodes of other trees at the same paths.
+    """Map a function over the quantized arrays of a state, each together with the nodes of `trees` at the same path.
 
-    All other leaves of the result are those of the last tree.
+    All other leaves of the returned tree are those of the last tree.
     """
 
     def map_node(*nodes: Any) -> Any:
@@ -389,24 +392,25 @@ def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
 
 
 def _choose_maps(
-    abstract_state: Any, params: Params, states: str, policy: StatePolicy, facts: Sequence[Params | None]
+    abstract_state: Any, params: Params, states: str, policy: StatePolicy, fact_trees: Sequence[Params | None]
 ) -> list[tuple[str, int] | None]:
     """Return (map name, block) for each leaf of a state; `None` for a leaf that stays float32.
 
-    `params`, `states` and `policy` are arguments of `quantize_state`; `facts` are its `local`, `layers` and `exact`.
+    `params`, `states` and `policy` are arguments of `quantize_state`; `fact_trees` are its `local`, `layers` and
+    `exact`.
     """
-    local, layers, exact = facts
+    local, layers, exact = fact_trees
     signed_map, unsigned_map, max_block = _FORMATS[states]
     paths_and_params, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shardings: list[Any] = [None] * len(paths_and_params) if local is None else treedef.flatten_up_to(local)
+    shardings_or_shapes: list[Any] = [None] * len(paths_and_params) if local is None else treedef.flatten_up_to(local)
     stacked_flags: list[Any] = [False] * len(paths_and_params) if layers is None else treedef.flatten_up_to(layers)
     exact_flags: list[Any] = [False] * len(paths_and_params) if exact is None else treedef.flatten_up_to(exact)
     map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
-    # (shape, sharding, whether the first dim is layers, whether the state stays float32) of each parameter
+    # (shape, sharding or local shape, whether the first dim is layers, whether the state stays float32) of a parameter
     facts_by_path = {
         path: (param.shape, *sharding_and_flags)
         for (path, param), *sharding_and_flags in zip(
-            paths_and_params, shardings, stacked_flags, exact_flags, strict=True
+            paths_and_params, shardings_or_shapes, stacked_flags, exact_flags, strict=True
         )
     }
 
@@ -415,14 +419,14 @@ def _choose_maps(
         owner_path = owner_path_of(path, facts_by_path)
         if owner_path is None or owner_path == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, sharding, is_stacked, is_exact = facts_by_path[owner_path]
+        shape, sharding_or_shape, is_stacked, is_exact = facts_by_path[owner_path]
         field_name = path_name(path[: len(path) - len(owner_path)][-1:])
         map_name = map_by_field.get(field_name)
         if is_exact or map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
-        return map_name, block_of(_local_shape(shape, sharding)[-2], policy.block or max_block)
+        return map_name, block_of(_local_shape(shape, sharding_or_shape)[-2], policy.block or max_block)
 
     paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state)
     return [choose_map(path, leaf) for path, leaf in paths_and_leaves]

@@ -2,7 +2,7 @@ r"""Stochastic rounding to bfloat16: numbers are rounded up or down at random, a
 
 Rounding to the nearest always loses an update below half a unit in the last place of a bfloat16 weight; stochastic
 rounding keeps the update on average (Gupta et al. 2015, arXiv 1502.02551; for weights in bfloat16, Zamirai et al. 2020,
-arXiv 2010.06192). `split_weights.py` also avoids a float32 copy of the weights, and loses less.
+arXiv 2010.06192). `split_weights.py` also needs no float32 copy of the weights, and its rounding errors are smaller.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from jaxscale.typing import Array, Key
 
 
 def key_of(seed: int, step: Any, path: str) -> Key:
-    """Return the random key of one leaf in one step: the same after a restart, on any mesh, in any order of leaves.
+    """Return the random key of one leaf in one step; it depends on no mesh, restart or order of leaves.
 
     Args:
         seed: seed of the run.
@@ -92,14 +92,17 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
         float32_weights = in_float32(params)
         rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, float32_weights, **extra)
 
-        def round_leaf(path: Any, old_weight: Array, float32_weight: Array, rule_update: Array) -> Array:
-            """Return the update from the old weight (`float32_weight` in float32) to the new one in bfloat16."""
+        def rounded_update(path: Any, old_weight: Array, float32_weight: Array, rule_update: Array) -> Array:
+            """Return the update from the old weight to the new one, which is rounded to bfloat16.
+
+            `float32_weight` is the old weight in float32.
+            """
             if old_weight.dtype != jnp.bfloat16:
                 return rule_update
             key = key_of(seed, state.count, path_name(path))
             return stochastic_bfloat16(float32_weight + rule_update, key).astype(jnp.float32) - float32_weight
 
-        new_updates = jax.tree_util.tree_map_with_path(round_leaf, params, float32_weights, rule_updates)
+        new_updates = jax.tree_util.tree_map_with_path(rounded_update, params, float32_weights, rule_updates)
         return new_updates, StochasticState(optax.safe_increment(state.count), rule_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

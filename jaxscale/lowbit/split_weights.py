@@ -6,8 +6,8 @@ r"""Weights as bfloat16 and an 8-bit correction: three bytes each, instead of si
 Together the two give the float32 weight to a relative error of 1.54e-5 (2^-8 / 255; bfloat16 alone: 3.9e-3), so that
 updates far below bfloat16's precision still add up (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349). With
 gradients in bfloat16 and moments in 8 bits, training takes 7 bytes per parameter; mixed-precision Adam takes 16. Left
-out: corrections for weights of other dtypes, and corrections of 16 bits, which would be exact and save less. A rule in
-`rounding.py` needs no corrections.
+out: corrections for weights of other dtypes, and corrections of 16 bits, which would be exact and save less. The rule
+in `rounding.py` needs no corrections.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.rounding import in_float32
 from jaxscale.typing import Array, Float
 
-_STEPS = 127.5
+_STEPS_PER_HALF_UNIT = 127.5
 """Number of correction steps per half unit in the last place; the largest correction is 127 steps."""
 
 
@@ -55,12 +55,12 @@ def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
     weight = x.astype(jnp.bfloat16)
     half_units = (x.astype(jnp.float32) - weight.astype(jnp.float32)) / _half_unit(weight)  # the rounding error
     finite_half_units = jnp.where(jnp.abs(half_units) < jnp.inf, half_units, 0)
-    return weight, jnp.clip(jnp.round(finite_half_units * _STEPS), -127, 127).astype(jnp.int8)
+    return weight, jnp.clip(jnp.round(finite_half_units * _STEPS_PER_HALF_UNIT), -127, 127).astype(jnp.int8)
 
 
 def join(weight: Array, correction: Array) -> Float[Array, "..."]:
     """Return the float32 numbers of bfloat16 numbers and corrections: the inverse of `split`, up to 1.54e-5."""
-    return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS) * _half_unit(weight)
+    return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS_PER_HALF_UNIT) * _half_unit(weight)
 
 
 def split_params(params: Any) -> tuple[Any, Any]:
@@ -73,8 +73,8 @@ def split_params(params: Any) -> tuple[Any, Any]:
         The pair (weights, corrections) of trees like `params`. The state of the rule for `params` is
         `rule.init(weights)._replace(correction=corrections)`.
     """
-    pair_tree = jax.tree.map(split, params)
-    return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pair_tree)
+    weight_and_correction_tree = jax.tree.map(split, params)
+    return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), weight_and_correction_tree)
 
 
 def join_params(params: Any, state: SplitState) -> Any:
@@ -104,7 +104,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         rule's updates.
 
     Raises:
-        UserError: in `init`, no parameter is bfloat16; in `update`, `params` is `None`.
+        UserError: `init` raises it if no parameter is bfloat16, and `update` if `params` is `None`.
 
     Example:
         >>> params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
@@ -138,7 +138,9 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         float32_weights = join_params(params, state)
         rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, float32_weights, **extra)
 
-        def split_leaf(correction: Any, old_weight: Array, joined_weight: Array, rule_update: Array) -> tuple[Any, Any]:
+        def update_and_correction_of(
+            correction: Any, old_weight: Array, joined_weight: Array, rule_update: Array
+        ) -> tuple[Any, Any]:
             """Return the pair (update of a weight, new correction of the weight)."""
             if _is_masked(correction):
                 return rule_update, correction
@@ -146,7 +148,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
             return new_weight.astype(jnp.float32) - old_weight.astype(jnp.float32), new_correction
 
         update_and_correction_tree = jax.tree.map(
-            split_leaf, state.correction, params, float32_weights, rule_updates, is_leaf=_is_masked
+            update_and_correction_of, state.correction, params, float32_weights, rule_updates, is_leaf=_is_masked
         )
         treedef = jax.tree.structure(params)
         new_updates, corrections = map(

@@ -17,7 +17,7 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
 
 SLICE_BYTES = 16 * 2**20
-"""Largest slice on each device in bytes, as far as an array's dims allow: about a millisecond of copying over PCIe."""
+"""Default of the largest slice on each device in bytes: about a millisecond of copying over PCIe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ def cut(
 ) -> SliceCut:
     """Return how to cut an array into the fewest equal slices of at most `slice_bytes`.
 
-    The array is cut along the first unsharded dim that allows such small slices; if no dim does, along the dim with the
-    smallest slices. A leading dim of layers is never sharded, and slices along this dim are contiguous in memory.
+    The array is cut along the first unsharded dim that allows such small slices; if no dim does, along the unsharded
+    dim with the smallest slices. A leading dim of layers is never sharded, and its slices are contiguous in memory.
 
     Args:
         shape: shape of the array.
@@ -62,17 +62,17 @@ def cut(
     """
     shard_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
     shard_bytes = math.prod(shard_shape) * itemsize
-    best_cut = SliceCut()
+    finest_cut = SliceCut()
     for dim, (global_size, shard_size) in enumerate(zip(shape, shard_shape, strict=True)):
         if global_size != shard_size:
             continue
         unit_count = global_size if units is None else global_size // units[dim]
         divisors = [count for count in range(1, unit_count + 1) if unit_count % count == 0]
-        pieces = next((count for count in divisors if shard_bytes <= count * slice_bytes), unit_count)
-        if shard_bytes <= pieces * slice_bytes:
-            return SliceCut(dim, pieces)
-        best_cut = SliceCut(dim, pieces) if pieces > best_cut.pieces else best_cut
-    return best_cut
+        slice_count = next((count for count in divisors if shard_bytes <= count * slice_bytes), unit_count)
+        if shard_bytes <= slice_count * slice_bytes:
+            return SliceCut(dim, slice_count)
+        finest_cut = SliceCut(dim, slice_count) if slice_count > finest_cut.pieces else finest_cut
+    return finest_cut
 
 
 Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
@@ -80,47 +80,58 @@ Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
 
 
 def sweep(
-    body: Body, pieces: int, reads: Sequence[tuple[Array, int]], writes: Sequence[tuple[Array, int]], carry: Any
+    body: Body,
+    slice_count: int,
+    read_arrays_and_dims: Sequence[tuple[Array, int]],
+    written_arrays_and_dims: Sequence[tuple[Array, int]],
+    carry: Any,
 ) -> tuple[list[Array], Any]:
     """Run `body` on the slices of some arrays, one by one.
 
     Args:
-        body: function of slices of the arrays in `reads`, slices of the arrays in `writes` (all on the device) and the
-            carry. It returns new slices of the arrays in `writes`, and the new carry.
-        pieces: number of slices of each array; 1 passes the whole arrays to `body`, once.
-        reads: (array, dim to cut) for each array that is only read.
-        writes: (array, dim to cut) for each array whose slices are replaced; the array stays in its memory space.
+        body: function of slices of the read arrays, slices of the written arrays (all on the device) and the carry. It
+            returns new slices of the written arrays, and the new carry.
+        slice_count: number of slices of each array; with 1, `body` runs once, on the whole arrays.
+        read_arrays_and_dims: (array, dim to cut) for each array that is only read.
+        written_arrays_and_dims: (array, dim to cut) for each array whose slices are replaced; the array stays in its
+            memory space.
         carry: initial carry, on the device.
 
     Returns:
-        The arrays in `writes` with their new slices, and the last carry.
+        The written arrays with their new slices, and the last carry.
     """
 
     def slice_of(array: Array, dim: int, slice_index: Any) -> Array:
         """Return one slice of an array, on the device."""
-        if pieces == 1:
+        if slice_count == 1:
             return to_device(array)
-        length = array.shape[dim] // pieces
-        return to_device(jax.lax.dynamic_slice_in_dim(array, slice_index * length, length, dim))
+        slice_length = array.shape[dim] // slice_count
+        return to_device(jax.lax.dynamic_slice_in_dim(array, slice_index * slice_length, slice_length, dim))
 
     def replace_slice(array: Array, dim: int, slice_index: Any, new_slice: Array) -> Array:
         """Return the array with one slice replaced, in the same memory space."""
         placed_slice = to_host(new_slice) if on_host(array) else new_slice
-        if pieces == 1:
+        if slice_count == 1:
             return placed_slice
         return jax.lax.dynamic_update_slice_in_dim(array, placed_slice, slice_index * new_slice.shape[dim], dim)
 
-    written_dims = [dim for _, dim in writes]
+    written_dims = [dim for _, dim in written_arrays_and_dims]
 
     def run_on_slices(slice_index: Any, arrays_and_carry: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
         """Run `body` on one slice of each array; return the arrays with the new slices, and the new carry."""
-        arrays, carry = arrays_and_carry
+        arrays, slice_carry = arrays_and_carry
         old_slices = [slice_of(array, dim, slice_index) for array, dim in zip(arrays, written_dims, strict=True)]
-        new_slices, carry = body([slice_of(array, dim, slice_index) for array, dim in reads], old_slices, carry)
-        arrays_and_slices = zip(arrays, written_dims, new_slices, strict=True)
-        return [replace_slice(array, dim, slice_index, new_slice) for array, dim, new_slice in arrays_and_slices], carry
+        new_slices, slice_carry = body(
+            [slice_of(array, dim, slice_index) for array, dim in read_arrays_and_dims], old_slices, slice_carry
+        )
+        arrays_dims_and_slices = zip(arrays, written_dims, new_slices, strict=True)
+        return [
+            replace_slice(array, dim, slice_index, new_slice) for array, dim, new_slice in arrays_dims_and_slices
+        ], slice_carry
 
-    initial_values = ([array for array, _ in writes], carry)
+    initial_arrays_and_carry = ([array for array, _ in written_arrays_and_dims], carry)
     return (
-        run_on_slices(0, initial_values) if pieces == 1 else jax.lax.fori_loop(0, pieces, run_on_slices, initial_values)
+        run_on_slices(0, initial_arrays_and_carry)
+        if slice_count == 1
+        else jax.lax.fori_loop(0, slice_count, run_on_slices, initial_arrays_and_carry)
     )

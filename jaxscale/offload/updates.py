@@ -89,15 +89,17 @@ def update_in_slices(
     """
     if layers is None:
         check_elementwise(rule if elementwise is None else elementwise, params)
-    leaves = jax.tree.leaves(params)
-    cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in leaves], slice_bytes, layers)
+    abstract_leaves = jax.tree.leaves(params)
+    cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in abstract_leaves], slice_bytes, layers)
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
-        def step(gradients: Params, params_and_state: tuple[Params, Any]) -> tuple[Params, Any]:
-            return _apply_rule(rule, gradients, params_and_state, norm, is_good, clip)
+        def step(gradient_slices: Params, param_and_state_slices: tuple[Params, Any]) -> tuple[Params, Any]:
+            return _apply_rule(rule, gradient_slices, param_and_state_slices, norm, is_good, clip)
 
-        weights, new_state = run_in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
-        return weights, new_state if clip is None else (state[0], new_state)
+        new_params, new_state = run_in_slices(
+            rule, cuts, step, gradients, (params, state if clip is None else state[1])
+        )
+        return new_params, new_state if clip is None else (state[0], new_state)
 
     return advance
 
@@ -118,30 +120,30 @@ def update_on_host(rule: optax.GradientTransformation, *, clip: float | None = N
     def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
         old_trees = (params, state if clip is None else state[1])
         host_step = with_host_constants(functools.partial(_apply_rule, rule, clip=clip))
-        host_results = run_on_host_cpu(host_step, (gradients, old_trees, norm, is_good), old_trees)
-        weights, new_state = jax.tree.map(
-            lambda new, old: new if on_host(old) else to_device(new), host_results, old_trees
+        new_trees = run_on_host_cpu(host_step, (gradients, old_trees, norm, is_good), old_trees)
+        new_params, new_state = jax.tree.map(
+            lambda new_leaf, old_leaf: new_leaf if on_host(old_leaf) else to_device(new_leaf), new_trees, old_trees
         )
-        return weights, new_state if clip is None else (state[0], new_state)
+        return new_params, new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
 def run_on_host_cpu(function: Callable[..., Any], args: Any, result_like: Any) -> Any:
-    """Run a function on the host's CPU, with arguments moved to host memory; return its results, which stay there.
+    """Run a function on the host's CPU, with arguments moved to host memory; return its outputs, which stay there.
 
     Args:
         function: function to run.
         args: tuple of arguments, in device or host memory.
-        result_like: tree with the structure of the function's result.
+        result_like: tree with the structure of the function's output.
     """
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, result_like))(*to_host(args))
 
 
 def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` for arrays in host memory, with all constants in host memory too, including those in loops.
+    """Return `function` for arguments in host memory, with its constants in host memory too, including those in loops.
 
-    By default JAX places constants on the device.
+    By default, JAX places constants on the device.
     """
 
     def run_jaxpr(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -159,8 +161,8 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
             elif equation.primitive.name == "scan":
                 outputs = run_scan(equation.params, operands)
             else:
-                if any(on_host(x) for x in operands):
-                    operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
+                if any(on_host(operand) for operand in operands):
+                    operands = [operand if jax.numpy.ndim(operand) == 0 else to_host(operand) for operand in operands]
                 outputs = rebind(equation, operands)
             value_of_variable |= dict(zip(equation.outvars, outputs, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
@@ -174,15 +176,15 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
             return outputs[:num_carry], outputs[num_carry:]
 
         carry, xs = list(operands[num_consts : num_consts + num_carry]), list(operands[num_consts + num_carry :])
-        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-        last_carry, ys = jax.lax.scan(step, carry, xs, **settings)
+        scan_settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+        last_carry, ys = jax.lax.scan(step, carry, xs, **scan_settings)
         return [*last_carry, *ys]
 
     def run_program(*args: Any) -> Any:
         """Trace `function` and evaluate its program on the arguments."""
-        program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
+        program, abstract_outputs = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
         outputs = run_jaxpr(program.jaxpr, program.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
+        return jax.tree.unflatten(jax.tree.structure(abstract_outputs), outputs)
 
     return run_program
 
@@ -206,10 +208,10 @@ def cuts_of(
     """
     param_leaves, units_by_leaf = jax.tree.leaves(params), _slice_units(rule, params)
     if layers is not None:
-        is_stacked_by_leaf = jax.tree.leaves(layers)
+        stacked_flags = jax.tree.leaves(layers)
         units_by_leaf = [
             (units[0], *param.shape[1:]) if is_stacked else param.shape
-            for param, units, is_stacked in zip(param_leaves, units_by_leaf, is_stacked_by_leaf, strict=True)
+            for param, units, is_stacked in zip(param_leaves, units_by_leaf, stacked_flags, strict=True)
         ]
     cuts = [
         cut(param.shape, param.dtype.itemsize, sharding, slice_bytes, units)
@@ -247,18 +249,19 @@ def run_in_slices(
     owner_indices = jax.tree.leaves(owner_indices_of(rule, old_trees[1], treedef))
     shared_indices = [index for index, owner_index in enumerate(owner_indices) if owner_index < 0]
     new_leaves, new_state_leaves = list(old_leaves), list(state_leaves)
-    for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
-        param_indices = [index for index, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
+    for slice_count in sorted({slice_cut.pieces for slice_cut in cuts}):
+        param_indices = [index for index, slice_cut in enumerate(cuts) if slice_cut.pieces == slice_count]
         state_indices = [index for index, owner_index in enumerate(owner_indices) if owner_index in param_indices]
 
         def step_slices(
             read_slices: list[Array],
             written_slices: list[Array],
-            shared_leaves: Any,
+            carried_leaves: Any,
             param_indices: list[int] = param_indices,
             state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            """Run `step` on a slice of each leaf of the group; the shared leaves belong to no parameter."""
+            """Run `step` on a slice of each leaf of the group; `carried_leaves`, which have no parameter, are "
+            "ignored."""
             leaf_slices = _put_at(old_leaves, param_indices, written_slices[: len(param_indices)])
             state_slices = _put_at(state_leaves, state_indices, written_slices[len(param_indices) :])
             for index in shared_indices:
@@ -273,16 +276,20 @@ def run_in_slices(
             new_slices += [new_state_slices[index] for index in state_indices]
             return new_slices, [new_state_slices[index] for index in shared_indices]
 
-        reads = [(read_leaves[index], cuts[index].dim) for index in param_indices] if read_leaves else []
-        writes = [(old_leaves[index], cuts[index].dim) for index in param_indices]
-        writes += [(state_leaves[index], cuts[owner_indices[index]].dim) for index in state_indices]
-        new_arrays, shared_leaves = sweep(
-            step_slices, pieces, reads, writes, [to_device(state_leaves[index]) for index in shared_indices]
+        read_arrays_and_dims = [(read_leaves[index], cuts[index].dim) for index in param_indices] if read_leaves else []
+        written_arrays_and_dims = [(old_leaves[index], cuts[index].dim) for index in param_indices]
+        written_arrays_and_dims += [(state_leaves[index], cuts[owner_indices[index]].dim) for index in state_indices]
+        new_arrays, new_shared_leaves = sweep(
+            step_slices,
+            slice_count,
+            read_arrays_and_dims,
+            written_arrays_and_dims,
+            [to_device(state_leaves[index]) for index in shared_indices],
         )
         for index, new_array in zip(param_indices, new_arrays[: len(param_indices)], strict=True):
             new_leaves[index] = new_array
         for index, new_array in zip(
-            state_indices + shared_indices, new_arrays[len(param_indices) :] + shared_leaves, strict=True
+            state_indices + shared_indices, new_arrays[len(param_indices) :] + new_shared_leaves, strict=True
         ):
             new_state_leaves[index] = new_array
     return treedef.unflatten(new_leaves), state_def.unflatten(new_state_leaves)
@@ -295,14 +302,14 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
         gradients: any tree of arrays.
         shardings: tree of `NamedSharding` like the gradients; `None` for one device.
     """
-    leaves, treedef = jax.tree.flatten(gradients)
-    if not any(on_host(g) for g in leaves):
+    gradient_leaves, treedef = jax.tree.flatten(gradients)
+    if not any(on_host(g) for g in gradient_leaves):
         return optax.tree.norm(gradients)
-    leaf_shardings = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
+    leaf_shardings = [None] * len(gradient_leaves) if shardings is None else treedef.flatten_up_to(shardings)
     square_sum = jnp.zeros((), jnp.float32)
-    for leaf, sharding in zip(leaves, leaf_shardings, strict=True):
-        slice_cut = cut(leaf.shape, leaf.dtype.itemsize, sharding)
-        _, square_sum = sweep(_add_squares, slice_cut.pieces, [(leaf, slice_cut.dim)], [], square_sum)
+    for gradient, sharding in zip(gradient_leaves, leaf_shardings, strict=True):
+        slice_cut = cut(gradient.shape, gradient.dtype.itemsize, sharding)
+        _, square_sum = sweep(_add_squares, slice_cut.pieces, [(gradient, slice_cut.dim)], [], square_sum)
     return jnp.sqrt(square_sum)
 
 
@@ -352,12 +359,15 @@ def owner_indices_of(rule: optax.GradientTransformation, state: Any, treedef: An
 
 
 def _slice_units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """Return, for each dim of each parameter, the length that must divide a slice's length so that no block is cut."""
-    leaves, treedef = jax.tree.flatten(params)
-    units_by_param = [[1] * len(leaf.shape) for leaf in leaves]
+    """Return, for each parameter, for each dim, the length that must divide a slice's length so that no block is "
+    "cut."""
+    param_leaves, treedef = jax.tree.flatten(params)
+    units_by_param = [[1] * len(leaf.shape) for leaf in param_leaves]
     state = jax.eval_shape(rule.init, params)
-    trees = (state, owner_indices_of(rule, state, treedef))
-    for node, owner_index in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
+    state_and_owners = (state, owner_indices_of(rule, state, treedef))
+    for node, owner_index in zip(
+        *(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in state_and_owners), strict=True
+    ):
         if is_quantized(node):
             index = owner_index.codes  # `owner_index` is like `node`, with the parameter's index instead of each array
             units_by_param[index][-2] = math.lcm(units_by_param[index][-2], node.block)

@@ -37,7 +37,7 @@ class Streamed:
             gradient on the host.
         dtype: name of the fetched weight's dtype; `None` leaves the dtype unchanged.
         keep_type: whether the weight is rounded to `dtype` but keeps the dtype that it has on the host. The weight's
-            gradient is then summed in the dtype on the host.
+            gradient is then summed in the dtype that it has on the host.
     """
 
     weight: Array
@@ -50,7 +50,7 @@ class Streamed:
         if self.tie is None:
             weight = to_device(self.weight)
         else:
-            weight = _tied(to_device(jax.lax.stop_gradient(self.weight)), self.tie)
+            weight = _with_gradient_to_tie(to_device(jax.lax.stop_gradient(self.weight)), self.tie)
         if self.dtype is not None and jnp.issubdtype(weight.dtype, jnp.floating):
             rounded_weight = weight.astype(self.dtype)
             weight = rounded_weight.astype(weight.dtype) if self.keep_type else rounded_weight
@@ -58,24 +58,32 @@ class Streamed:
 
 
 @jax.custom_vjp
-def _tied(weight: Array, tie: Array) -> Array:
+def _with_gradient_to_tie(weight: Array, tie: Array) -> Array:
     """Return the weight unchanged; its gradient goes to `tie` instead."""
     return weight
 
 
-_tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, gradient))
+_with_gradient_to_tie.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, gradient))
 
 
-def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Return whether to keep a residual, as the default policy: true except for weights, which are fetched again."""
+def keep_all_but_weights(primitive: Any, *input_avals: Any, **params: Any) -> bool:
+    """Return whether to keep a residual; a policy for `jax.checkpoint`.
+
+    False for fetched weights, for values computed from inputs on the host, and for results of copies, casts and
+    gathers, all of which are recomputed; true for all other values.
+    """
     is_fetched = primitive.name == "name" and params["name"] == FETCHED
     # a residual on the host would be copied within the host, layer by layer, and TPU's compiler fails on such copies
-    is_hosted = any(getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in inputs)
+    has_host_input = any(getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in input_avals)
     # the result of a cast may be a weight, and is cheap to recompute; a pipeline gathers fetched weights
-    return not (is_fetched or is_hosted) and primitive.name not in ("device_put", "convert_element_type", "all_gather")
+    return not (is_fetched or has_host_input) and primitive.name not in (
+        "device_put",
+        "convert_element_type",
+        "all_gather",
+    )
 
 
-def streaming(treatment: Treatment) -> Treatment:
+def with_streamed_weights(treatment: Treatment) -> Treatment:
     """Return a treatment of blocks that also fetches every `Streamed` weight when its block runs.
 
     Args:
@@ -86,23 +94,23 @@ def streaming(treatment: Treatment) -> Treatment:
 
     def add_fetching(wrapper: Wrapper) -> Wrapper:
         """Return the wrapper that fetches the weights of a block and then wraps it as `wrapper` does."""
-        if isinstance(wrapper, Keeping):  # its save sets are for the block without fetching
+        if isinstance(wrapper, Keeping):  # its sets of saved values refer to the block without fetching
             return dataclasses.replace(wrapper, prepare_args=fetch_weights, everything_policy=keep_all_but_weights)
 
-        def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
-            def run(*args: Any) -> Any:
+        def wrap_block(block: BlockFunction, is_rolled: bool) -> BlockFunction:
+            def fetch_and_run(*args: Any) -> Any:
                 return block(*fetch_weights(args))
 
             if wrapper is identity:
-                return jax.checkpoint(run, policy=keep_all_but_weights, prevent_cse=not rolled)
-            return wrapper(run, rolled)
+                return jax.checkpoint(fetch_and_run, policy=keep_all_but_weights, prevent_cse=not is_rolled)
+            return wrapper(fetch_and_run, is_rolled)
 
         return wrap_block
 
     return treatment.with_wrappers(add_fetching)
 
 
-def offloading_later(treatment: Treatment) -> Treatment:
+def with_deferred_offload(treatment: Treatment) -> Treatment:
     """Return a treatment of a pipeline's blocks that moves offloaded values together with their stage's slot.
 
     The values go to the host after the stage's forward pass, and return at the start of its backward pass. If each
@@ -111,11 +119,11 @@ def offloading_later(treatment: Treatment) -> Treatment:
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
     keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
 
-    def set_later(wrapper: Wrapper) -> Wrapper:
+    def defer_offload(wrapper: Wrapper) -> Wrapper:
         return dataclasses.replace(wrapper, is_offload_deferred=True) if isinstance(wrapper, Keeping) else wrapper
 
     hosted_names = frozenset().union(*(wrapper.deferred_names for wrapper in keeping_wrappers))
-    return dataclasses.replace(treatment.with_wrappers(set_later), host_names=hosted_names)
+    return dataclasses.replace(treatment.with_wrappers(defer_offload), host_names=hosted_names)
 
 
 def fetch_weights(args: Any) -> Any:

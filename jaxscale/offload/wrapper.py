@@ -109,7 +109,7 @@ def offload_state(
             return base_rule.init(params)
         if not any(isinstance(leaf, Tracer) for leaf in param_leaves):
             params = jax.tree.map(jnp.asarray, params)
-        platform = _check_devices(jax.tree.leaves(params))
+        platform = _checked_platform(jax.tree.leaves(params))
         abstract_state = jax.eval_shape(base_rule.init, params)
         _check_any_on_host(abstract_state, regex)
         if run == "streamed":
@@ -129,7 +129,7 @@ def offload_state(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         """Return the updates for the gradients `updates`, and the new state."""
         state = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), state)
-        _check_devices(jax.tree.leaves(state))
+        _checked_platform(jax.tree.leaves(state))
         _check_on_host(state, regex)
         state = place_state(state)
         if run == "host":
@@ -146,11 +146,11 @@ def offload_state(
             abstract_updates,
         )
 
-        def update_slices(params: Any, gradients_and_state: tuple[Params, Any]) -> tuple[Any, Any]:
+        def update_slices(param_slices: Any, gradients_and_state: tuple[Params, Any]) -> tuple[Any, Any]:
             """Return the updates of one slice, in the gradients' memory and dtype, and the slice's new state."""
             promoted_slices, state_slices = gradients_and_state
-            gradients = optax.tree.cast_like(promoted_slices, updates)
-            new_updates, new_state = base_rule.update(gradients, state_slices, params, **extra_args)
+            gradient_slices = optax.tree.cast_like(promoted_slices, updates)
+            new_updates, new_state = base_rule.update(gradient_slices, state_slices, param_slices, **extra_args)
             return optax.tree.cast_like(new_updates, promoted_slices), new_state
 
         new_updates, new_state = run_in_slices(base_rule, cuts, update_slices, params, (promoted_gradients, state))
@@ -159,7 +159,7 @@ def offload_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_devices(leaves: Sequence[Array]) -> str:
+def _checked_platform(leaves: Sequence[Array]) -> str:
     """Return the platform of some arrays' devices, after a check that the devices have host memory.
 
     A traced array has no devices, and may have no mesh; without a mesh, all devices are checked.
@@ -186,7 +186,7 @@ def _check_devices(leaves: Sequence[Array]) -> str:
 
 
 def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract_state: Any, host_flags: Any) -> Any:
-    """Return a tree with the shardings of a new state's arrays that go to the host, and `None` for all other leaves.
+    """Return a tree with the sharding of each array of a new state that goes to the host; `None` for all other leaves.
 
     An array is sharded like its parameter, or replicated if its shape does not allow that sharding.
 
@@ -201,7 +201,8 @@ def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract
     owner_indices = jax.tree.leaves(owner_indices_of(rule, abstract_state, treedef))
 
     def sharding_of(leaf: Any, owner_index: int, is_hosted: bool) -> Any:
-        """Return the sharding of a leaf of the state that belongs to the parameter with this index (-1: none)."""
+        """Return the sharding of a leaf of the state; `owner_index` is the index of its parameter, -1 if it has "
+        "none."""
         if not is_hosted:
             return None
         sharding = param_leaves[max(owner_index, 0)].sharding
@@ -221,10 +222,10 @@ def _is_divided_alike(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """Return for each leaf of a state whether it goes to the host: true for an array whose path matches the pattern."""
+    """Return a tree of bools: whether a leaf of the state goes to the host, as an array whose path matches `regex`."""
 
     def flags_of(path: tuple[Any, ...], node: Any) -> Any:
-        """Return the flag of an array; for a quantized array, return this flag for both its codes and its scales."""
+        """Return whether an array goes to the host; for a quantized array, this flag for its codes and its scales."""
         is_hosted = node.ndim > 0 and regex.search(path_name(path)) is not None
         return jax.tree.map(lambda _: is_hosted, node)
 

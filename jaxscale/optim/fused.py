@@ -49,7 +49,7 @@ class AdamW:
     mask: Any = None
 
 
-def fused(
+def fused_advance(
     rule: optax.GradientTransformation,
     adamw: AdamW,
     *,
@@ -57,7 +57,7 @@ def fused(
     state_shardings: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
-    """Return the step of AdamW with a quantized state. The kernel updates every leaf that it supports.
+    """Return the function that makes an AdamW step with a quantized state, by the kernel for leaves that it supports.
 
     Args:
         rule: the transformation `quantize_state(optax.adamw(...))`.
@@ -76,7 +76,7 @@ def fused(
         >>> from jaxscale.lowbit.quantized import quantize_state
         >>> params = {"w": jnp.ones((64, 64))}
         >>> rule = quantize_state(optax.adamw(lambda n: 0.5, weight_decay=0.0))
-        >>> advance = fused(rule, AdamW(lambda n: 0.5, 0.9, 0.999, 1e-8, 0.0), platform="cpu")
+        >>> advance = fused_advance(rule, AdamW(lambda n: 0.5, 0.9, 0.999, 1e-8, 0.0), platform="cpu")
         >>> after, _ = jax.jit(advance)(params, rule.init(params), params, jnp.ones(()), jnp.array(True))
         >>> round(float(after["w"][0, 0]), 3)
         0.5
@@ -85,7 +85,7 @@ def fused(
     advance_by_rule = update_on_device(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
-        """Return the new parameters and the new state."""
+        """Return the new parameters and the new state; both are unchanged if `is_good` is false."""
         rule_state = state if clip is None else state[1]
         weights, treedef = jax.tree.flatten(params)
         adam_state, schedule_state = rule_state[0], rule_state[2]
@@ -96,8 +96,8 @@ def fused(
 
         grads, mus, nus = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
         shardings, decay_flags = flatten_or_repeat(state_shardings, None), flatten_or_repeat(adamw.mask, True)
-        leaf_inputs = zip(weights, grads, mus, nus, shardings, strict=True)
-        kernel_flags = [_kernel_supports(*arrays, platform) for arrays in leaf_inputs]
+        inputs_of_leaves = zip(weights, grads, mus, nus, shardings, strict=True)
+        kernel_flags = [_kernel_supports(*leaf_inputs, platform) for leaf_inputs in inputs_of_leaves]
 
         if not any(kernel_flags):
             return advance_by_rule(gradients, state, params, norm, is_good)

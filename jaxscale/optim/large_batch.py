@@ -43,7 +43,7 @@ def scaled(
         warmup: number of updates of linear warm-up; `None` keeps the optimizer's warm-up.
 
     Raises:
-        UserError: there is no such rule, the ratio is no number above 0, or the schedule is a function.
+        UserError: the rule is unknown, the ratio is not a number above 0, or the schedule is a function.
 
     Example:
         >>> from jaxscale.optim.optimizer import Optimizer
@@ -57,8 +57,8 @@ def scaled(
         raise UserError(f"ratio: got {ratio!r}, expected a number above 0: the new batch size divided by the old one")
     if callable(optimizer.schedule):
         raise UserError(
-            "schedule: got a function, expected a learning rate to scale; multiply what the function returns by the "
-            f"ratio{'' if rule == 'linear' else ' to the power of 0.5'} itself"
+            "schedule: got a function, expected a learning rate to scale; in the function, multiply the learning rate "
+            f"by the {'' if rule == 'linear' else 'square root of the '}ratio"
         )
     rate_factor = ratio ** _EXPONENTS[rule]
     final_rate = optimizer.final_learning_rate
@@ -204,8 +204,8 @@ def lamb(
     )
 
 
-def _scale_by_trust(trust: float, leaves: Any) -> UpdateRule:
+def _scale_by_trust(trust: float, param_info_tree: Any) -> UpdateRule:
     """Return a rule that scales a layer's update to the norm `trust * |weights|`, and a vector's update by `trust`."""
-    ratio_rule = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
+    ratio_rule = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), param_info_tree)
     rules = {"scaled": ratio_rule, "plain": optax.scale(trust)}
-    return by_kind(rules, lambda param_info: "plain" if param_info.kind == "vector" else "scaled", leaves)
+    return by_kind(rules, lambda param_info: "plain" if param_info.kind == "vector" else "scaled", param_info_tree)

@@ -26,7 +26,7 @@ STACKED = ("layers", "expert")
 _TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
 """Names of modules in foreign models whose matrices are embeddings or heads, besides all names that contain "emb"."""
 _FUSED_MODULES = ("qkv", "c_attn", "in_proj")
-"""Parts of the names of modules in foreign models in which one matrix holds the projections of queries, keys and
+"""Fragments of module names in foreign models. One matrix of such a module holds the projections of queries, keys and
 values."""
 
 
@@ -45,7 +45,7 @@ class ParamInfo:
         column_dims: number of the last dims that are the columns of a matrix, such as 2 for a projection of shape
             (embed, heads, head).
         sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
-        name: path of the parameter, joined by slashes, as patterns of groups are searched for in it.
+        name: path of the parameter, joined by slashes; patterns of groups are searched for in this name.
         variable: name of the parameter's type of variable, such as "Param" or "LoRAParam"; "" if it is unknown.
 
     Example:
@@ -71,12 +71,12 @@ class ParamInfo:
 
     @property
     def rows(self) -> int:
-        """Number of rows of one tensor as a matrix: the product of all dims but those of the columns."""
+        """Number of rows of one tensor as a matrix: the product of the sizes of all dims but those of the columns."""
         return math.prod(self.shape[self.stack : len(self.shape) - self.column_dims])
 
     @property
     def columns(self) -> int:
-        """Number of columns of one tensor as a matrix: the product of the last `column_dims` dims."""
+        """Number of columns of one tensor as a matrix: the product of the sizes of the last `column_dims` dims."""
         return math.prod(self.shape[max(self.stack, len(self.shape) - self.column_dims) :])
 
     def has(self, pattern: str) -> bool:
@@ -112,22 +112,24 @@ def leaf_of(
     path_words = name.lower().split("/")
     stacked_dim_count = 0 if dims is None else dims.stack
     if axes is not None:
-        named_count = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
-        stacked_dim_count = max(stacked_dim_count, named_count)
+        named_stack_count = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
+        stacked_dim_count = max(stacked_dim_count, named_stack_count)
     tensor_axes = () if axes is None else axes[stacked_dim_count:]
     is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(word in _TABLE_MODULES for word in path_words)
     if axes is None or (stacked_dim_count and not any(tensor_axes)):
         is_table = is_table or any("emb" in word for word in path_words)
-    row_dims = None if dims is None else dims.rows
-    if len(shape) - stacked_dim_count < 2 or "norm" in tensor_axes or row_dims == 0:
+    row_dim_count = None if dims is None else dims.rows
+    if len(shape) - stacked_dim_count < 2 or "norm" in tensor_axes or row_dim_count == 0:
         kind: LeafKind = "vector"
     else:
         kind = "table" if is_table else "matrix"
     has_fused_name = any(fragment in word for word in path_words for fragment in _FUSED_MODULES)
     part_count = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
-    decays = is_decayed(axes, shape) if dims is None else kind != "vector"
-    column_dims = 1 if dims is None or not row_dims else len(shape) - dims.stack - row_dims
-    return ParamInfo(tuple(shape), kind, stacked_dim_count, decays, part_count, sharding, column_dims, name, variable)
+    has_decay = is_decayed(axes, shape) if dims is None else kind != "vector"
+    column_dim_count = 1 if dims is None or not row_dim_count else len(shape) - dims.stack - row_dim_count
+    return ParamInfo(
+        tuple(shape), kind, stacked_dim_count, has_decay, part_count, sharding, column_dim_count, name, variable
+    )
 
 
 def leaves_of(params: Params) -> Any:
@@ -142,21 +144,23 @@ def leaves_of(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf_of(path_name(path), None, leaf.shape), params)
 
 
-def param_infos_of(leaves: Any, tree: Any) -> list[ParamInfo]:
+def param_infos_of(param_info_tree: Any, tree: Any) -> list[ParamInfo]:
     """Return the `ParamInfo` of each array of a tree, in the order of the tree's leaves.
 
     Args:
-        leaves: tree of `ParamInfo` like `tree`; `None` derives the infos from shapes and paths.
+        param_info_tree: tree of `ParamInfo` like `tree`; `None` derives the infos from shapes and paths.
         tree: tree of arrays. An array that holds only some layers of a parameter has the parameter's kind. An array of
             any other shape is a placeholder for a parameter, and counts as a vector.
     """
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
     if not shapes:  # the placeholder of `optax.tree.map_params`
         return []
-    param_infos = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
+    param_infos = jax.tree.structure(tree).flatten_up_to(
+        leaves_of(tree) if param_info_tree is None else param_info_tree
+    )
 
     def adapt(param_info: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
-        """Return the `ParamInfo` of an array of this shape that stands for a parameter."""
+        """Return the `ParamInfo` of an array of this shape: a parameter, some of its layers, or a placeholder."""
         if param_info.shape == shape:
             return param_info
         has_some_layers = (

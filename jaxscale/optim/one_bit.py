@@ -89,7 +89,7 @@ class Messages:
         b1: decay of the momentum.
         freeze: number of updates before the variance is frozen.
         clip: norm to which each replica clips its gradient before adding it to a momentum; `None` for no clipping. In
-            the warm-up, the rule that `clipped` returns clips the mean gradient instead.
+            the warm-up, the rule that `clip_mean_gradients` returns clips the mean gradient instead.
 
     Example:
         >>> rule, messages = one_bit_adam(1e-3, 1), Messages(b1=0.9, freeze=1)
@@ -125,7 +125,7 @@ class Messages:
         clip_factor = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
-            """Return the gradient `g` of a parameter in the warm-up, and later the momentum after this gradient."""
+            """Return the gradient `g` of a parameter in the warm-up, and later the momentum updated by it."""
             momentum = decode(m) if is_quantized(m) else m
             return jnp.where(is_frozen, self.b1 * momentum + (1 - self.b1) * (g * clip_factor), g)
 
@@ -178,7 +178,7 @@ def one_bit_adam(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
         """Return Adam's updates for the mean messages `updates`, and the new state."""
-        new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
+        new_state, corrected_moments = _state_and_corrected_moments(updates, state, b1, b2, freeze)
         return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
     return optax.chain(
@@ -245,64 +245,70 @@ def one_bit_lamb(
     def init(params: Any) -> OneBitLambState:
         """Return the state before the first update."""
 
-        def fill_tensors(value: float) -> Any:
+        def fill_tensors(fill_number: float) -> Any:
             """Return a tree like the parameters, with this value once for each tensor."""
             shapes = [
                 (*param_info.shape[: param_info.stack], *(1,) * (len(param_info.shape) - param_info.stack))
                 for param_info in param_infos_of(leaves, params)
             ]
-            return jax.tree.structure(params).unflatten([jnp.full(shape, value, jnp.float32) for shape in shapes])
+            return jax.tree.structure(params).unflatten([jnp.full(shape, fill_number, jnp.float32) for shape in shapes])
 
-        mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
-        return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, fill_tensors(0.0), fill_tensors(1.0))
+        mu, nu, fresh_nu = (optax.tree.zeros_like(params) for _ in range(3))
+        return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh_nu, fill_tensors(0.0), fill_tensors(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
         """Return LAMB's updates for the mean messages `updates` and the parameters, and the new state."""
         if params is None:
             raise UserError("one_bit_lamb: got no parameters; call update(mean, state, params)")
         is_frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
-        adam_state, (corrected_mu, corrected_nu) = _moments(updates, state, b1, b2, freeze)
+        adam_state, (corrected_mu, corrected_nu) = _state_and_corrected_moments(updates, state, b1, b2, freeze)
 
-        def fresh_variance(old_fresh: Array, m: Array, old_m: Array, v: Array) -> Array:
+        def estimate_variance(old_fresh_v: Array, m: Array, old_m: Array, v: Array) -> Array:
             """Return v in the warm-up, and later the second moment estimated from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
-            return jnp.where(is_frozen, b2 * old_fresh + (1 - b2) * gradient**2, v)
+            return jnp.where(is_frozen, b2 * old_fresh_v + (1 - b2) * gradient**2, v)
 
-        fresh_nu = jax.tree.map(fresh_variance, state.fresh, adam_state.mu, state.mu, adam_state.nu)
+        fresh_nu = jax.tree.map(estimate_variance, state.fresh, adam_state.mu, state.mu, adam_state.nu)
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
-        trees = (corrected_mu, corrected_nu, fresh_nu, params, state.ratio, state.factor)
-        new_updates, new_ratios, new_factors = [], [], []
-        for param_info, is_decayed, m, v, fresh_v, w, old_ratio, old_factor in zip(
-            param_infos_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
+        input_trees = (corrected_mu, corrected_nu, fresh_nu, params, state.ratio, state.factor)
+        new_updates, new_mean_ratios, new_factors = [], [], []
+        for param_info, is_decayed, m, v, fresh_v, w, old_mean_ratio, old_factor in zip(
+            param_infos_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, input_trees), strict=True
         ):
             adam_step = _direction(m, v, eps)
             u = adam_step + weight_decay * w if is_decayed else adam_step
             trust_ratio = _trust_ratio(w, u, param_info)
-            ratio = jnp.where(is_frozen, old_ratio, smooth * old_ratio + (1 - smooth) * trust_ratio)
-            corrected_fresh = _correct_bias(fresh_v, b2, adam_state.count)
-            root_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), param_info, jnp.max)
+            mean_ratio = jnp.where(is_frozen, old_mean_ratio, smooth * old_mean_ratio + (1 - smooth) * trust_ratio)
+            corrected_fresh_v = _correct_bias(fresh_v, b2, adam_state.count)
+            max_root_ratio = _reduce_tensors(
+                (jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh_v) + eps), param_info, jnp.max
+            )
             r = jnp.minimum(
                 1.0, _norms(adam_step, param_info) / jnp.maximum(_norms(u, param_info), jnp.finfo(jnp.float32).tiny)
             )
-            bounded_factor = jnp.clip(r * root_ratio + 1 - r, *factors)
+            bounded_factor = jnp.clip(r * max_root_ratio + 1 - r, *factors)
             limited_factor = jnp.clip(bounded_factor, (1 - change) * old_factor, (1 + change) * old_factor)
             factor = jnp.where(is_frozen, limited_factor, old_factor)
             # corrects the bias of the running mean of ratios, which started from zero
-            mean_ratio = ratio / (1 - smooth ** jnp.minimum(adam_state.count, freeze))
+            corrected_mean_ratio = mean_ratio / (1 - smooth ** jnp.minimum(adam_state.count, freeze))
             is_vector = param_info.kind == "vector"
             update_scale = (
-                jnp.ones_like(trust_ratio) if is_vector else jnp.where(is_frozen, mean_ratio * factor, trust_ratio)
+                jnp.ones_like(trust_ratio)
+                if is_vector
+                else jnp.where(is_frozen, corrected_mean_ratio * factor, trust_ratio)
             )
             new_updates.append(u * update_scale)
-            new_ratios.append(ratio)
+            new_mean_ratios.append(mean_ratio)
             new_factors.append(factor)
-        new_ratio_tree, new_factor_tree = treedef.unflatten(new_ratios), treedef.unflatten(new_factors)
-        return treedef.unflatten(new_updates), OneBitLambState(*adam_state, fresh_nu, new_ratio_tree, new_factor_tree)
+        new_mean_ratio_tree, new_factor_tree = treedef.unflatten(new_mean_ratios), treedef.unflatten(new_factors)
+        return treedef.unflatten(new_updates), OneBitLambState(
+            *adam_state, fresh_nu, new_mean_ratio_tree, new_factor_tree
+        )
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
 
-def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
+def clip_mean_gradients(rule: UpdateRule, messages: Messages) -> UpdateRule:
     """Return a rule that first clips mean gradients to a global norm, and leaves mean momenta unchanged.
 
     Args:
@@ -344,24 +350,26 @@ def _rule_state(state: Any) -> Any:
     return next(node for node in jax.tree.leaves(state, is_leaf=is_rule_state) if is_rule_state(node))
 
 
-def _moments(means: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
+def _state_and_corrected_moments(
+    means: Any, state: Any, b1: float, b2: float, freeze: int
+) -> tuple[OneBitState, tuple[Any, Any]]:
     """Return Adam's state after an update, and the bias-corrected pair (first moment, second moment).
 
     `means` is a tree like the parameters: the mean gradients, or the mean momenta.
     """
-    is_frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
+    is_frozen, update_count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
         lambda x, m, v: jnp.where(is_frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), means, state.mu, state.nu
     )
     nu = jax.tree.map(lambda x, v: jnp.where(is_frozen, v, b2 * v + (1 - b2) * x**2), means, state.nu)
-    corrected_mu = jax.tree.map(lambda m: _correct_bias(m, b1, count), mu)
-    corrected_nu = jax.tree.map(lambda v: _correct_bias(v, b2, jnp.minimum(count, freeze)), nu)
-    return OneBitState(count, mu, nu), (corrected_mu, corrected_nu)
+    corrected_mu = jax.tree.map(lambda m: _correct_bias(m, b1, update_count), mu)
+    corrected_nu = jax.tree.map(lambda v: _correct_bias(v, b2, jnp.minimum(update_count, freeze)), nu)
+    return OneBitState(update_count, mu, nu), (corrected_mu, corrected_nu)
 
 
-def _correct_bias(moment: Array, decay: float, count: Array) -> Array:
-    """Return a moment after `count` updates with Adam's bias correction."""
-    return moment / (1 - decay ** count.astype(jnp.float32))
+def _correct_bias(moment: Array, decay: float, update_count: Array) -> Array:
+    """Return a moment after `update_count` updates with Adam's bias correction."""
+    return moment / (1 - decay ** update_count.astype(jnp.float32))
 
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
@@ -370,7 +378,7 @@ def _direction(m: Array, v: Array, eps: float) -> Array:
 
 
 def _reduce_tensors(x: Array, param_info: ParamInfo, reduce: Callable[..., Array]) -> Array:
-    """Apply `reduce` to each tensor of a leaf, such as each layer; reduced dims remain with size 1."""
+    """Return `reduce` of each tensor of a leaf, such as each layer; reduced dims remain with size 1."""
     return reduce(x, axis=tuple(range(param_info.stack, x.ndim)), keepdims=True)
 
 

@@ -69,8 +69,8 @@ class Optimizer:
         final_learning_rate: learning rate at the end; `None` means a tenth of the peak.
         warmup: number of updates of linear warm-up.
         schedule: schedule of the rate after the warm-up; `None` means cosine, or constant for schedule_free. A function
-            of the number of updates made returns the learning rate itself, and has its own warm-up. It is traced, so
-            that it chooses by `jnp.where`, and is called again with the file that defines it when a run is continued.
+            of the number of updates made returns the learning rate itself, and has its own warm-up. It is traced, so it
+            must choose by `jnp.where`. A continued run imports it again from the file that defines it.
         b1: decay of the first moment.
         b2: decay of the second moment.
         b3: decay of the third moment (adan) or of the slow first moment (ademamix).
@@ -83,7 +83,7 @@ class Optimizer:
         precision: dtype of the orthogonalization and of its messages between devices, bfloat16 or float32 (muon).
         rank: rank of the projection (galore).
         every: number of updates between new bases (soap, galore).
-        max_dim: largest dim that is rotated (soap).
+        max_dim: length of the longest side of a matrix that is rotated (soap).
         freeze: number of updates before the variance is frozen and momenta are sent in one bit per number; a value
             below 1 is a share of the run (one_bit_adam, one_bit_lamb).
         weight_decay: factor of the decoupled weight decay: every update subtracts factor * learning rate * weight from
@@ -95,13 +95,13 @@ class Optimizer:
             loss gets that of the step as `value`.
         train: which parameters are trained: a regular expression that is searched for in their names, such as
             "lora|head", or the name of their type, such as "LoRAParam". The others have no gradient and no state; they
-            are kept as they are, in the precision of the plan. `None` trains all.
+            stay unchanged, in the precision of the plan. `None` trains all.
         ema: decay of an exponential moving average of the weights, which evaluation, samples and export read, such as
             0.999; the first updates have the decay (1 + n) / (10 + n) if that is less. `None` keeps no average.
         moments: number format of the moments between steps: that of the plan, or float32 under any plan.
-        groups: optimizers of some parameters, by patterns that are matched as `train` is: `{"embed|head":
-            Optimizer("adamw", 1e-3, weight_decay=0.0)}`. The first pattern that matches a parameter has it. A group
-            inherits nothing; `clip`, `train` and `ema` are those of the whole optimizer. On the command line, JSON.
+        groups: optimizers of some parameters, by patterns like that of `train`: `{"embed|head": Optimizer("adamw",
+            1e-3, weight_decay=0.0)}`. A parameter belongs to the first pattern that matches it. A group inherits
+            nothing; `clip`, `train` and `ema` are those of the whole optimizer. On the command line, JSON.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -166,11 +166,12 @@ class Optimizer:
                 f"optimizer.freeze: got {self.freeze!r}, expected a whole number of updates or a share below 1"
             )
         if self.custom is not None:
-            set_options = [option for option in OPTIONS if getattr(self, option) is not None]
-            if set_options:
+            set_option_names = [option for option in OPTIONS if getattr(self, option) is not None]
+            if set_option_names:
                 raise UserError(
-                    f"optimizer.{set_options[0]}: got {getattr(self, set_options[0])} together with optimizer.custom, "
-                    f"whose rule has its own options: leave {set_options[0]} out, or set it in the custom rule"
+                    f"optimizer.{set_option_names[0]}: got {getattr(self, set_option_names[0])} together with "
+                    f"optimizer.custom, whose rule has its own options: leave {set_option_names[0]} out, or set it in "
+                    "the custom rule"
                 )
         else:
             self.options()
@@ -184,9 +185,9 @@ class Optimizer:
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Raise UserError if a pattern is no regular expression, or if a group has what only the whole optimizer has.
+        """Raise UserError if a pattern is not a regular expression, or if a group sets a field of the whole optimizer.
 
-        The groups are copied, so that they stay what was checked.
+        The mapping of groups is copied first, so that later changes to it have no effect.
         """
         object.__setattr__(self, "groups", dict(self.groups))
         for pattern, member in self.groups.items():
@@ -194,10 +195,10 @@ class Optimizer:
             _check_pattern(pattern, "optimizer.groups", "")
             if member.groups:
                 raise UserError(f"{path}.groups: got groups inside of a group; list all groups in optimizer.groups")
-            for field, whole in _FIELDS_OF_THE_WHOLE.items():
+            for field, reason in _WHY_NOT_IN_A_GROUP.items():
                 if getattr(member, field) != getattr(_DEFAULTS, field):
                     raise UserError(
-                        f"{path}.{field}: got {getattr(member, field)!r}, but {whole}; set optimizer.{field} instead"
+                        f"{path}.{field}: got {getattr(member, field)!r}, but {reason}; set optimizer.{field} instead"
                     )
         for path, member in {"optimizer": self, **{f"optimizer.groups.{p}": g for p, g in self.groups.items()}}.items():
             if self.groups and member.custom is None and RULES[member.name].over_replicas:
@@ -207,39 +208,43 @@ class Optimizer:
                 )
 
     def _has_schedule(self) -> bool:
-        """Return whether the rule takes the schedule; one of the user's own goes wherever the cosine does."""
+        """Return whether the rule takes the schedule; a rule that takes the cosine also takes a user's function."""
         schedule = "cosine" if callable(self.schedule) else self.schedule
         return schedule in RULES[self.name].schedules
 
     def _check_own_schedule(self) -> None:
-        """Refuse fields of the named schedules beside a schedule of the user's own, which has its own numbers."""
+        """Refuse a schedule of the user's own together with fields that only the named schedules use."""
         if not callable(self.schedule):
             return
         check_parameters(self.schedule, "optimizer.schedule", 1, "lambda step: 1e-3 / (1 + step)")
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("learning_rate", "final_learning_rate", "warmup"):
-            if getattr(self, name) != fields[name]:
+        default_by_field = {field.name: field.default for field in dataclasses.fields(self)}
+        for field_name in ("learning_rate", "final_learning_rate", "warmup"):
+            if getattr(self, field_name) != default_by_field[field_name]:
                 raise UserError(
-                    f"optimizer.{name}: got {getattr(self, name)} together with a schedule of your own, which returns "
-                    f"the learning rate itself: leave {name} out"
+                    f"optimizer.{field_name}: got {getattr(self, field_name)} together with a schedule of your own, "
+                    f"which returns the learning rate itself: leave {field_name} out"
                 )
 
-    def _check_range(self, fields: Sequence[str], is_in_range: Callable[[float], bool], expected: str) -> None:
+    def _check_range(
+        self, field_names: Sequence[str], is_in_range: Callable[[float], bool], expected_text: str
+    ) -> None:
         """Raise UserError if a field with one of these names is out of range."""
-        for field in fields:
-            setting = getattr(self, field)
+        for field_name in field_names:
+            setting = getattr(self, field_name)
             if setting is not None and not is_in_range(setting):
-                raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
+                raise UserError(f"optimizer.{field_name}: got {setting!r}, expected {expected_text}")
 
     def members(self) -> dict[int, "Optimizer"]:
-        """Return the optimizer of each group by the group's index, without groups; -1 is that of all other parameters.
+        """Return the optimizer of each group by the group's index; -1 is this optimizer, without its groups.
+
+        The optimizer of -1 updates all parameters that belong to no group.
 
         Example:
             >>> list(Optimizer(groups={"head": Optimizer("sgd")}).members())
             [-1, 0]
         """
-        rest = dataclasses.replace(self, groups={}) if self.groups else self
-        return {-1: rest, **dict(enumerate(self.groups.values()))}
+        rest_optimizer = dataclasses.replace(self, groups={}) if self.groups else self
+        return {-1: rest_optimizer, **dict(enumerate(self.groups.values()))}
 
     def describe_rule(self) -> str:
         """Return the rule with its learning rate and weight decay, without groups, as text for the user.
@@ -276,7 +281,10 @@ class Optimizer:
         if self.custom is not None:
             return None
         options = self.options()
-        return next(((name, options[name]) for name in ("momentum", "b1") if options.get(name)), None)
+        return next(
+            ((option_name, options[option_name]) for option_name in ("momentum", "b1") if options.get(option_name)),
+            None,
+        )
 
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
         """Return the optax schedule of a run of `steps` updates: learning rate as a function of the updates made."""
@@ -318,13 +326,14 @@ class Optimizer:
             >>> {name: round(float(rate), 4) for name, rate in optimizer.learning_rates(0, 10).items()}
             {'learning_rate': 0.001, 'learning_rate/head': 0.5}
         """
-        names = ["learning_rate", *(f"learning_rate/{pattern}" for pattern in self.groups)]
+        metric_names = ["learning_rate", *(f"learning_rate/{pattern}" for pattern in self.groups)]
         return {
-            name: member.schedule_fn(steps)(update) for name, member in zip(names, self.members().values(), strict=True)
+            metric_name: member.schedule_fn(steps)(update)
+            for metric_name, member in zip(metric_names, self.members().values(), strict=True)
         }
 
     def try_own(self, steps: int) -> None:
-        """Call a schedule and a rule of the user's own, before anything is traced.
+        """Try out the schedules and rules of the user's own, before anything is traced.
 
         Args:
             steps: number of updates in the run.
@@ -339,9 +348,13 @@ class Optimizer:
                 if callable(member.schedule):
                     try_schedule(member.schedule, steps)
                 if member.custom is not None:
-                    names = ("learning_rate", "final_learning_rate", "warmup", "schedule")
-                    set_fields = [name for name in names if getattr(member, name) != getattr(_DEFAULTS, name)]
-                    try_rule(member.custom, member.schedule_fn(steps), set_fields)
+                    rate_field_names = ("learning_rate", "final_learning_rate", "warmup", "schedule")
+                    set_field_names = [
+                        field_name
+                        for field_name in rate_field_names
+                        if getattr(member, field_name) != getattr(_DEFAULTS, field_name)
+                    ]
+                    try_rule(member.custom, member.schedule_fn(steps), set_field_names)
 
     def build(self, steps: int, leaves: Any) -> Any:
         """Return the optax transformation that clips gradients and then applies `rule`.
@@ -354,9 +367,9 @@ class Optimizer:
 
         rule, messages = self.rule(steps, leaves), self.messages(steps)
         if messages is not None:
-            from jaxscale.optim.one_bit import clipped
+            from jaxscale.optim.one_bit import clip_mean_gradients
 
-            return clipped(rule, messages)
+            return clip_mean_gradients(rule, messages)
         return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
 
     def rule(self, steps: int, leaves: Any) -> Any:
@@ -369,22 +382,22 @@ class Optimizer:
         import jax
 
         if self.groups:
-            from jaxscale.optim.groups import grouped
+            from jaxscale.optim.groups import rule_of_groups
 
-            return grouped(self, steps, leaves)
+            return rule_of_groups(self, steps, leaves)
         rate = self.schedule_fn(steps)
         if self.custom is not None:
-            from jaxscale.optim.own_rule import checked
+            from jaxscale.optim.own_rule import with_update_checks
             from jaxscale.optim.step_loss import with_step_loss
 
-            transformation = self.custom(rate)
-            if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+            custom_rule = self.custom(rate)
+            if not (hasattr(custom_rule, "init") and hasattr(custom_rule, "update")):
                 raise UserError(
-                    f"{place_of(self.custom)}optimizer.custom returned a {type(transformation).__name__}, expected an "
+                    f"{place_of(self.custom)}optimizer.custom returned a {type(custom_rule).__name__}, expected an "
                     "optax transformation, such as optax.adam(rate)"
                 )
-            return with_step_loss(checked(transformation, self.custom))
-        mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
+            return with_step_loss(with_update_checks(custom_rule, self.custom))
+        mask = jax.tree.map(lambda param_info: param_info.decays, leaves) if self.decay == "matrices" else None
         return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 
     def messages(self, steps: int) -> Any:
@@ -402,18 +415,21 @@ class Optimizer:
 
 
 def describe_warmup(optimizer: Optimizer, steps: int) -> list[str]:
-    """Return a line for each warm-up of an optimizer that lasts to the end of a run of `steps` updates, or beyond it.
+    """Return a line for each warm-up of an optimizer or its groups that does not end before a run of `steps` updates.
 
     Example:
         >>> describe_warmup(Optimizer(learning_rate=1e-3, warmup=99), 10)[0].partition("; ")[0]
         'optimizer.warmup 99: the run has 10 steps, so its learning rate ends at 0.0001 and never reaches 0.001'
     """
-    members = {"optimizer": optimizer, **{f"optimizer.groups.{name}": rule for name, rule in optimizer.groups.items()}}
+    member_by_path = {
+        "optimizer": optimizer,
+        **{f"optimizer.groups.{pattern}": member for pattern, member in optimizer.groups.items()},
+    }
     return [
         f"{path}.warmup {member.warmup}: the run has {steps} steps, so its learning rate ends at "
         f"{member.learning_rate * steps / (member.warmup + 1):.3g} and never reaches {member.learning_rate:g}; set "
         f"warmup below {steps}"
-        for path, member in members.items()
+        for path, member in member_by_path.items()
         if member.warmup and member.warmup >= steps
     ]
 
@@ -425,7 +441,7 @@ OPTIONS = tuple(
 
 
 def _check_pattern(pattern: str, path: str, alternative: str) -> None:
-    """Raise UserError if a pattern of parameters is no regular expression, or empty.
+    """Raise UserError if a pattern of parameters is not a regular expression, or is empty.
 
     Args:
         pattern: the pattern.
@@ -440,11 +456,11 @@ def _check_pattern(pattern: str, path: str, alternative: str) -> None:
         raise UserError(f"{path}: got an empty text, expected a part of names{alternative}")
 
 
-_FIELDS_OF_THE_WHOLE: Mapping[str, str] = {
+_WHY_NOT_IN_A_GROUP: Mapping[str, str] = {
     "clip": "gradients are clipped by the norm of all of them",
-    "train": "a group is of parameters that are trained",
+    "train": "a group contains only parameters that are trained",
     "ema": "the average is of all weights",
 }
-"""Fields that a group may not set, and why."""
+"""For each field that a group may not set, the reason."""
 _DEFAULTS = Optimizer()
 """An optimizer whose fields have their defaults."""

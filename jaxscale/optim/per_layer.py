@@ -33,15 +33,15 @@ _PLACEHOLDER: Any = _Placeholder()
 
 
 def per_layer(
-    rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False, on_whole_tensors: bool = False
+    rule: UpdateRule, param_info_tree: Any = None, *, as_matrices: bool = False, on_whole_tensors: bool = False
 ) -> UpdateRule:
     """Return a rule that applies `rule` separately to each tensor of stacked parameters.
 
     Args:
         rule: an optax transformation that treats each parameter separately. State that is not like the parameters, such
             as a count, must not depend on gradients.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths, without stacked
-            dims.
+        param_info_tree: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths, without
+            stacked dims.
         as_matrices: whether to pass tensors of kind "matrix" to the rule as matrices, whose columns are the last dim
             and whose rows are all other dims.
         on_whole_tensors: whether to gather each tensor first. This is for a rule that decomposes tensors: XLA would
@@ -53,8 +53,8 @@ def per_layer(
     Example:
         >>> from jaxscale.optim.leaves import leaf_of
         >>> params = {"w": jnp.array([[3.0, 4.0], [0.0, 1.0]])}
-        >>> leaves = {"w": leaf_of("w", ("layers", "norm"), (2, 2))}
-        >>> rule = per_layer(optax.scale_by_trust_ratio(), leaves)
+        >>> param_info_tree = {"w": leaf_of("w", ("layers", "norm"), (2, 2))}
+        >>> rule = per_layer(optax.scale_by_trust_ratio(), param_info_tree)
         >>> rule.update({"w": jnp.eye(2)}, rule.init(params), params)[0]["w"].tolist()  # norms 5 and 1
         [[5.0, 0.0], [0.0, 1.0]]
     """
@@ -70,7 +70,7 @@ def per_layer(
             return state_form.split(rule.init(param))[0]
 
         leaf_states: list[list[Any]] = []
-        for param, param_info in zip(jax.tree.leaves(params), param_infos_of(leaves, params), strict=True):
+        for param, param_info in zip(jax.tree.leaves(params), param_infos_of(param_info_tree, params), strict=True):
             init_tensors = jax.vmap(init_tensor) if param_info.stack else init_tensor
             tensor_states = init_tensors(_to_tensors(param, param_info, as_matrices))
             leaf_states.append(
@@ -83,7 +83,7 @@ def per_layer(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return the new updates, computed tensor by tensor from the gradients `updates`, and the new state."""
         state_form, treedef = _state_form(rule), jax.tree.structure(updates)
-        param_infos = param_infos_of(leaves, updates)
+        param_infos = param_infos_of(param_info_tree, updates)
         state_trees, shared_state = state_form.split(state)
         leaf_states = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(param_infos)
         param_leaves = [None] * len(param_infos) if params is None else treedef.flatten_up_to(params)
@@ -112,8 +112,8 @@ def per_layer(
                 lambda s, param_info=param_info: _to_leaf(s, param_info, as_matrices), tensor_states
             )
             if on_whole_tensors:
-                whole_arrays = _constrain((new_update, new_states), param_info, is_whole=True)
-                new_update, new_states = _constrain(whole_arrays, param_info, is_whole=False)
+                whole_outputs = _constrain((new_update, new_states), param_info, is_whole=True)
+                new_update, new_states = _constrain(whole_outputs, param_info, is_whole=False)
             new_updates.append(new_update)
             new_leaf_states.append(new_states)
         new_state_trees = [treedef.unflatten(arrays) for arrays in zip(*new_leaf_states, strict=True)]
@@ -132,7 +132,7 @@ class ByKindState(NamedTuple):
 
 
 def by_kind(
-    rules: Mapping[str, UpdateRule], rule_name_of: Callable[[ParamInfo], str], leaves: Any = None
+    rules: Mapping[str, UpdateRule], rule_name_of: Callable[[ParamInfo], str], param_info_tree: Any = None
 ) -> UpdateRule:
     """Return a rule that updates each parameter by the rule that `rule_name_of` selects.
 
@@ -142,7 +142,7 @@ def by_kind(
     Args:
         rules: rules by name. Each rule must treat each parameter separately.
         rule_name_of: function that returns the name of a leaf's rule.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        param_info_tree: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
 
     Example:
         >>> rule = by_kind({"m": optax.sgd(1.0), "v": optax.sgd(0.1)}, lambda leaf: leaf.kind[0])
@@ -154,7 +154,7 @@ def by_kind(
     def mask_others(tree: Any, name: str) -> Any:
         """Return the tree, with an array of one number in place of each parameter that another rule updates."""
         arrays, treedef = jax.tree.flatten(tree)
-        arrays_and_infos = zip(arrays, param_infos_of(leaves, tree), strict=True)
+        arrays_and_infos = zip(arrays, param_infos_of(param_info_tree, tree), strict=True)
         return treedef.unflatten(
             [
                 array if rule_name_of(param_info) == name else jnp.zeros((1,), array.dtype)
@@ -167,7 +167,7 @@ def by_kind(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return the new updates of all rules for the gradients `updates`, and the states of the rules."""
-        treedef, param_infos = jax.tree.structure(updates), param_infos_of(leaves, updates)
+        treedef, param_infos = jax.tree.structure(updates), param_infos_of(param_info_tree, updates)
         updates_by_rule, new_states = {}, {}
         for name, rule in rules.items():
             masked_params = None if params is None else mask_others(params, name)
@@ -182,25 +182,30 @@ def by_kind(
 
 
 def matrices_by(
-    rule: UpdateRule, adam: UpdateRule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
+    rule: UpdateRule,
+    adam: UpdateRule,
+    rate: float | Callable[[Any], Any],
+    weight_decay: float,
+    param_info_tree: Any,
+    mask: Any,
 ) -> UpdateRule:
-    """Return a rule that updates matrices by `rule` and all other parameters by Adam.
+    """Return a rule that updates matrices by `rule` and all other parameters by Adam, with weight decay.
 
-    Weight decay and the learning rate are the same for all parameters.
+    Matrices and other parameters have the same learning rate.
 
     Args:
         rule: rule for matrices.
         adam: rule for all other parameters.
         rate: learning rate, or a schedule.
         weight_decay: factor of the decoupled weight decay.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        param_info_tree: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
     """
     return optax.chain(
         by_kind(
             {"matrix": rule, "rest": adam},
             lambda param_info: "matrix" if param_info.kind == "matrix" else "rest",
-            leaves,
+            param_info_tree,
         ),
         optax.add_decayed_weights(weight_decay, mask=mask),
         optax.scale_by_learning_rate(rate),
@@ -213,35 +218,37 @@ class _StateForm:
 
     Args:
         treedef: structure of the state, in which each tree like the parameters is one leaf.
-        is_param_tree: for each leaf of `treedef`, whether it is a tree like the parameters.
+        param_tree_flags: for each leaf of `treedef`, whether it is a tree like the parameters.
     """
 
     treedef: Any
-    is_param_tree: tuple[bool, ...]
+    param_tree_flags: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
-        """Return the trees like the parameters, and the other leaves of a state, which all parameters share."""
-        nodes_and_flags = list(zip(self.treedef.flatten_up_to(state), self.is_param_tree, strict=True))
+        """Return (trees like the parameters, all other leaves): the parts of a state; parameters share the leaves."""
+        nodes_and_flags = list(zip(self.treedef.flatten_up_to(state), self.param_tree_flags, strict=True))
         return [node for node, is_tree in nodes_and_flags if is_tree], [
             node for node, is_tree in nodes_and_flags if not is_tree
         ]
 
-    def join(self, trees: list[Any], shared: list[Any]) -> Any:
+    def join(self, param_trees: list[Any], shared_leaves: list[Any]) -> Any:
         """Return the state with these trees like the parameters and these shared leaves: the inverse of `split`."""
-        tree_iter, shared_iter = iter(trees), iter(shared)
-        return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.is_param_tree])
+        param_tree_iter, shared_iter = iter(param_trees), iter(shared_leaves)
+        return self.treedef.unflatten(
+            [next(param_tree_iter if is_tree else shared_iter) for is_tree in self.param_tree_flags]
+        )
 
 
 def _state_form(rule: UpdateRule) -> _StateForm:
-    """Find where the state of a rule contains trees that have the structure of the parameters."""
+    """Return the `_StateForm` of a rule, found by initializing the rule with a placeholder for the parameters."""
     state_leaves, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
     return _StateForm(treedef, tuple(isinstance(leaf, _Placeholder) for leaf in state_leaves))
 
 
 def _constrain(arrays: Any, param_info: ParamInfo, *, is_whole: bool) -> Any:
-    """Constrain each array in a tree to whole tensors on each device, or else to the leaf's sharding.
+    """Return a tree of a leaf's arrays, constrained to whole tensors on each device, or else to the leaf's sharding.
 
-    The leaf's sharding does not apply to arrays of another shape.
+    An array whose shape is not the leaf's is never constrained to the leaf's sharding.
     """
     if param_info.sharding is None:
         return arrays
@@ -268,7 +275,7 @@ def _to_tensors(x: Any, param_info: ParamInfo, as_matrices: bool) -> Any:
 
 
 def _to_leaf(x: Any, param_info: ParamInfo, as_matrices: bool) -> Any:
-    """Return an array of tensors in the shape of its leaf: the inverse of `_to_tensors`."""
+    """Return an array of stacked tensors, reshaped to the leaf's shape: the inverse of `_to_tensors`."""
     tensor_shape = x.shape[1:] if param_info.stack else x.shape
     if as_matrices and param_info.kind == "matrix" and tensor_shape == (param_info.rows, param_info.columns):
         tensor_shape = param_info.shape[param_info.stack :]

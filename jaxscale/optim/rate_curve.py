@@ -7,12 +7,12 @@ from jaxscale.optim.rules import RULES
 
 
 def rate_curve(optimizer: Optimizer, steps: int, max_points: int = 241) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return updates and their learning rates, from the formulas of `Optimizer`, without those of its groups.
+    """Return the indices of some updates, and their learning rates by the formulas of `Optimizer`, without groups.
 
     Args:
         optimizer: the optimizer.
         steps: number of updates in the run.
-        max_points: largest number of updates that are evenly spread over the run; the ends of the warm-up are added.
+        max_points: largest number of evenly spread updates; the last update of the warm-up and the next are added.
 
     Returns:
         int (n,) ascending indices of updates, and their float (n,) learning rates; `None` if the schedule is a function
@@ -27,13 +27,13 @@ def rate_curve(optimizer: Optimizer, steps: int, max_points: int = 241) -> tuple
         return None
     warmup, peak_rate = optimizer.warmup, optimizer.learning_rate
     final_rate = peak_rate / 10 if optimizer.final_learning_rate is None else optimizer.final_learning_rate
-    name = optimizer.schedule or ("cosine" if optimizer.custom is not None else RULES[optimizer.name].schedule)
-    spread = np.linspace(0, steps - 1, min(steps, max_points)).astype(int)
-    updates = np.unique([*spread, *(update for update in (warmup - 1, warmup) if 0 <= update < steps)])
-    share = np.clip((updates - warmup) / max(steps - warmup, 1), 0.0, 1.0)
-    if name == "constant":
+    schedule_name = optimizer.schedule or ("cosine" if optimizer.custom is not None else RULES[optimizer.name].schedule)
+    spread_updates = np.linspace(0, steps - 1, min(steps, max_points)).astype(int)
+    updates = np.unique([*spread_updates, *(update for update in (warmup - 1, warmup) if 0 <= update < steps)])
+    decay_shares = np.clip((updates - warmup) / max(steps - warmup, 1), 0.0, 1.0)
+    if schedule_name == "constant":
         falling_rates = np.full(len(updates), peak_rate)
     else:
-        fallen = share if name == "linear" else (1 - np.cos(np.pi * share)) / 2
-        falling_rates = peak_rate + (final_rate - peak_rate) * fallen
+        fallen_shares = decay_shares if schedule_name == "linear" else (1 - np.cos(np.pi * decay_shares)) / 2
+        falling_rates = peak_rate + (final_rate - peak_rate) * fallen_shares
     return updates, np.where(updates < warmup, peak_rate * (updates + 1) / (warmup + 1), falling_rates)

@@ -75,13 +75,15 @@ def over_replicas(
         """Return the updates, equal on all replicas, for this replica's gradients `updates`, and the new state."""
         message_tree, norm, is_frozen = messages(updates, state.rule)
         is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
-        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
+        update_count, treedef = messages.count(state.rule), jax.tree.structure(updates)
         means, new_codec_states = [], []
         param_infos, leaf_messages = param_infos_of(leaves, updates), jax.tree.leaves(message_tree)
         for param_info, message, old_state in zip(param_infos, leaf_messages, state.codec_states, strict=True):
             mean, new_state = lax.pmean(message, axis), old_state
             if uses_codec(param_info):
-                coded_mean, new_state = codec.reduce(message, old_state, axis, None, count, layers=param_info.stack > 0)
+                coded_mean, new_state = codec.reduce(
+                    message, old_state, axis, None, update_count, layers=param_info.stack > 0
+                )
                 mean = jnp.where(is_frozen, coded_mean, mean)
             means.append(jnp.where(is_finite, mean, jnp.nan))
             new_codec_states.append(optax.tree.where(is_finite & is_frozen, new_state, old_state))

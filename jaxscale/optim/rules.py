@@ -24,8 +24,8 @@ class RuleSettings:
         name: name of the rule, a key of `RULES`.
         rate: learning rate as a function of the number of updates made.
         options: value of each option of the rule.
-        leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives the tree from shapes and
-            paths.
+        param_info_tree: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives the tree from
+            shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all parameters.
         steps: number of updates in the run.
     """
@@ -33,7 +33,7 @@ class RuleSettings:
     name: str
     rate: Rate
     options: Mapping[str, Any]
-    leaves: Any
+    param_info_tree: Any
     mask: Any
     steps: int
 
@@ -76,14 +76,14 @@ class RuleEntry:
             >>> RULES["sgd"].options("sgd", {"momentum": 0.9, "b1": None})
             {'momentum': 0.9, 'weight_decay': 0.1}
         """
-        set_options = {option: setting for option, setting in settings.items() if setting is not None}
-        for option, setting in set_options.items():
+        set_option_values = {option: setting for option, setting in settings.items() if setting is not None}
+        for option, setting in set_option_values.items():
             if option not in self.defaults:
                 raise UserError(
                     f"optimizer.{option}: got {setting!r}, but {name} has no such option: leave it out, or set one of "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
-        return {**self.defaults, **set_options}
+        return {**self.defaults, **set_option_values}
 
 
 def _optax_function(name: str) -> Callable[..., Any]:
@@ -128,16 +128,16 @@ def _build_by_layer(settings: RuleSettings) -> Any:
     """Build a rule of this package that treats each layer of a stack separately."""
     module_name = "large_batch" if settings.name in ("lars", "lamb") else f"matrix.{settings.name}"
     build_rule = getattr(importlib.import_module(f"jaxscale.optim.{module_name}"), settings.name)
-    return build_rule(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
+    return build_rule(settings.rate, leaves=settings.param_info_tree, mask=settings.mask, **settings.options)
 
 
 def _build_one_bit(settings: RuleSettings) -> Any:
-    """Build 1-bit Adam or 1-bit LAMB, with the freeze step as a number of updates."""
+    """Build 1-bit Adam or 1-bit LAMB; a freeze step that is a share of the run becomes a number of updates."""
     from jaxscale.optim import one_bit
 
     options = {**settings.options, "freeze": freeze_step(settings.options["freeze"], settings.steps)}
     if settings.name == "one_bit_lamb":
-        options["leaves"] = settings.leaves
+        options["leaves"] = settings.param_info_tree
     return getattr(one_bit, settings.name)(settings.rate, **options, mask=settings.mask)
 
 

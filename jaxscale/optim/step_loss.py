@@ -9,11 +9,11 @@ import optax
 from jaxscale.errors import UserError
 from jaxscale.scoped import scoped
 
-_OPERATORS = (
+_OPERATOR_NAMES = (
     *("jax_array", "array", "float", "neg", "abs", "lt", "le", "gt", "ge"),
     *(f"{side}{name}" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")),
 )
-"""Names of the methods by which code reads a number."""
+"""Names, without underscores, of the special methods by which code reads a number."""
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -25,7 +25,7 @@ def _refuse(*_: Any) -> NoReturn:
     )
 
 
-UNKNOWN: Any = type("Unknown", (), {f"__{name}__": _refuse for name in _OPERATORS})()
+UNKNOWN: Any = type("Unknown", (), {f"__{name}__": _refuse for name in _OPERATOR_NAMES})()
 """The loss where a rule is applied outside of a synchronous step; computing with it raises an error."""
 _loss: ContextVar[Any] = ContextVar("step_loss", default=UNKNOWN)
 
@@ -39,7 +39,7 @@ def with_step_loss(rule: optax.GradientTransformation) -> optax.GradientTransfor
     """Return a rule whose update gets the loss of the step as `value`.
 
     Args:
-        rule: any optax transformation; one that takes no `value` is not changed by it.
+        rule: any optax transformation; a rule that does not take `value` behaves as before.
     """
     extended_rule = optax.with_extra_args_support(rule)
 

@@ -2,11 +2,11 @@
 
     sum(u^2) <= bound^2 max(sum(p^2), floor^2 n),    n the number of trained numbers
 
-A step is first judged by its loss and its gradients (`Watch.judge`). Both may be finite and the update not, as with a
-learning rate of 1e30. To judge an update itself, gradients, state and parameters are read once more. So two kinds of
-updates are judged by an estimate of their size, the learning rate times the size of an update of that rule at rate 1
-(`optim/rules.py`): those of a rule that bounds its updates, and those that are never whole on the device (of a fused
-kernel, in slices, or on the host).
+A step is first judged by its loss and its gradients (`Watch.judge`). Both may be finite while the update is not, as
+with a learning rate of 1e30. To judge an update itself, gradients, state and parameters are read once more. So two
+kinds of updates are judged by an estimate of their size, the learning rate times the size of an update of that rule at
+rate 1 (`optim/rules.py`): those of a rule that bounds its updates, and those that are never whole on the device (of a
+fused kernel, in slices, or on the host).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxscale.optim.rules import UpdateUnit
 from jaxscale.typing import Array, Bool, Float, Params
 
 ZERO_RMS = 0.01
-"""Root mean square of parameters below which they count as this large, for parameters that start from zero."""
+"""Root mean square that smaller parameters are assumed to have, so that parameters that start from zero can change."""
 GuardedAdvance: TypeAlias = Callable[
     [Params, optax.OptState, Params, Array, Bool[Array, ""]], tuple[Params, optax.OptState, Bool[Array, ""]]
 ]
@@ -33,11 +33,11 @@ The returned `is_good` is whether the step was applied. If it is false, paramete
 
 @dataclasses.dataclass(frozen=True)
 class RateEstimate:
-    """What the size of an update of a group of parameters is estimated from.
+    """The numbers from which the size of an update of a group of parameters is estimated.
 
     Args:
         rate: the learning rate.
-        unit: size of an update at rate 1; `None` if it is unknown, and then the smaller of 1 and the gradients'.
+        unit: size of an update at rate 1; `None` assumes the smaller of "ones" and "gradients".
         params: the parameters of the group.
         decay: factor of the decoupled weight decay.
     """
@@ -67,11 +67,11 @@ class UpdateGuard:
     axes: tuple[str, ...] = ()
 
     def allows(self, updates: Params, params: Params) -> Bool[Array, ""]:
-        """Return whether updates may be applied to parameters, on every device the same."""
-        sums = _square_sum(updates), _square_sum(params), _number_count(params)
+        """Return whether updates may be applied to parameters; the answer is equal on every device."""
+        squares_and_count = _square_sum(updates), _square_sum(params), _number_count(params)
         if self.axes:
-            sums = jax.lax.psum(sums, self.axes)
-        return self._allows_squares(*sums)
+            squares_and_count = jax.lax.psum(squares_and_count, self.axes)
+        return self._allows_squares(*squares_and_count)
 
     def allows_rate(
         self,
@@ -89,12 +89,11 @@ class UpdateGuard:
 
         Args:
             rate: the learning rate.
-            unit: size of an update at rate 1; `None` if it is unknown, and then the smaller of 1 and the gradients'.
+            unit: size of an update at rate 1; `None` assumes the smaller of "ones" and "gradients".
             gradient_norm: global norm of the gradients that the rule receives.
             params: the parameters.
             decay: factor of the decoupled weight decay.
-            are_params_read: whether the parameters are on the device. If not, each counts as `ZERO_RMS`, unless `unit`
-                is "weights".
+            are_params_read: whether to read the parameters. If not, each number of them counts as `ZERO_RMS`.
 
         Example:
             >>> guard, params, norm = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}, jnp.float32(0.2)
@@ -111,9 +110,9 @@ class UpdateGuard:
 
         Args:
             estimates: the learning rate and the parameters of each group.
-            gradient_norm: global norm of the gradients that the rules receive, which is the most that those of a group
-                may have.
-            are_params_read: whether the parameters are on the device, as in `allows_rate`.
+            gradient_norm: global norm of the gradients that the rules receive; it bounds the norm of each group's
+                gradients.
+            are_params_read: whether to read the parameters, as in `allows_rate`.
 
         Example:
             >>> guard, params, rate = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}, jnp.float32(60.0)
@@ -121,7 +120,7 @@ class UpdateGuard:
             >>> [bool(guard.allows_rates(chosen, jnp.float32(0.2))) for chosen in (estimates, estimates[:1])]
             [True, False]
         """
-        update_squares, param_squares, count = (jnp.zeros((), jnp.float32) for _ in range(3))
+        update_squares, param_squares, number_count = (jnp.zeros((), jnp.float32) for _ in range(3))
         for estimate in estimates:
             own_count = _number_count(estimate.params)
             floor = ZERO_RMS**2 * own_count
@@ -132,23 +131,23 @@ class UpdateGuard:
                 "weights": jnp.maximum(own_squares, floor),
                 None: jnp.minimum(own_count, jnp.square(gradient_norm)),
             }
-            squares_at_one = squares_by_unit[estimate.unit] + jnp.square(jnp.float32(estimate.decay)) * own_squares
-            update_squares += jnp.square(estimate.rate) * squares_at_one
-            param_squares, count = param_squares + own_squares, count + own_count
-        return self._allows_squares(update_squares, param_squares, count)
+            squares_at_rate_one = squares_by_unit[estimate.unit] + jnp.square(jnp.float32(estimate.decay)) * own_squares
+            update_squares += jnp.square(estimate.rate) * squares_at_rate_one
+            param_squares, number_count = param_squares + own_squares, number_count + own_count
+        return self._allows_squares(update_squares, param_squares, number_count)
 
     def _allows_squares(
-        self, update_squares: Float[Array, ""], param_squares: Float[Array, ""], count: Float[Array, ""]
+        self, update_squares: Float[Array, ""], param_squares: Float[Array, ""], number_count: Float[Array, ""]
     ) -> Bool[Array, ""]:
-        """Return the verdict on the sum of the squares of an update of `count` numbers."""
+        """Return whether an update of `number_count` numbers with this sum of squares is allowed."""
         is_allowed = jnp.isfinite(update_squares)
         if self.bound > 0:
-            largest = jnp.square(jnp.float32(self.bound)) * jnp.maximum(param_squares, ZERO_RMS**2 * count)
-            is_allowed &= update_squares <= largest
+            max_squares = jnp.square(jnp.float32(self.bound)) * jnp.maximum(param_squares, ZERO_RMS**2 * number_count)
+            is_allowed &= update_squares <= max_squares
         return is_allowed
 
 
-def guarded(optimizer: optax.GradientTransformation, guard: UpdateGuard) -> GuardedAdvance:
+def guarded_advance(optimizer: optax.GradientTransformation, guard: UpdateGuard) -> GuardedAdvance:
     """Return the step that applies an optax transformation to whole trees on the device, if the update is allowed.
 
     Args:
@@ -170,7 +169,7 @@ def guarded(optimizer: optax.GradientTransformation, guard: UpdateGuard) -> Guar
 
 
 def _number_count(tree: Params) -> Float[Array, ""]:
-    """Return the number of numbers in a tree, in float32."""
+    """Return the number of array elements in a tree, in float32."""
     return jnp.float32(sum(leaf.size for leaf in jax.tree.leaves(tree)))
 
 

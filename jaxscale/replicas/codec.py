@@ -31,7 +31,7 @@ from jaxscale.trees import tree_bytes
 from jaxscale.typing import Array, Float, Int, Key
 
 CodecState = dict[str, Any]
-"""A codec's state for a leaf on one device: arrays by name. `residual` is float32, of the leaf's shape."""
+"""A codec's state for a leaf on one device: arrays by name. The array `residual` is float32, of the leaf's shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Codec(NamedCodec):
             >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
             [(0, 'None'), (10, 'topk:0.25,block=512,warmup=0'), (18, 'topk:0.1,warmup=0')]
         """
-        compressed_phases = [(self.start + step, codec) for step, codec in self._timetable()]
-        return ((0, None), *compressed_phases) if self.start else tuple(compressed_phases)
+        first_steps_and_codecs = [(self.start + step, codec) for step, codec in self._timetable()]
+        return ((0, None), *first_steps_and_codecs) if self.start else tuple(first_steps_and_codecs)
 
     @property
     def timed(self) -> bool:
@@ -102,7 +102,7 @@ class Codec(NamedCodec):
             raise UserError(f"codec {self}: {reason}")
         if not layers:
             return self._init(tuple(shape), key, n)
-        return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(
+        return jax.vmap(lambda layer_key: self._init(tuple(shape[1:]), layer_key, n), axis_size=shape[0])(
             _layer_keys(key, shape[0], first)
         )
 
@@ -133,29 +133,33 @@ class Codec(NamedCodec):
         """
         assert key is not None or not self.random, f"codec {self} rounds at random: pass a key to reduce"
         assert step is not None or not self.timed, f"codec {self} depends on the step: pass the step to reduce"
-        exact_gradient = gradient.astype(jnp.float32)
+        float32_gradient = gradient.astype(jnp.float32)
 
-        def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
-            """Return the mean of the leaf and its new state, computed by the codec of a phase."""
+        def reduce_by(codec: Codec | None, leaf_gradient: Array, leaf_state: CodecState) -> tuple[Array, CodecState]:
+            """Return the mean of the leaf over the axis and the leaf's new state, both by the codec of a phase."""
             if codec is None:
-                return lax.pmean(gradient, axis), state
+                return lax.pmean(leaf_gradient, axis), leaf_state
 
-            def reduce_layer(gradient: Array, state: CodecState, key: Key | None) -> tuple[Array, CodecState]:
+            def reduce_layer(
+                layer_gradient: Array, layer_state: CodecState, layer_key: Key | None
+            ) -> tuple[Array, CodecState]:
                 """Return the mean of one layer and its new state."""
-                return codec._reduce(gradient, state, axis, key)
+                return codec._reduce(layer_gradient, layer_state, axis, layer_key)
 
             if layers:
-                mean, new_state = jax.vmap(reduce_layer)(gradient, state, _layer_keys(key, len(gradient), first))
+                mean, new_state = jax.vmap(reduce_layer)(
+                    leaf_gradient, leaf_state, _layer_keys(key, len(leaf_gradient), first)
+                )
             else:
-                mean, new_state = reduce_layer(gradient, state, key)
-            return mean, jax.tree.map(_vary_like, new_state, state)
+                mean, new_state = reduce_layer(leaf_gradient, leaf_state, key)
+            return mean, jax.tree.map(_vary_like, new_state, leaf_state)
 
         first_steps, codecs = zip(*self.timetable, strict=True)
         if step is None or not self.timed:
-            return reduce_by(codecs[0], exact_gradient, state)
+            return reduce_by(codecs[0], float32_gradient, state)
         phase_index = jnp.sum(step >= jnp.array(first_steps[1:]))
         branches = [functools.partial(reduce_by, codec) for codec in codecs]
-        return lax.switch(phase_index, branches, exact_gradient, state)
+        return lax.switch(phase_index, branches, float32_gradient, state)
 
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
         """Return the bytes that one device sends over the axis in a step of the last phase.
@@ -187,7 +191,9 @@ class Codec(NamedCodec):
         if not layers:
             return self._resize(old_states, tuple(shape), n)
         # the dim of layers comes after that of replicas
-        return jax.vmap(lambda states: self._resize(states, tuple(shape[1:]), n), in_axes=1, out_axes=1)(old_states)
+        return jax.vmap(lambda layer_states: self._resize(layer_states, tuple(shape[1:]), n), in_axes=1, out_axes=1)(
+            old_states
+        )
 
     # ---- the interface for subclasses, of one layer
 
@@ -235,15 +241,15 @@ def compute_once(message: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
+def message_bytes(codec: Any, *abstract_inputs: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of the message that a codec encodes from arrays of these shapes.
 
     Args:
         codec: codec with a method `encode`.
-        inputs: shapes and dtypes of the arguments of `encode`, without the random key.
+        abstract_inputs: shapes and dtypes of the arguments of `encode`, without the random key.
     """
     key = jax.random.key(0) if codec.random else None
-    return tree_bytes(jax.eval_shape(lambda *arrays: codec.encode(*arrays, key), *inputs))
+    return tree_bytes(jax.eval_shape(lambda *arrays: codec.encode(*arrays, key), *abstract_inputs))
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -256,9 +262,9 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
-def _layer_keys(key: Key | None, count: int, first: int) -> Key | None:
-    """Return random keys of `count` layers, each derived from its index; `first` is the index of the first layer."""
-    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(count))
+def _layer_keys(key: Key | None, layer_count: int, first_layer: int) -> Key | None:
+    """Return the random keys of `layer_count` consecutive layers, each derived from the layer's index in its stack."""
+    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first_layer + jnp.arange(layer_count))
 
 
 def _vary_like(array: Array, reference: Array) -> Array:

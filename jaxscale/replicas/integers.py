@@ -81,6 +81,6 @@ def _pack_nibbles(codes: Array) -> Array:
     return (low_codes & 15) | (high_codes << 4)
 
 
-def _unpack_nibbles(packed: Array) -> Array:
+def _unpack_nibbles(packed_codes: Array) -> Array:
     """Return the codes that `_pack_nibbles` packed, one in each int8."""
-    return jnp.concatenate([(packed << 4) >> 4, packed >> 4], axis=-1)
+    return jnp.concatenate([(packed_codes << 4) >> 4, packed_codes >> 4], axis=-1)

@@ -78,12 +78,12 @@ did you mean 'every'?
             UserError: an option is unknown (the message suggests the nearest name), or a value is invalid.
         """
         type_of_field, settings = field_types(cls), {}
-        for option in filter(None, (word.strip() for word in text.split(","))):
-            name, equals, setting_text = (part.strip() for part in option.partition("="))
+        for option_text in filter(None, (word.strip() for word in text.split(","))):
+            name, equals, setting_text = (word.strip() for word in option_text.partition("="))
             if name not in type_of_field:
                 raise unknown("option of diloco", name, type_of_field)
             if not equals or name in settings:
-                raise UserError(f"diloco {text!r}: got {option!r}, expected each option once, as {name}=VALUE")
+                raise UserError(f"diloco {text!r}: got {option_text!r}, expected each option once, as {name}=VALUE")
             settings[name] = parse(setting_text, type_of_field[name], f"diloco {name}")
         if "every" not in settings:
             raise UserError(f"diloco {text!r}: got no every, expected every=STEPS, the steps between synchronizations")
@@ -95,8 +95,12 @@ did you mean 'every'?
     def due(self, steps: int) -> tuple[int, ...]:
         """Return the indices of the fragments of the weights that synchronize after `steps` steps."""
         # for each fragment, the number of steps after which it synchronizes, modulo `every`
-        offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
-        return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
+        step_offsets = (fragment_index * self.every // self.fragments for fragment_index in range(self.fragments))
+        return tuple(
+            fragment_index
+            for fragment_index, step_offset in enumerate(step_offsets)
+            if (steps - step_offset) % self.every == 0
+        )
 
     def outer_step(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
         """Make an outer step for one tensor, and return its new weights θ and its new state m.
@@ -112,15 +116,15 @@ did you mean 'every'?
         return weight - self.lr * (displacement + self.momentum * new_momentum), new_momentum
 
 
-def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+def fragments_of(element_counts: Mapping[str, int], fragment_count: int) -> tuple[tuple[str, ...], ...]:
     """Return the names of the tensors of each fragment; the fragments have similar numbers of elements.
 
     In the paper a fragment consists of layers. Here, layers that are stacked in one array are one tensor, and so belong
     to one fragment.
 
     Args:
-        sizes: number of elements of each tensor, by name.
-        count: number of fragments.
+        element_counts: number of elements of each tensor, by name.
+        fragment_count: number of fragments.
 
     Raises:
         UserError: there are fewer tensors than fragments.
@@ -129,13 +133,16 @@ def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...],
         >>> fragments_of({"up": 40, "down": 30, "norm": 1, "head": 20}, 2)
         (('up', 'norm'), ('down', 'head'))
     """
-    if count > len(sizes):
-        raise UserError(f"diloco fragments: got {count}, expected at most {len(sizes)}, the model's number of tensors")
-    fragments: list[list[str]] = [[] for _ in range(count)]
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        smallest_fragment = min(fragments, key=lambda fragment: sum(map(sizes.__getitem__, fragment)))
+    if fragment_count > len(element_counts):
+        raise UserError(
+            f"diloco fragments: got {fragment_count}, expected at most {len(element_counts)}, the model's number of "
+            "tensors"
+        )
+    fragments: list[list[str]] = [[] for _ in range(fragment_count)]
+    for name in sorted(element_counts, key=lambda name: -element_counts[name]):
+        smallest_fragment = min(fragments, key=lambda fragment: sum(map(element_counts.__getitem__, fragment)))
         smallest_fragment.append(name)
-    name_order = list(sizes)
+    name_order = list(element_counts)
     return tuple(tuple(sorted(fragment, key=name_order.index)) for fragment in fragments)
 
 
@@ -147,7 +154,8 @@ class DilocoState(NamedTuple):
         inner: state of this replica's inner optimizer.
         shared: θ, the shared weights, equal on all replicas.
         outer: state of the outer optimizer, equal on all replicas.
-        owed: the codec's state for each parameter, in the order of the leaves; empty without a codec.
+        owed: the codec's state for each parameter (its residuals are still to be sent), in the order of the leaves;
+            empty without a codec.
     """
 
     count: Any
@@ -215,7 +223,7 @@ def diloco(
         if params is None:
             raise UserError("diloco: got no parameters: call update(gradients, state, params)")
         inner_updates, inner_state = inner.update(updates, state.inner, params)
-        local_params, count = optax.apply_updates(params, inner_updates), state.count + 1
+        local_params, step_count = optax.apply_updates(params, inner_updates), state.count + 1
         treedef = jax.tree.structure(params)
 
         def synchronize() -> Any:
@@ -224,8 +232,11 @@ def diloco(
             if codec is None:
                 means = [lax.pmean(displacement, axis) for displacement in displacements]
             else:
-                pairs = zip(displacements, state.owed, strict=True)
-                means_and_states = [codec.reduce(leaf, codec_state, axis, None, count) for leaf, codec_state in pairs]
+                displacements_and_states = zip(displacements, state.owed, strict=True)
+                means_and_states = [
+                    codec.reduce(displacement, codec_state, axis, None, step_count)
+                    for displacement, codec_state in displacements_and_states
+                ]
                 means, codec_states = zip(*means_and_states, strict=True)
             outer_updates, outer_state = outer_optimizer.update(treedef.unflatten(means), state.outer, state.shared)
             shared = optax.apply_updates(state.shared, outer_updates)
@@ -235,7 +246,7 @@ def diloco(
             """Return the inner updates, followed by the weights and states of `synchronize` unchanged."""
             return inner_updates, state.shared, state.outer, state.owed
 
-        new_updates, shared, outer_state, codec_states = lax.cond(count % every == 0, synchronize, skip)
-        return new_updates, DilocoState(count, inner_state, shared, outer_state, codec_states)
+        new_updates, shared, outer_state, codec_states = lax.cond(step_count % every == 0, synchronize, skip)
+        return new_updates, DilocoState(step_count, inner_state, shared, outer_state, codec_states)
 
     return optax.GradientTransformation(init, update)

@@ -2,8 +2,8 @@
 
     P = mean(M Q), normalized;  Q = mean(M^T P);  the mean gradient is P Q^T, and the next step starts from Q.
 
-M is the gradient of one replica plus its residual, and the means are over replicas. The products can be added in
-their encoded form, so two all-reduces suffice, and the bytes that a device sends do not grow with the number of
+M is the gradient of one replica plus its residual, and the means are over replicas. The products M Q and M^T P can be
+added without decoding, so two all-reduces suffice, and the bytes that a device sends do not grow with the number of
 devices. PowerSGD and GradZip share this code; they differ in how they normalize P and Q.
 """
 

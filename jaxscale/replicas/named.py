@@ -54,21 +54,21 @@ did you mean 'start'?
         """
         from jaxscale.replicas.codecs import CODECS
 
-        head, *options = (word.strip() for word in text.strip().split(","))
-        name, colon, head_value = head.partition(":")
+        head_text, *option_texts = (word.strip() for word in text.strip().split(","))
+        name, colon, value_text = head_text.partition(":")
         if name.lower() not in CODECS:
             raise unknown("codec", name, CODECS)
         codec_type = CODECS[name.lower()]
         if bool(colon) != (codec_type.value is not None):
             raise UserError(f"codec {text!r}: expected the form {codec_type.form()}")
-        text_by_field = {} if codec_type.value is None else {codec_type.value: head_value.removesuffix(codec_type.unit)}
+        text_by_field = {} if codec_type.value is None else {codec_type.value: value_text.removesuffix(codec_type.unit)}
         type_by_field = values.field_types(codec_type)
-        for option in options:
-            field, equals, field_text = (word.strip() for word in option.partition("="))
+        for option_text in option_texts:
+            field, equals, field_text = (word.strip() for word in option_text.partition("="))
             if field not in type_by_field:
                 raise unknown(f"option of codec {codec_type.name}", field, type_by_field)
             if not equals or field in text_by_field:
-                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec_type.form()}")
+                raise UserError(f"codec {text!r}: got {option_text!r}, expected each option once: {codec_type.form()}")
             text_by_field[field] = field_text
         try:
             return codec_type(**{f: values.parse(text_by_field[f], type_by_field[f], f) for f in text_by_field})

@@ -67,12 +67,12 @@ class OnePhase(Codec):
         first_message = jax.tree.map(lambda array: array[0], messages)
         other_messages = jax.tree.map(lambda array: array[1:], messages)
 
-        def add(total: Array, message: Any) -> tuple[Array, None]:
+        def add(partial_sum: Array, other_message: Any) -> tuple[Array, None]:
             """Add one device's decoded message to the total, and return (total, None), as `lax.scan` requires."""
-            return total + self.decode(message, elements), None
+            return partial_sum + self.decode(other_message, elements), None
 
-        total, _ = lax.scan(add, self.decode(first_message, elements), other_messages)
-        return total / lax.axis_size(axis)
+        message_sum, _ = lax.scan(add, self.decode(first_message, elements), other_messages)
+        return message_sum / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""

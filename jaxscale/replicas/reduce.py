@@ -42,19 +42,19 @@ A residual is (replicas, *shape of the gradient), and any other state is (replic
 """
 
 
-def squared_residuals(states: CodecStates) -> Float[Array, ""]:
+def squared_residual_norm(states: CodecStates) -> Float[Array, ""]:
     """Return the squared norm of the residuals in the states."""
     return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
 
 
-def _indexed_states(states: CodecStates, index: int | None) -> CodecStates:
-    """Return states indexed along their dims of replicas and shards; with the index `None`, these dims are added."""
+def _index_leading_dims(states: CodecStates, index: int | None) -> CodecStates:
+    """Return states indexed along their leading dims, of replicas and shards; the index `None` adds these dims."""
     return {
         name: {
             state_name: array[index] if state_name == RESIDUAL else array[index, index]
-            for state_name, array in arrays.items()
+            for state_name, array in array_by_name.items()
         }
-        for name, arrays in states.items()
+        for name, array_by_name in states.items()
     }
 
 
@@ -154,8 +154,8 @@ class GradientExchange:
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a gradient on one device."""
         leaf = self.leaves[name]
-        dims = zip(leaf.shape, dim_axes(leaf.spec, len(leaf.shape)), strict=True)
-        return tuple(size // shard_count(self.mesh, axes) for size, axes in dims)
+        sizes_and_axes = zip(leaf.shape, dim_axes(leaf.spec, len(leaf.shape)), strict=True)
+        return tuple(dim_size // shard_count(self.mesh, axes) for dim_size, axes in sizes_and_axes)
 
     def shard_count(self, name: str) -> int:
         """Return the number of shards into which a gradient is split over the mesh axes other than the slow axis."""
@@ -183,8 +183,8 @@ class GradientExchange:
     @property
     def _plain_bytes(self) -> int:
         """Bytes that one device sends for the uncompressed gradients."""
-        elements = sum(math.prod(self.local_shape(name)) for name in self.plain_names)
-        return wire.all_reduce(wire.FLOAT32 * elements, self.replicas)
+        element_count = sum(math.prod(self.local_shape(name)) for name in self.plain_names)
+        return wire.all_reduce(wire.FLOAT32 * element_count, self.replicas)
 
     @property
     def wire_bytes(self) -> int:
@@ -230,7 +230,7 @@ class GradientExchange:
         return self.codec.init(self.local_shape(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
 
     @functools.cached_property
-    def _state_shapes(self) -> dict[str, dict[str, Any]]:
+    def _abstract_local_states(self) -> dict[str, dict[str, Any]]:
         """Shapes and dtypes of the states on one device, by the name of the gradient and of the state."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded_names}
@@ -243,7 +243,7 @@ class GradientExchange:
                 for state_name, local_state in local_states.items()
                 if not is_merged or state_name in self._lasting_names(name)
             }
-            for name, local_states in self._state_shapes.items()
+            for name, local_states in self._abstract_local_states.items()
         }
 
     def _abstract_state(self, name: str, state_name: str, local_state: Any, is_merged: bool) -> jax.ShapeDtypeStruct:
@@ -265,7 +265,7 @@ class GradientExchange:
 
     def shardings(self, *, is_merged: bool = False) -> Any:
         """Return the shardings of all replicas' states; if `is_merged`, those of the merged states."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_states(is_merged=is_merged))
+        return jax.tree.map(lambda abstract_state: abstract_state.sharding, self.abstract_states(is_merged=is_merged))
 
     def _specs(self, *, is_merged: bool = False) -> Any:
         """Return the `PartitionSpec` of each state that `shardings` describes."""
@@ -274,19 +274,21 @@ class GradientExchange:
     def init(self) -> CodecStates:
         """Make the states before the first step. Call this under `jax.jit` with `out_shardings`."""
 
-        def run_on_device() -> CodecStates:
+        def init_on_device() -> CodecStates:
             """Return the initial states of this device."""
             return self._with_leading_dims(self.initial_device_states())
 
-        return self._shard_mapped(run_on_device, (), self._specs())()
+        return self._shard_mapped(init_on_device, (), self._specs())()
 
     def _lasting_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of those states of a gradient that have a shape independent of the number of replicas."""
+        """Return the names of those states of a gradient whose shape does not depend on the number of replicas."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         shape, layers = self.local_shape(name), self.leaves[name].layers
         other_states = jax.eval_shape(lambda key: self.codec.init(shape, key, self.replicas + 1, layers=layers), key)
-        own_states = self._state_shapes[name].items()
-        return tuple(state_name for state_name, state in own_states if state.shape == other_states[state_name].shape)
+        names_and_own_states = self._abstract_local_states[name].items()
+        return tuple(
+            state_name for state_name, state in names_and_own_states if state.shape == other_states[state_name].shape
+        )
 
     def merge(self, states: CodecStates) -> CodecStates:
         """Return the merged states: one state for each gradient, with the mean residual of all replicas.
@@ -294,38 +296,39 @@ class GradientExchange:
         A run with any number of replicas can continue from the merged states.
         """
 
-        def run_on_device(states: CodecStates) -> CodecStates:
-            """Return the merged states on this device, from the device's states."""
-            merged: CodecStates = {}
-            for name, local_states in self._without_leading_dims(states).items():
+        def merge_on_device(stacked_states: CodecStates) -> CodecStates:
+            """Return the merged states on this device, from the device's states with their leading dims."""
+            merged_states: CodecStates = {}
+            for name, local_states in self._without_leading_dims(stacked_states).items():
                 gathered_states = jax.tree.map(lambda array: lax.all_gather(array, self.axis), local_states)
                 shape, layers = self.local_shape(name), self.leaves[name].layers
                 # the state of one replica, with a first dim of 1
                 merged_state = self.codec.resize(gathered_states, shape, 1, layers=layers)
                 # for a residual, the first dim is removed; for other states, it becomes the dim of shards
-                merged[name] = {
+                merged_states[name] = {
                     state_name: merged_state[state_name][0] if state_name == RESIDUAL else merged_state[state_name]
                     for state_name in self._lasting_names(name)
                 }
-            return merged
+            return merged_states
 
-        return self._shard_mapped(run_on_device, (self._specs(),), self._specs(is_merged=True))(states)
+        return self._shard_mapped(merge_on_device, (self._specs(),), self._specs(is_merged=True))(states)
 
-    def spread(self, merged: CodecStates) -> CodecStates:
-        """Return the states of all replicas of this mesh: copies of the merged states, and otherwise initial states.
+    def spread(self, merged_states: CodecStates) -> CodecStates:
+        """Return the states of all replicas of this mesh: copies of the merged states, and initial states for the rest.
 
         Args:
-            merged: states from `merge`.
+            merged_states: states from `merge`.
         """
 
-        def run_on_device(merged: CodecStates) -> CodecStates:
+        def spread_on_device(stacked_merged_states: CodecStates) -> CodecStates:
             """Return the states of this device, from the merged states on this device."""
             initial_states = self.initial_device_states()
             device_states = {
                 name: {
-                    state_name: array if state_name == RESIDUAL else array[0] for state_name, array in arrays.items()
+                    state_name: array if state_name == RESIDUAL else array[0]
+                    for state_name, array in array_by_name.items()
                 }
-                for name, arrays in merged.items()
+                for name, array_by_name in stacked_merged_states.items()
             }
             return self._with_leading_dims(
                 {name: initial_states[name] | device_states.get(name, {}) for name in initial_states}
@@ -333,17 +336,18 @@ class GradientExchange:
 
         all_specs = self._specs(is_merged=True)
         specs = {
-            name: {state_name: all_specs[name][state_name] for state_name in arrays} for name, arrays in merged.items()
+            name: {state_name: all_specs[name][state_name] for state_name in array_by_name}
+            for name, array_by_name in merged_states.items()
         }
-        return self._shard_mapped(run_on_device, (specs,), self._specs())(merged)
+        return self._shard_mapped(spread_on_device, (specs,), self._specs())(merged_states)
 
     def _with_leading_dims(self, states: CodecStates) -> CodecStates:
         """Return the states of one device with leading dims of size 1 for replicas and shards."""
-        return _indexed_states(states, None)
+        return _index_leading_dims(states, None)
 
     def _without_leading_dims(self, states: CodecStates) -> CodecStates:
         """Return the states of one device without the leading dims for replicas and shards."""
-        return _indexed_states(states, 0)
+        return _index_leading_dims(states, 0)
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
@@ -356,17 +360,25 @@ class GradientExchange:
             step: number of updates made before this one.
         """
 
-        def run_on_device(gradients: dict[str, Array], states: CodecStates, step: Array) -> ReducedGradients:
-            """Average this device's shards of the gradients, and return the shards of the result."""
-            shards, device_states = {name: g[0] for name, g in gradients.items()}, self._without_leading_dims(states)
-            means, new_states = self.average_on_device(shards, device_states, step, self.mesh.axis_names)
+        def average_shards(
+            stacked_gradients: dict[str, Array], stacked_states: CodecStates, update_count: Array
+        ) -> ReducedGradients:
+            """Average this device's shards of the gradients; return the shards of the means and of the new states.
+
+            Each array has leading dims of size 1 for replicas, and for shards where states have them.
+            """
+            shards, device_states = (
+                {name: g[0] for name, g in stacked_gradients.items()},
+                self._without_leading_dims(stacked_states),
+            )
+            means, new_states = self.average_on_device(shards, device_states, update_count, self.mesh.axis_names)
             return ReducedGradients(means, self._with_leading_dims(new_states), self._residual_norm(new_states))
 
-        replicated = PartitionSpec()
+        replicated_spec = PartitionSpec()
         gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
         mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
-        out_specs: Any = ReducedGradients(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
-        average = self._shard_mapped(run_on_device, (gradient_specs, self._specs(), replicated), out_specs)
+        out_specs: Any = ReducedGradients(*(mean_specs, self._specs(), replicated_spec))  # pyright: ignore[reportArgumentType]
+        average = self._shard_mapped(average_shards, (gradient_specs, self._specs(), replicated_spec), out_specs)
         return average({name: gradients[name] for name in self.leaves}, states, step)
 
     def average_on_device(
@@ -399,7 +411,9 @@ class GradientExchange:
                 first=self.leaves[name].first,
             )
             means[name], new_states[name] = jnp.where(is_finite, leaf_mean, jnp.nan), leaf_state
-        checked_states = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_states, states)
+        checked_states = jax.tree.map(
+            lambda new_state, old_state: jnp.where(is_finite, new_state, old_state), new_states, states
+        )
         return {name: means[name] for name in self.leaves}, checked_states
 
     def initial_device_states(self) -> CodecStates:
@@ -408,16 +422,19 @@ class GradientExchange:
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded_names}
 
     def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Send the uncompressed gradients in one message, and return their means; NaN in one gradient stays there."""
+        """Send the uncompressed gradients in one message, and return the mean of each by name.
+
+        A NaN in one gradient does not affect the means of the others.
+        """
         if not self.plain_names:
             return {}
         flat_gradients = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain_names])
         flat_means = lax.psum(flat_gradients, self.axis) / self.replicas
-        means, offset = {}, 0
+        means, start = {}, 0
         for name in self.plain_names:
             shape = self.local_shape(name)
-            means[name] = flat_means[offset : offset + math.prod(shape)].reshape(shape)
-            offset += math.prod(shape)
+            means[name] = flat_means[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
         return means
 
     def _residual_norm(self, states: CodecStates) -> Array:
@@ -426,7 +443,7 @@ class GradientExchange:
         for name in states:
             # the number of devices of a replica that have the same shard
             copy_count = self.mesh.size // (self.replicas * self.shard_count(name))
-            squared_norm += squared_residuals({name: states[name]}) / copy_count
+            squared_norm += squared_residual_norm({name: states[name]}) / copy_count
         return jnp.sqrt(lax.psum(squared_norm, self.mesh.axis_names) / self.replicas)
 
     def _shard_key(self, key: Key, name: str) -> Key:
@@ -440,5 +457,6 @@ class GradientExchange:
 
     def _shard_mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """Return the function mapped over the shards of all devices of the mesh with `jax.shard_map`."""
-        # the mean is equal on all replicas, because each computes it from the same messages; types cannot express this
+        # the mean is equal on all replicas, because each computes it from the same messages; JAX's types of values that
+        # vary over axes cannot express this
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

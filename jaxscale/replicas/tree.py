@@ -66,14 +66,14 @@ def reduce_gradients(
         2019 (https://arxiv.org/abs/1901.09847).
     """
     exchange = _exchange(codec, gradients, axis, jax.lax.axis_size(axis), seed)
-    gradient_of = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
-    mean_of, new_states = exchange.average_on_device(gradient_of, states, step, (axis,))
-    means = [mean_of[name] for name in gradient_of]
+    gradient_by_name = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
+    mean_by_name, new_states = exchange.average_on_device(gradient_by_name, states, step, (axis,))
+    means = [mean_by_name[name] for name in gradient_by_name]
     return jax.tree.unflatten(jax.tree.structure(gradients), means), new_states
 
 
 def _exchange(codec: Codec | str, gradients: PyTree, axis: str, replicas: int, seed: int) -> GradientExchange:
-    """Return the exchange of gradients that are not divided over the devices of a replica."""
-    leaves = {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in named_leaves(gradients).items()}
+    """Return the `GradientExchange` of gradients that are not divided over the devices of a replica."""
+    leaf_by_name = {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in named_leaves(gradients).items()}
     parsed_codec: Codec = Codec.parse(codec) if isinstance(codec, str) else codec
-    return GradientExchange(parsed_codec, AbstractMesh((replicas,), (axis,)), leaves, axis, seed)
+    return GradientExchange(parsed_codec, AbstractMesh((replicas,), (axis,)), leaf_by_name, axis, seed)

@@ -100,14 +100,17 @@ class TwoPhase(Codec):
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
-        chunk_shapes = jax.ShapeDtypeStruct((n, self.chunk_length(math.prod(shape), n)), jnp.float32)
+        abstract_chunks = jax.ShapeDtypeStruct((n, self.chunk_length(math.prod(shape), n)), jnp.float32)
         total_bytes = message_bytes(
-            self, chunk_shapes, jax.ShapeDtypeStruct((n,), jnp.int32)
+            self, abstract_chunks, jax.ShapeDtypeStruct((n,), jnp.int32)
         )  # of the messages of all chunks
         return wire.all_to_all(total_bytes, n) + wire.all_gather(total_bytes // n, n)
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """Convert the states of one layer: each new replica gets the mean residual plus the servers' residuals."""
+        """Return the states of one layer for n replicas.
+
+        Each residual is the mean of the old residuals plus the servers' residuals, which become zero.
+        """
         if not self.feedback:
             return {}
         residual = jnp.mean(states["residual"], 0) + _unpad(states["server"], shape)

@@ -17,10 +17,10 @@ from jax.tree_util import KeyPath
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import Advance, update_in_slices, update_on_device, update_on_host
 from jaxscale.offload.weights import Streamed
-from jaxscale.optim.groups import group_indices, masked
+from jaxscale.optim.groups import group_indices, mask_other_groups
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
-from jaxscale.optim.update_guard import GuardedAdvance, RateEstimate, UpdateGuard, guarded
+from jaxscale.optim.update_guard import GuardedAdvance, RateEstimate, UpdateGuard, guarded_advance
 from jaxscale.programs.elementwise import first_mixing_primitive
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -95,7 +95,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
         guard: the condition on a whole update.
     """
     if is_judged_whole(plan, update):
-        return guarded(update.clipped_rule, guard)
+        return guarded_advance(update.clipped_rule, guard)
     advance = _advance_by_parts(plan, update, layout)
 
     def advance_and_report(
@@ -128,7 +128,7 @@ def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateV
         """Return whether the update after `state.watch.good` updates may be applied."""
         clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
         rate_estimates = [
-            _rate_estimate(member, experiment.steps, state.watch.good, masked(state.params, index_tree, index))
+            _rate_estimate(member, experiment.steps, state.watch.good, mask_other_groups(state.params, index_tree, index))
             for index, member in member_by_index.items()
         ]
         return guard.allows_rates(rate_estimates, clipped_norm, are_params_read=has_device_weights)

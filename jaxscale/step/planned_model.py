@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.lowbit.products import RECIPES
-from jaxscale.offload.weights import offloading_later, streaming
+from jaxscale.offload.weights import with_deferred_offload, with_streamed_weights
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
@@ -75,9 +75,9 @@ class PlannedModel:
         treatment = blocks.Treatment(unroll=self.plan.unroll) if is_plain_treatment else self.treatment
         assert treatment is not None
         if self.plan.offload.weights == "host":
-            treatment = streaming(treatment)
+            treatment = with_streamed_weights(treatment)
         has_pipeline = self.plan.pipeline is not None
-        return offloading_later(treatment) if has_pipeline and self.plan.stages_keep == "residuals" else treatment
+        return with_deferred_offload(treatment) if has_pipeline and self.plan.stages_keep == "residuals" else treatment
 
     def shard_map_of(
         self, body: Callable[..., R], manual_axes: Sequence[str], input_specs: Specs, output_specs: Specs

@@ -193,7 +193,7 @@ def _check_products(plan: Plan, equations_and_runs: Sequence[tuple[JaxprEqn, int
     count_by_role = dict.fromkeys(ROLES, 0)
     for eqn, run_count in equations_and_runs:
         role = _role_of(eqn)
-        if role is not None and {operand.dtype.name for operand in _abstract_operands(eqn)} == recipe.types(role):
+        if role is not None and {operand.dtype.name for operand in _abstract_operands(eqn)} == recipe.dtypes_of(role):
             count_by_role[role] += run_count
     missing_product_texts = [ROLES[role] for role, count in count_by_role.items() if not count]
     if len(missing_product_texts) == len(ROLES):

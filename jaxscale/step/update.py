@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import in_one_stack
-from jaxscale.lowbit.quantized import quantize_state, state_bytes
+from jaxscale.lowbit.quantized import quantize_state, quantized_bytes_and_size
 from jaxscale.lowbit.split_weights import split, split_weights
 from jaxscale.offload.updates import Advance
 from jaxscale.optim.groups import group_indices
 from jaxscale.optim.leaves import LeafKind, ParamInfo, leaf_of
-from jaxscale.optim.one_bit import Messages, clipped
+from jaxscale.optim.one_bit import Messages, clip_mean_gradients
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
 from jaxscale.recipe.experiment import Experiment
@@ -125,7 +125,7 @@ class Update:
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
         clipped_rule = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
-            clipped_rule = clipped(rule, messages)
+            clipped_rule = clip_mean_gradients(rule, messages)
         members = experiment.optimizer.members().values()
         is_known_rule = all(member.custom is None for member in members)
         return cls(
@@ -226,11 +226,11 @@ def _fused_adamw(
         shardings: `NamedSharding` of each parameter's state.
         device_name: platform and kind of the device, such as "tpu TPU v5e".
     """
-    from jaxscale.optim.fused import AdamW, fused
+    from jaxscale.optim.fused import AdamW, fused_advance
 
     decay_mask = jax.tree.map(lambda info: info.decays, param_infos) if optimizer.decay == "matrices" else None
     adamw = AdamW(optimizer.schedule_fn(step_count), **optimizer.options(), mask=decay_mask)
-    return fused(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
+    return fused_advance(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
 
 
 def describe_kinds(param_infos: PyTree[ParamInfo]) -> str:
@@ -277,7 +277,7 @@ def describe_state(plan: Plan, abstract_state: PyTree, parameter_count: int) -> 
     """
     if plan.state.moments == "float32":
         return []
-    moment_bytes, moment_count = state_bytes(abstract_state)
+    moment_bytes, moment_count = quantized_bytes_and_size(abstract_state)
     correction_text = ", corrections of weights in int8" if plan.state.master == "split" else ""
     return [
         f"state {plan.state.moments}: {tree_bytes(abstract_state) / parameter_count:.2f} bytes a parameter; "

@@ -162,7 +162,7 @@ def test_layers_alone_are_rounded_forward_and_backward_in_a_scan_over_layers(nam
     low, expected = _of_decoder(name, remat), collections.Counter(_of_decoder(None, remat))
     # q, k, v, out, gate, up, down; of the result of the last nothing but the next block is made: it does not run again
     for role, count in {"forward": 7 + 6 * remat, "onward": 7, "inward": 7}.items():
-        types = sorted(RECIPES[name].types(role))
+        types = sorted(RECIPES[name].dtypes_of(role))
         expected[tuple(types if len(types) == 2 else types * 2)] += count * DECODER.layers
         expected["bfloat16", "bfloat16"] -= count * DECODER.layers
     assert low == expected

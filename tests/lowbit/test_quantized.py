@@ -15,7 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.lowbit.in_blocks import find_reshaper
 from jaxscale.lowbit.quantize import decode, is_quantized
-from jaxscale.lowbit.quantized import StatePolicy, dequantize, quantize_state, quantized_shardings, state_bytes
+from jaxscale.lowbit.quantized import (
+    StatePolicy,
+    dequantize,
+    quantize_state,
+    quantized_bytes_and_size,
+    quantized_shardings,
+)
 from tests.tiers import variants
 
 PARAMS = {
@@ -101,7 +107,9 @@ def test_a_step_is_the_rules_own_on_the_decoded_state(states: Any) -> None:
         assert np.abs(np.asarray(decode(q)) - exact).max() <= bound
         assert np.abs(np.asarray(decode(q)) - exact).max() > 0, "nothing was quantized"
     assert int(state[0].count) == 1
-    assert state_bytes(after)[0] / state_bytes(after)[1] == (4 / 128 + (0.5 if states == "int4" else 1))
+    assert quantized_bytes_and_size(after)[0] / quantized_bytes_and_size(after)[1] == (
+        4 / 128 + (0.5 if states == "int4" else 1)
+    )
 
 
 @pytest.mark.parametrize(

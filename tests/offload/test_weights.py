@@ -15,7 +15,7 @@ from jaxscale.layers.stack import Chain, Stack
 from jaxscale.memory.apply import treatment_for, wrapper
 from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.offload.weights import Streamed, streaming
+from jaxscale.offload.weights import Streamed, with_streamed_weights
 from jaxscale.programs.collect import collect
 from jaxscale.sharding.memory_space import on_host, to_host
 from tests.tiers import variants
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_weights_on_the_device(kind, memory, where):
 
         def of(moving):
             given = jax.tree.map(lambda m, h: Streamed(m) if where == "host" else Streamed(h, m), moving, held)
-            with blocks.treating(streaming(treatment(memory, kind))):
+            with blocks.treating(with_streamed_weights(treatment(memory, kind))):
                 return loss(graphdef, given, x)
 
         gradients = jax.grad(of)(held if where == "host" else jax.tree.map(jnp.zeros_like, params))
@@ -95,7 +95,7 @@ def test_no_weight_is_kept_for_the_backward_pass(memory):
     x = jnp.ones((2, 4, WIDTH))
 
     def of(params, x):
-        with blocks.treating(streaming(treatment(memory))):
+        with blocks.treating(with_streamed_weights(treatment(memory))):
             return loss(graphdef, jax.tree.map(Streamed, params), x)
 
     jaxpr = jax.make_jaxpr(lambda params, x: jax.grad(of)(to_host(params), x))(params, x)

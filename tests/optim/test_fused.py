@@ -13,7 +13,7 @@ from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import quantize_state
 from jaxscale.offload.updates import update_on_device
 from jaxscale.optim import fused as module
-from jaxscale.optim.fused import AdamW, fused
+from jaxscale.optim.fused import AdamW, fused_advance
 
 PARAMS = {
     "up": jax.random.normal(jax.random.key(0), (2, 128, 32)),
@@ -41,7 +41,7 @@ def test_steps_are_the_rules(states, clip, mesh, monkeypatch):
         optax.adamw(NUMBERS.rate, 0.9, 0.95, weight_decay=0.1, mask=MASK), states, local=places, platform="cpu"
     )
     whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-    ways = [update_on_device(whole), fused(rule, NUMBERS, platform="cpu", state_shardings=places, clip=clip)]
+    ways = [update_on_device(whole), fused_advance(rule, NUMBERS, platform="cpu", state_shardings=places, clip=clip)]
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(way, params, state, grads, good):
@@ -80,7 +80,7 @@ def test_on_a_cpu_every_leaf_goes_through_the_rule(monkeypatch):
 
     monkeypatch.setattr(module, "adam8", never)
     rule = quantize_state(optax.adamw(NUMBERS.rate, 0.9, 0.95, weight_decay=0.1, mask=MASK), platform="cpu")
-    advance = fused(rule, NUMBERS, platform="cpu")
+    advance = fused_advance(rule, NUMBERS, platform="cpu")
     state = rule.init(PARAMS)
     after, _ = jax.eval_shape(advance, gradients(0), state, PARAMS, jnp.ones(()), jnp.array(True))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, PARAMS)

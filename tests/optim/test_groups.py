@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.optim.groups import describe_groups, group_indices, masked
+from jaxscale.optim.groups import describe_groups, group_indices, mask_other_groups
 from jaxscale.optim.leaves import leaf_of, leaves_of
 from jaxscale.optim.optimizer import Optimizer
 from tests.tiers import variants
@@ -78,7 +78,7 @@ def test_the_first_pattern_wins_and_a_type_of_variable_is_a_pattern():
     }
     assert group_indices(["LoRAParam", "mlp"], LEAVES)["mlp"] == {"up": 0, "bias": 1}
     indices = group_indices(["LoRAParam"], LEAVES)
-    assert jax.tree.leaves(masked(PARAMS, indices, 0)) == [PARAMS["mlp"]["up"]]
+    assert jax.tree.leaves(mask_other_groups(PARAMS, indices, 0)) == [PARAMS["mlp"]["up"]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxscale.lowbit.quantized import quantize_state
 from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.optim.large_batch import lamb
 from jaxscale.optim.leaves import leaf_of, leaves_of
-from jaxscale.optim.one_bit import Messages, clipped, one_bit_adam, one_bit_lamb
+from jaxscale.optim.one_bit import Messages, clip_mean_gradients, one_bit_adam, one_bit_lamb
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.replica_updates import over_replicas
 from jaxscale.replicas import OneBit
@@ -187,7 +187,7 @@ def direction(state, params):
 
 def test_means_of_gradients_are_clipped_and_momenta_are_not():
     messages = Messages(B1, freeze=1, clip=0.5)
-    rule = clipped(ADAM(RATE, 1), messages)
+    rule = clip_mean_gradients(ADAM(RATE, 1), messages)
     gradient = jax.tree.map(lambda g: jnp.asarray(g[0]), GRADIENTS[0])
     state: Any = rule.init(PARAMS)
     sent = messages(gradient, state)

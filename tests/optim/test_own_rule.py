@@ -7,14 +7,14 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.optim import Optimizer
-from jaxscale.optim.own_rule import checked, try_rule, try_schedule
+from jaxscale.optim.own_rule import try_rule, try_schedule, with_update_checks
 
 GRADIENTS = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
 
 
 def test_a_right_rule_is_the_same_rule():
     rule = optax.adamw(1e-2)
-    checked_rule = checked(rule, None)
+    checked_rule = with_update_checks(rule, None)
     state, own_state = rule.init(GRADIENTS), checked_rule.init(GRADIENTS)
     for _ in range(2):
         updates, state = rule.update(GRADIENTS, state, GRADIENTS)
@@ -33,7 +33,7 @@ def test_a_right_rule_is_the_same_rule():
     ],
 )
 def test_what_an_update_returns_is_compared_with_what_it_was_given(update, message):
-    rule = checked(optax.GradientTransformation(lambda params: jnp.int32(0), update), len)
+    rule = with_update_checks(optax.GradientTransformation(lambda params: jnp.int32(0), update), len)
     with pytest.raises(UserError, match=message):
         rule.update(GRADIENTS, rule.init(GRADIENTS), GRADIENTS)
 

@@ -79,7 +79,7 @@ def test_a_file_is_all_that_a_new_codec_takes(tmp_path, monkeypatch):
     (tmp_path / "halves.py").write_text(MINE)
     monkeypatch.setattr(codecs, "__path__", [*codecs.__path__, str(tmp_path)])
     try:
-        monkeypatch.setattr(codecs, "CODECS", codecs._codec_types())
+        monkeypatch.setattr(codecs, "CODECS", codecs._codec_class_by_name())
         check(Codec.parse("halves"))
     finally:
         sys.modules.pop("jaxscale.replicas.codecs.halves", None)

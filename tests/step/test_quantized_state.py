@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import Quantized, decode, encode, is_quantized, zeros
-from jaxscale.lowbit.quantized import state_bytes
+from jaxscale.lowbit.quantized import quantized_bytes_and_size
 from jaxscale.lowbit.split_weights import split
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
@@ -242,7 +242,7 @@ def copied(step, arrays):
 def test_it_learns_takes_the_bytes_it_says_and_a_skipped_step_leaves_every_bit():
     found = trained()
     assert found.losses[2] < found.losses[1] < found.losses[0]
-    taken, numbers = state_bytes(found.state.optimizer)
+    taken, numbers = quantized_bytes_and_size(found.state.optimizer)
     blocks = {q.block for q in quantized(found.state.optimizer)}
     assert taken / numbers == pytest.approx(
         1 + 4 * sum(1 / q.block * q.size for q in quantized(found.state.optimizer)) / numbers

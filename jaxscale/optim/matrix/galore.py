@@ -2,8 +2,8 @@
 
 The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it one
 matrix at a time. Embeddings, head, gains and biases get AdamW. Each moment of a matrix has rank x (shorter dim)
-numbers, and its projection has rank x (longer dim). Neither has the shape of the parameter, so ZeRO and quantization
-leave both unchanged. A sharded gradient is gathered, and each device projects the whole gradient.
+numbers, and its projection has rank x (longer dim). Neither has the shape of the parameter, so ZeRO does not shard them
+and quantization does not apply. A sharded gradient is gathered, and each device projects the whole gradient.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def _loop_over_matrices(update: Callable[..., Any]) -> Callable[..., Any]:
     update_one_by_one = sequential_on_cpu(update)
 
     def update_matrices(gradient: Any, state: Any, params: Any = None) -> Any:
-        """Return (new gradient, new state); arrays are computed matrix by matrix, and step counts once for all."""
+        """Return (new gradient, new state); arrays are computed matrix by matrix, and a step count only once."""
         # XLA computes only the counts of the batched outputs, because nothing else is used
         batched_outputs = update(gradient, state, params)
         outputs = update_one_by_one(gradient, state, params)

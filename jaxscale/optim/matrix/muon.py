@@ -13,7 +13,7 @@ only twice, in bfloat16 if configured. A stack whose number of layers is not a m
 padded; to need less padding, uneven stacks of equal shape are first concatenated. Left out: the distribution of layers
 over axes that replicate them (data), which would save products and cost a gather.
 
-Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
+Momentum is computed as in optax (a bias-corrected average, then Nesterov's step), so that updates equal those of
 `optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
 """
 
@@ -95,7 +95,7 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
+    momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", param_info_tree: Any = None
 ) -> UpdateRule:
     """Return a rule whose update is the momentum, orthogonalized layer by layer for leaves that are matrices.
 
@@ -103,7 +103,7 @@ def scale_by_muon(
         momentum: decay of the average of gradients.
         scale: name of the rule in `scale_factor` that scales an orthogonal update.
         precision: dtype of the orthogonalization and of its messages between devices.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
+        param_info_tree: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
     """
 
     def init(params: Any) -> MuonState:
@@ -117,18 +117,18 @@ def scale_by_muon(
         corrected_updates = optax.tree.bias_correction(updates, momentum, step)
         nesterov_mean = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
         new_updates, treedef = jax.tree.flatten(nesterov_mean)
-        param_infos = param_infos_of(leaves, updates)
+        param_infos = param_infos_of(param_info_tree, updates)
         matrix_indices = [index for index, param_info in enumerate(param_infos) if param_info.kind == "matrix"]
-        matrices = orthogonalize(
+        orthogonal_arrays = orthogonalize(
             [new_updates[index] for index in matrix_indices],
             [param_infos[index] for index in matrix_indices],
             precision,
         )
-        for index, matrix in zip(matrix_indices, matrices, strict=True):
+        for index, orthogonal_array in zip(matrix_indices, orthogonal_arrays, strict=True):
             param_info, dtype = param_infos[index], new_updates[index].dtype
             new_updates[index] = scale_factor(
                 param_info.rows, param_info.columns // param_info.parts, scale
-            ) * matrix.astype(dtype)
+            ) * orthogonal_array.astype(dtype)
         return treedef.unflatten(new_updates), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)
@@ -201,19 +201,21 @@ def orthogonalize(
         param_info = param_infos[indices[0]]
         mesh_axes = _sharded_axes(param_info)
         if mesh_axes:
-            padding = -len(stack) % shard_count(param_info.sharding.mesh, mesh_axes)
-            padded_stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
+            padding_count = -len(stack) % shard_count(param_info.sharding.mesh, mesh_axes)
+            padded_stack = jnp.pad(stack, ((0, padding_count), (0, 0), (0, 0)))
             route = _route(param_info)
             new_stack = _move_along(newton_schulz(_move_along(padded_stack, route)), route[::-1])
         else:
             new_stack = newton_schulz(stack)
-        start = 0
-        for index, count in zip(indices, matrix_counts, strict=True):
-            matrices = new_stack[start : start + count] if len(new_stack) > count else new_stack
+        first_matrix = 0
+        for index, matrix_count in zip(indices, matrix_counts, strict=True):
+            matrices = (
+                new_stack[first_matrix : first_matrix + matrix_count] if len(new_stack) > matrix_count else new_stack
+            )
             array = _to_leaf_shape(matrices, param_infos[index])
             if mesh_axes:
                 array = jax.lax.with_sharding_constraint(array, param_infos[index].sharding)
-            new_arrays[index], start = array, start + count
+            new_arrays[index], first_matrix = array, first_matrix + matrix_count
     return new_arrays
 
 

@@ -113,25 +113,37 @@ def scale_by_soap(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return the new updates for the gradients `updates`, and the new state."""
         treedef = jax.tree.structure(updates)
-        state_leaves = map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q))
+        leaf_lists = map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q))
         leaf_outputs = [
-            _update_array(state.step, *inputs, b1=b1, b2=b2, eps=eps, every=every)
-            for inputs in zip(jax.tree.leaves(updates), *state_leaves, strict=True)
+            _update_array(state.step, *leaf_inputs, b1=b1, b2=b2, eps=eps, every=every)
+            for leaf_inputs in zip(jax.tree.leaves(updates), *leaf_lists, strict=True)
         ]
-        new_updates, mu, nu, *sides = (treedef.unflatten(arrays) for arrays in zip(*leaf_outputs, strict=True))
-        return new_updates, SoapState(state.step + 1, mu, nu, Sides(*sides[:2]), Sides(*sides[2:]))
+        new_updates, mu, nu, *statistics_and_bases = (
+            treedef.unflatten(arrays) for arrays in zip(*leaf_outputs, strict=True)
+        )
+        return new_updates, SoapState(
+            state.step + 1, mu, nu, Sides(*statistics_and_bases[:2]), Sides(*statistics_and_bases[2:])
+        )
 
     return optax.GradientTransformation(init, update)
 
 
 def _update_array(
-    update_count: Array, g: Array, mu: Array, nu: Array, *sides: Array, b1: float, b2: float, eps: float, every: int
+    update_count: Array,
+    g: Array,
+    mu: Array,
+    nu: Array,
+    *statistics_and_bases: Array,
+    b1: float,
+    b2: float,
+    eps: float,
+    every: int,
 ) -> tuple[Array, ...]:
-    """Return the update of one array, its new moments, and its new statistics and bases in the order of `sides`.
+    """Return the update of one array, its two new moments, and its new `statistics_and_bases` in the same order.
 
-    `sides` are the statistics of rows and of columns, followed by the bases of rows and of columns.
+    These are the statistics of rows and of columns, followed by the bases of rows and of columns.
     """
-    old_statistics, bases = sides[:2], sides[2:]
+    old_statistics, bases = statistics_and_bases[:2], statistics_and_bases[2:]
     # 1 if the first update only computes bases, 0 for an array without bases
     basis_update_count = jnp.int32(any(basis.ndim == 2 for basis in bases))
     adam_step_count = jnp.maximum(update_count + 1 - basis_update_count, 1)
@@ -149,11 +161,14 @@ def _update_array(
     )
 
     def compute_bases() -> tuple[Array, ...]:
-        """Return the second moment and the first bases: the statistics' eigenvectors, largest eigenvalue first."""
+        """Return (second moment, bases of rows, bases of columns): the first bases, as eigenvectors of the statistics.
+
+        The eigenvector of the largest eigenvalue comes first.
+        """
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refine_bases() -> tuple[Array, ...]:
-        """Return the second moment in the order of the new bases, and the bases after a power iteration."""
+        """Return (second moment in the order of the new bases, bases of rows, bases of columns), after an iteration."""
         sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
@@ -180,8 +195,8 @@ def _sort_along(x: Array, keys: Array, dim: int) -> Array:
     Every number of the matrix is sorted, because XLA aborts on a gather from a matrix that is sharded over several
     axes, in a region that is manual over replicas.
     """
-    key_of_number = jax.lax.broadcast_in_dim(keys, x.shape, (dim,))
-    return jax.lax.sort((key_of_number, x), dimension=dim, num_keys=1)[1]
+    number_keys = jax.lax.broadcast_in_dim(keys, x.shape, (dim,))
+    return jax.lax.sort((number_keys, x), dimension=dim, num_keys=1)[1]
 
 
 def _rotate(x: Array, bases: Any, *, is_back: bool = False) -> Array:

@@ -8,7 +8,7 @@ from jaxscale.errors import UserError
 from jaxscale.replicas.codec import Codec
 
 
-def _codec_types() -> dict[str, type[Codec]]:
+def _codec_class_by_name() -> dict[str, type[Codec]]:
     """Import the modules of this package, and return the codec classes in them that set `name`, by that name."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     classes = [member for module in modules for member in vars(module).values() if inspect.isclass(member)]
@@ -16,7 +16,7 @@ def _codec_types() -> dict[str, type[Codec]]:
     return {cls.name: cls for cls in sorted(codec_classes, key=lambda cls: cls.name)}
 
 
-CODECS: dict[str, type[Codec]] = _codec_types()
+CODECS: dict[str, type[Codec]] = _codec_class_by_name()
 """Classes of codecs, by the name at the start of their text form."""
 
 
@@ -42,8 +42,8 @@ def register(codec: type[Codec]) -> type[Codec]:
     """
     if not isinstance(vars(codec).get("name"), str):
         raise UserError(f"codec {codec.__name__}: expected a class variable name, such as name: ClassVar[str] = 'mine'")
-    registered_codec = CODECS.get(codec.name, codec)
-    if registered_codec is not codec and registered_codec.__module__.startswith(f"{__name__}."):
-        raise UserError(f"codec {codec.name}: jaxscale's {registered_codec.__name__} has this name; choose another")
+    registered_class = CODECS.get(codec.name, codec)
+    if registered_class is not codec and registered_class.__module__.startswith(f"{__name__}."):
+        raise UserError(f"codec {codec.name}: jaxscale's {registered_class.__name__} has this name; choose another")
     CODECS[codec.name] = codec
     return codec

@@ -61,8 +61,8 @@ class DGC(TopK):
         """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         clipped_gradient = gradient
         if self.clip is not None:
-            norm, limit = jnp.sqrt(jnp.sum(jnp.square(gradient))), self.clip / lax.axis_size(axis) ** 0.5
-            clipped_gradient = gradient * jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+            norm, max_norm = jnp.sqrt(jnp.sum(jnp.square(gradient))), self.clip / lax.axis_size(axis) ** 0.5
+            clipped_gradient = gradient * jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
         momentum = self.momentum * state["momentum"] + clipped_gradient
         accumulated_momentum = state["residual"] + momentum  # v of the module's docstring; momentum is u
         message = compute_once(self.encode(accumulated_momentum.reshape(-1), None))

@@ -61,16 +61,16 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
                [0. , 1. ]], dtype=float32)
     """
 
-    def orthogonalize(index: int | Array, a: Array) -> Array:
+    def orthogonalize(index: int | Array, matrix: Array) -> Array:
         """Return the matrix after column `index` was made orthogonal to the earlier columns and normalized."""
-        earlier_columns = jnp.where(jnp.arange(a.shape[1]) < index, a, 0.0)
-        raw_column = lax.dynamic_slice_in_dim(a, index, 1, 1)
+        earlier_columns = jnp.where(jnp.arange(matrix.shape[1]) < index, matrix, 0.0)
+        raw_column = lax.dynamic_slice_in_dim(matrix, index, 1, 1)
         column = raw_column / jnp.maximum(jnp.max(jnp.abs(raw_column)), 2.0**-126)  # squares of small numbers vanish
         remainder = column
         for _ in range(2):
             remainder = remainder - multiply(earlier_columns, multiply(earlier_columns.T, remainder))
         norm = jnp.linalg.norm(remainder)
         unit_column = jnp.where(norm > DEPENDENT_FRACTION * jnp.linalg.norm(column), remainder / norm, 0.0)
-        return lax.dynamic_update_slice_in_dim(a, unit_column, index, 1)
+        return lax.dynamic_update_slice_in_dim(matrix, unit_column, index, 1)
 
     return lax.fori_loop(0, a.shape[1], orthogonalize, a)

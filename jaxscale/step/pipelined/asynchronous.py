@@ -36,7 +36,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
-from jaxscale.optim.update_guard import UpdateGuard, guarded
+from jaxscale.optim.update_guard import UpdateGuard, guarded_advance
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
@@ -44,7 +44,7 @@ from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.recipe.plan import version_1_fields
 from jaxscale.replicas.codec import Codec
-from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_residuals
+from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_residual_norm
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
@@ -116,7 +116,7 @@ class AsyncPipeline:
         self.synchronous = Pipelined(planned, stages, schedule)
         self.stream = stream(self.method, self.rank_count, self.microbatch_count, self.plan.stash)
         self.remedies = self._remedies()
-        self.advance = guarded(optimizer, UpdateGuard(planned.experiment.guard.update))
+        self.advance = guarded_advance(optimizer, UpdateGuard(planned.experiment.guard.update))
         self.batch_shapes = batch_shapes(planned.experiment)
         self.model_with_copies = planned.pure_model.with_copies(copy_numbers(self.synchronous, self.batch_shapes))
         self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)
@@ -374,7 +374,7 @@ class AsyncPipeline:
             codec_metrics = {}
             if self.gradient_exchange is not None:
                 codec_states = new_carry["codes"]["states"]
-                residual_squares = jax.lax.psum(squared_residuals(codec_states), MANUAL) / self._row_shard_count
+                residual_squares = jax.lax.psum(squared_residual_norm(codec_states), MANUAL) / self._row_shard_count
                 sent_bytes = jax.lax.pmax(new_carry["sent"], MANUAL)
                 codec_metrics = {"residual_norm": jnp.sqrt(residual_squares), "wire_bytes": sent_bytes}
             new_flight = {"pipe": advance_result.in_flight, **new_stage_state}

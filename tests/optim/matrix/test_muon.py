@@ -55,7 +55,7 @@ def test_bfloat16_is_near_and_moments_stay_float32():
     shape = (2, 64, 256)
     leaves, found = {"w": leaf_of("w", AXES, shape)}, {}
     for precision in ("float32", "bfloat16"):
-        rule = scale_by_muon(precision=precision, leaves=leaves)
+        rule = scale_by_muon(precision=precision, param_info_tree=leaves)
         updates, state = jax.jit(lambda g, rule=rule: rule.update(g, rule.init(g)))(gradients(shape))
         assert {leaf.dtype for leaf in (updates["w"], state.mu["w"])} == {jnp.dtype("float32")}
         found[precision] = updates["w"]
@@ -98,8 +98,12 @@ def test_devices_orthogonalise_whole_layers(shapes, spec, sent):
     place = NamedSharding(mesh, spec)
     params = {name: gradients(shape, i)["w"] for i, (name, shape) in enumerate(shapes.items())}
     placed = {n: jax.device_put(p, place) for n, p in params.items()}
-    plain = scale_by_muon(precision="float32", leaves={n: leaf_of(n, AXES, p.shape) for n, p in params.items()})
-    split = scale_by_muon(precision="float32", leaves={n: leaf_of(n, AXES, p.shape, place) for n, p in params.items()})
+    plain = scale_by_muon(
+        precision="float32", param_info_tree={n: leaf_of(n, AXES, p.shape) for n, p in params.items()}
+    )
+    split = scale_by_muon(
+        precision="float32", param_info_tree={n: leaf_of(n, AXES, p.shape, place) for n, p in params.items()}
+    )
     expected = jax.jit(lambda g: plain.update(g, plain.init(g))[0])(params)
     state = jax.jit(split.init)(placed)
     compiled = jax.jit(lambda g, s: split.update(g, s)[0]).lower(placed, state).compile()
