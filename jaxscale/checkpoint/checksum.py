@@ -18,7 +18,7 @@ from jax import lax
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.typing import Array, Shaped, UInt32
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_UNSIGNED_DTYPE_BY_BYTES = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(x: Shaped[Array, "..."], *, is_flat: bool = False) -> UInt32[Array, "2"]:
@@ -26,7 +26,8 @@ def checksum(x: Shaped[Array, "..."], *, is_flat: bool = False) -> UInt32[Array,
 
     Args:
         x: array of any shape, with bools, integers, floats or typed PRNG keys of up to 64 bits per element.
-        is_flat: whether to sum along one dim, which takes a CPU 0.4 of the time; it would gather a sharded array.
+        is_flat: whether to flatten the array first. On a CPU the sums then take 0.4 of the time, but flattening would
+            gather a sharded array.
 
     Returns:
         The two sums modulo 2^32.
@@ -61,7 +62,7 @@ def _to_uint32(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     if element_bits == 64:
         return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x, _UNSIGNED[element_bits // 8]).astype(jnp.uint32)
+    return lax.bitcast_convert_type(x, _UNSIGNED_DTYPE_BY_BYTES[element_bits // 8]).astype(jnp.uint32)
 
 
 @jax.jit
@@ -71,13 +72,13 @@ def _device_checksums(arrays: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
 
 
 _device_checksum = jax.jit(checksum, static_argnames="is_flat")
-"""Returns the checksum of one array; arrays of one shape share a program."""
+"""The jitted `checksum` of one array; arrays of one shape share a compiled program."""
 
 
 def copies_on_one_cpu(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays that CPUs of this process hold whole, by name, on one of them.
+    """Return, by name, a copy on one CPU of each array that the CPUs of this process hold whole.
 
-    The CPUs of a process share its cores, so a program on one of them takes less time than the same on each.
+    JAX's CPU devices share the cores of the process, so a program on one of them takes less time than on each.
 
     Example:
         >>> list(copies_on_one_cpu({"a": jnp.zeros(3)}))
@@ -94,7 +95,7 @@ def copies_on_one_cpu(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_on_one_device(array: Any) -> bool:
-    """Return whether an array lies on a single device, so that a program for it alone waits for no other device.
+    """Return whether an array lies on a single device, so that a program on this array waits for no other device.
 
     Example:
         >>> is_on_one_device(jnp.zeros(3))
@@ -110,7 +111,7 @@ def _host_checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the two sums of each array, by name, as Python integers.
+    """Return the checksum of each array, by name: its two sums as Python integers.
 
     Arrays over several devices are summed in one program. Those on one device are summed one by one, because the layers
     of a model have few shapes, and a program for all of them compiles for longer than it saves. Arrays in host memory
@@ -121,15 +122,17 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]
         13
     """
-    on_devices = {name: array for name, array in arrays.items() if not on_host(array)}
-    on_one_cpu = copies_on_one_cpu(on_devices)
-    sums: dict[str, Any] = {name: _device_checksum(array, is_flat=True) for name, array in on_one_cpu.items()}
-    others = {name: array for name, array in on_devices.items() if name not in on_one_cpu}
-    alone = {name: array for name, array in others.items() if is_on_one_device(array)}
-    sums |= {name: _device_checksum(array) for name, array in alone.items()}
-    sums |= _device_checksums({name: array for name, array in others.items() if name not in alone})
+    device_arrays = {name: array for name, array in arrays.items() if not on_host(array)}
+    cpu_copies = copies_on_one_cpu(device_arrays)
+    sums_by_name: dict[str, Any] = {name: _device_checksum(array, is_flat=True) for name, array in cpu_copies.items()}
+    other_arrays = {name: array for name, array in device_arrays.items() if name not in cpu_copies}
+    single_device_arrays = {name: array for name, array in other_arrays.items() if is_on_one_device(array)}
+    sums_by_name |= {name: _device_checksum(array) for name, array in single_device_arrays.items()}
+    sums_by_name |= _device_checksums(
+        {name: array for name, array in other_arrays.items() if name not in single_device_arrays}
+    )
     for name, array in arrays.items():
         if on_host(array):
-            sums[name] = jax.device_get(_host_checksum(array))
-    host_sums = jax.device_get(sums)
-    return {name: (int(host_sums[name][0]), int(host_sums[name][1])) for name in arrays}
+            sums_by_name[name] = jax.device_get(_host_checksum(array))
+    host_sums_by_name = jax.device_get(sums_by_name)
+    return {name: (int(host_sums_by_name[name][0]), int(host_sums_by_name[name][1])) for name in arrays}

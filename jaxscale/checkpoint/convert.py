@@ -25,7 +25,7 @@ def convert_state(run: Any, moments: Any, out: Any = None) -> str:
         out: the directory to create; by default, its name is the run's name, a hyphen and `moments`.
 
     Returns:
-        Text with a line for each kind of converted array, and a line with the step and the new directory.
+        Text for the user: a line for each kind of converted array, and a line with the step and the new directory.
 
     Raises:
         UserError: `run` has no run or checkpoint, the new directory already exists, or the optimizer does not support

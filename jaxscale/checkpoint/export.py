@@ -14,7 +14,7 @@ from jaxscale.values.read_files import is_regular, read_bytes
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 COMPANIONS += ("tokenizer.model", JINJA, "chat_template.json")
-"""Files beside tokenizer.json that transformers reads of a tokenizer."""
+"""Names of the files of a tokenizer that transformers reads besides tokenizer.json."""
 
 
 def export(
@@ -22,8 +22,8 @@ def export(
 ) -> Path:
     """Write a run's model as config.json and safetensors files, with the run's tokenizer if it is a subword tokenizer.
 
-    With the tokenizer go its other files, the chat template and the settings of generation, as the folder has them from
-    which they are.
+    The tokenizer's other files, the chat template and the settings of generation are copied from the folder that they
+    come from.
 
     Args:
         run: the run directory.
@@ -61,35 +61,35 @@ def export(
     if isinstance(trained_model, LoRA):
         params, trained_model = trained_model.merged(params), trained_model.model
     exported_model = getattr(trained_model, "model", trained_model)  # `Pretrained` wraps a model in `model`
-    origin = Path(trained_model.folder) if isinstance(trained_model, huggingface.Pretrained) else None
-    token_ids = {} if origin is None else huggingface.special_token_ids(origin)
+    origin_folder = Path(trained_model.folder) if isinstance(trained_model, huggingface.Pretrained) else None
+    token_ids = {} if origin_folder is None else huggingface.special_token_ids(origin_folder)
     huggingface.save(folder, exported_model, params, dtype, token_ids=token_ids)
     tokenizer = read_tokenizer(run)
     if tokenizer is not None and tokenizer.kind == "subword":
         (Path(folder) / TOKENIZER).write_text(tokenizer.definition, encoding="utf-8")
         _write_companions(Path(folder), trained.experiment.data, tokenizer, read_template(run))
-        if origin is not None and is_regular(origin / GENERATION):
-            shutil.copyfile(origin / GENERATION, Path(folder) / GENERATION)
+        if origin_folder is not None and is_regular(origin_folder / GENERATION):
+            shutil.copyfile(origin_folder / GENERATION, Path(folder) / GENERATION)
     return Path(folder)
 
 
 def _write_companions(folder: Path, data: Any, tokenizer: Any, template: Any) -> None:
-    """Write the other files of a tokenizer and its chat template, from where the data has them, or from the run.
+    """Write the other files of a tokenizer, and its chat template, from the data's folder or from the run.
 
     Args:
         folder: the exported folder.
         data: data of the run.
         tokenizer: the run's tokenizer.
-        template: the run's chat template; `None` without one.
+        template: the run's chat template; `None` if it has none.
     """
-    origin = getattr(data, "folder", None) or Path(str(getattr(data, "tokenizer", ""))).parent
-    origin_path = Path(origin) / TOKENIZER
-    if is_regular(origin_path) and read_bytes(origin_path).decode("utf-8", "replace") == tokenizer.definition:
+    tokenizer_folder = getattr(data, "folder", None) or Path(str(getattr(data, "tokenizer", ""))).parent
+    tokenizer_path = Path(tokenizer_folder) / TOKENIZER
+    if is_regular(tokenizer_path) and read_bytes(tokenizer_path).decode("utf-8", "replace") == tokenizer.definition:
         for name in COMPANIONS:
-            if is_regular(Path(origin) / name):
-                shutil.copyfile(Path(origin) / name, folder / name)
-    elif template is not None:  # the folder is no longer there, or has another tokenizer now
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **template.variables}
-        (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if template is not None:  # that of the run, should the folder have changed
+            if is_regular(Path(tokenizer_folder) / name):
+                shutil.copyfile(Path(tokenizer_folder) / name, folder / name)
+    elif template is not None:  # the folder no longer exists, or now has another tokenizer
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **template.variables}
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer_config, indent=2) + "\n", encoding="utf-8")
+    if template is not None:  # the run's template, in case the folder has changed
         (folder / JINJA).write_text(template.source, encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Checks that the files of a checkpoint can be read at all, before Orbax opens them and waits for a pipe without end.
+"""Checks the kinds and sizes of a checkpoint's files before Orbax opens them.
 
-A device such as /dev/zero never ends, either, and a description of gigabytes would fill the memory of the host.
+Orbax would wait forever for a pipe, read a device such as /dev/zero without end, and fill the memory of the host with a
+description of gigabytes.
 """
 
 import errno
@@ -16,19 +17,19 @@ from jaxscale.values.read_files import check_regular
 ARRAY_FOLDER = "d"
 """Name of the folders in which Orbax keeps the arrays; all other files of a checkpoint are descriptions."""
 
-_REMOVALS = 20
+_MAX_REMOVALS = 20
 _REMOVAL_PAUSE_S = 0.1
 
 
 def check_kinds(checkpoint: Any) -> None:
-    """Check that a checkpoint has folders and regular files alone, and no description of more bytes than a bound.
+    """Check that a checkpoint has only folders and regular files, and no description larger than `MAX_JSON_BYTES`.
 
     Args:
         checkpoint: folder of the checkpoint; one in a bucket is not checked, since objects are always regular.
 
     Raises:
         UserError: a file is a device, a pipe or a socket, or is too large.
-        OSError: a file or folder cannot be reached, as one that may not be read, or a link to itself.
+        OSError: a file or folder cannot be reached: it may not be read, or is a link to itself, for example.
 
     Example:
         >>> import tempfile
@@ -42,7 +43,7 @@ def check_kinds(checkpoint: Any) -> None:
         return
     for folder, folder_names, file_names in os.walk(checkpoint, onerror=_raise):
         for name in folder_names:
-            os.stat(os.path.join(folder, name))  # a link that leads nowhere is listed, too
+            os.stat(os.path.join(folder, name))  # raises OSError for a broken link, which `os.walk` lists, too
         max_bytes = None if Path(folder).name == ARRAY_FOLDER else MAX_JSON_BYTES
         for name in file_names:
             check_regular(os.path.join(folder, name), max_bytes)
@@ -56,11 +57,11 @@ def remove(path: Any) -> None:
     if not is_remote(path) and (os.path.islink(path) or not path.is_dir()):
         path.unlink(missing_ok=True)
         return
-    for attempt in range(_REMOVALS):
+    for attempt in range(_MAX_REMOVALS):
         try:
             path.rmtree(missing_ok=True)
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY or attempt == _REMOVALS - 1:
+            if error.errno != errno.ENOTEMPTY or attempt == _MAX_REMOVALS - 1:
                 raise
             time.sleep(_REMOVAL_PAUSE_S)
         else:
@@ -68,5 +69,5 @@ def remove(path: Any) -> None:
 
 
 def _raise(error: OSError) -> None:
-    """Raise an error that `os.walk` would pass over."""
+    """Raise an error that `os.walk` would ignore."""
     raise error

@@ -1,10 +1,10 @@
-"""HostCopies: copies of a run's state in the memory of its hosts, from which a restart goes on where one is newer.
+"""HostCopies: copies of a run's state in the memory of its hosts, from which a restart continues if they are newer.
 
-A copy costs no disk and no network, so that a run may take one every few steps. It outlives the processes, because it
+A copy needs no disk and no network, so that a run may take one every few steps. It outlives the processes, because it
 is a file in a file system that Linux keeps in memory, and it is lost with its host. Each part of an array is written
-once per host. After a restart, on the same number of devices or on another one, the processes take the newest copy of
-which every host has the parts that its devices need; a host that is new has none. (Orbax's emergency
-checkpoints serve restarts on as many devices as before, whose ids they put into the old order.)
+once per host. After a restart, on the same or another number of devices, the processes read the newest copy of which
+every host has the parts that its devices need; a new host has none. (Orbax's emergency checkpoints support only
+restarts on as many devices as before, whose ids they put into the old order.)
 """
 
 import contextlib
@@ -37,18 +37,17 @@ from jaxscale.values.units import size
 FOLDER_VARIABLE = "JAXSCALE_MEMORY"
 """The environment variable that names the folder of the copies, in a file system that is kept in memory."""
 RUN_FILE = "memory_copies"
-"""File in the run directory: the number that the run's folders of copies have on all hosts, the directory itself, since
-a directory may be copied, and the start that wrote the last copies."""
+"""File in the run directory, a `_Record` as JSON. It names the directory, since a directory may be copied."""
 KEPT = 2
-"""Number of copies: while the newest one is written, or if a process dies meanwhile, the one before is whole."""
+"""Number of copies that are kept: while the newest one is written, or if that fails, the one before is whole."""
 
 Region = tuple[tuple[int, int], ...]
 """Start and end of a part of an array along each dim."""
 _Part = tuple[str, tuple[int, ...], Region, str, int]
 """Name and shape of an array, the region of it that a file holds, its dtype, and its first byte in the file."""
 CopyKey = tuple[int, int]
-"""When the processes of a copy started, in seconds since 1970 by the first one's clock, and the copy's step. What one
-start has written is never mixed with another's, which may have other devices and round differently."""
+"""Start time of the processes that wrote a copy, in seconds since 1970 by the first one's clock, and the copy's step.
+Files of different starts are never mixed, because a start may have other devices and round differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,24 +74,24 @@ class HostCopies:
 
     Args:
         run_dir: the run directory.
-        leaves: shape, dtype and sharding of each array of the canonical tree, by name.
+        abstract_leaves: shape, dtype and sharding of each array of the canonical tree, by name.
 
     Raises:
         UserError: there is no file system in memory, or it is too small for three copies.
     """
 
-    def __init__(self, run_dir: Any, leaves: Mapping[str, Any]) -> None:
-        self._run_dir, self._leaves = run_dir, leaves
-        record = call_on_all(lambda: _read_record(run_dir), LookupError)
-        # a later start has a later time, also if the clock of another first host is behind
-        start_time = max(int(time.time()), record[1] + 1)
-        self._number, self._last_start, self._start_time = send_from_first([*record, start_time])
-        self.folder = _root() / str(self._number)
+    def __init__(self, run_dir: Any, abstract_leaves: Mapping[str, Any]) -> None:
+        self._run_dir, self._abstract_leaves = run_dir, abstract_leaves
+        number_and_start = call_on_all(lambda: _read_record(run_dir), LookupError)
+        # a later start has a later time, even if its first host has a clock that is behind
+        start_time = max(int(time.time()), number_and_start[1] + 1)
+        self._run_number, self._last_start, self._start_time = send_from_first([*number_and_start, start_time])
+        self.folder = _copies_root() / str(self._run_number)
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._has_reported = False
         call_on_all(self._make_folder, LookupError)
-        self._hosts = self._host_of_each_process()
+        self._host_by_process = self._host_of_each_process()
         call_on_all(self._check_space, LookupError)
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -105,8 +104,8 @@ class HostCopies:
         Args:
             arrays: the canonical tree.
             description: description of the copy.
-            newest_checkpoint: step of the run's newest checkpoint; the copy is not read once this checkpoint and all
-                newer ones are gone, as when a user goes back to an older one.
+            newest_checkpoint: step of the run's newest checkpoint. The copy is not read once this checkpoint and all
+                newer ones are gone, such as after a user has returned to an older one.
         """
         self.wait()
         if self._error is not None and not self._has_reported:
@@ -124,12 +123,12 @@ class HostCopies:
         ]
         if is_first() and self._last_start != self._start_time:
             self._last_start = self._start_time
-            _write_record(self._run_dir, self._number, self._start_time)
-        # All processes have written the two copies before this one: each waited for its last but one before it took
-        # part in the steps since, and these are done.
-        keys = sorted(_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
-        if len(keys) >= KEPT:
-            self._remove(lambda key: key < keys[-KEPT])
+            _write_record(self._run_dir, self._run_number, self._start_time)
+        # All processes have written the two copies before this one: each waited for its last but one copy before it
+        # took part in the steps since then, and these steps are done.
+        copy_keys = sorted(_copy_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
+        if len(copy_keys) >= KEPT:
+            self._remove(lambda key: key < copy_keys[-KEPT])
         header = {"description": dataclasses.asdict(description), "newest_checkpoint": newest_checkpoint}
         self._thread = threading.Thread(target=self._write, args=(parts, header), name="host copy")
         self._thread.start()
@@ -146,59 +145,63 @@ class HostCopies:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _parts_to_write(self, array: Any) -> Iterator[tuple[Region, Any]]:
-        """Yield each region of an array that this process writes with a shard: the first process of its host does."""
-        shape, me = array.shape, process_index()
+        """Yield (region, shard) for each region of an array that this process writes, as the first one on its host."""
+        shape, own_process = array.shape, process_index()
         writer_by_region: dict[Region, int] = {}
-        for device, index in array.sharding.devices_indices_map(shape).items():
+        for device, region_slices in array.sharding.devices_indices_map(shape).items():
             process = device.process_index
-            if self._hosts[process] == self._hosts[me]:
-                region = _region(index, shape)
+            if self._host_by_process[process] == self._host_by_process[own_process]:
+                region = _region(region_slices, shape)
                 writer_by_region[region] = min(process, writer_by_region.get(region, process))
-        written: set[Region] = set()
+        yielded_regions: set[Region] = set()
         for shard in array.addressable_shards:
             region = _region(shard.index, shape)
-            if writer_by_region[region] == me and region not in written:
-                written.add(region)
+            if writer_by_region[region] == own_process and region not in yielded_regions:
+                yielded_regions.add(region)
                 yield region, shard
 
     def _write(self, parts: Sequence[tuple[str, tuple[int, ...], Region, np.ndarray]], header: dict[str, Any]) -> None:
         """Write the file of this process; a full memory leaves the earlier copies.
 
         Args:
-            parts: name and shape of an array, and a region of it with its values.
-            header: the description and further facts, by their names.
+            parts: (name of an array, its shape, a region of it, the region's values) for each part.
+            header: description of the copy and step of the newest checkpoint, by their names in the file.
         """
-        path = self._file((self._start_time, header["description"]["step"]), process_index())
+        path = self._file_path((self._start_time, header["description"]["step"]), process_index())
         half_path = path.with_suffix(".half")
-        positions = np.cumsum([0, *(values.nbytes for *_, values in parts)]).tolist()
+        positions = np.cumsum([0, *(part_array.nbytes for *_, part_array in parts)]).tolist()
         header["parts"] = [
-            [name, shape, region, str(values.dtype), position]
-            for (name, shape, region, values), position in zip(parts, positions, strict=False)
+            [name, shape, region, str(part_array.dtype), position]
+            for (name, shape, region, part_array), position in zip(parts, positions, strict=False)
         ]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with half_path.open("wb") as file:
-                for *_, values in parts:
-                    file.write(values.reshape(-1).view(np.uint8).data)
-                text = json.dumps(header).encode()
-                file.write(text + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little"))
+                for *_, part_array in parts:
+                    file.write(part_array.reshape(-1).view(np.uint8).data)
+                encoded_header = json.dumps(header).encode()
+                file.write(
+                    encoded_header
+                    + len(encoded_header).to_bytes(8, "little")
+                    + zlib.crc32(encoded_header).to_bytes(4, "little")
+                )
             half_path.replace(path)
         except OSError as error:
             self._error = error
             half_path.unlink(missing_ok=True)
 
-    def _file(self, key: CopyKey, rank: int) -> Path:
+    def _file_path(self, key: CopyKey, rank: int) -> Path:
         """Return the path of a process's file of a copy."""
         return self.folder / f"start-{key[0]:010d}-step-{key[1]:08d}-rank-{rank:05d}"
 
     def _remove(self, is_unneeded: Callable[[CopyKey], bool]) -> None:
         """Remove the files of unneeded copies; other processes of the host may do so, too."""
         for path in self.folder.glob("start-*-rank-?????"):
-            if is_unneeded(_key(path)):
+            if is_unneeded(_copy_key(path)):
                 path.unlink(missing_ok=True)
 
     def _make_folder(self) -> None:
-        """Make the folder, leave a mark of this process there, and remove files that killed processes left half."""
+        """Make the folder, create this process's mark file there, and remove half-written files of killed processes."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for half_path in self.folder.glob("*.half"):
@@ -211,7 +214,7 @@ class HostCopies:
             ) from None
 
     def _host_of_each_process(self) -> list[int]:
-        """Return the first process that shares its memory with a process, by the marks in the folder, for each."""
+        """Return for each process the first process on its host, which is found by the mark files in the folder."""
         import jax
 
         if jax.process_count() == 1:
@@ -222,35 +225,36 @@ class HostCopies:
         return process_allgather(np.int32(min(marks))).tolist()
 
     def _check_space(self) -> None:
-        """Refuse a file system without room for the copies that are kept and a new one."""
-        nbytes = 0
-        for leaf in self._leaves.values():
-            host = self._hosts[process_index()]
+        """Raise UserError if the file system has no space for the copies that are kept and a new one."""
+        copy_bytes = 0
+        for abstract_leaf in self._abstract_leaves.values():
+            own_host = self._host_by_process[process_index()]
             regions = {
-                _region(index, leaf.shape)
-                for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
-                if self._hosts[device.process_index] == host
+                _region(index, abstract_leaf.shape)
+                for device, index in abstract_leaf.sharding.devices_indices_map(abstract_leaf.shape).items()
+                if self._host_by_process[device.process_index] == own_host
             }
-            nbytes += sum(_count(region) for region in regions) * np.dtype(leaf.dtype).itemsize
-        used = 0
+            copy_bytes += sum(_count(region) for region in regions) * np.dtype(abstract_leaf.dtype).itemsize
+        used_bytes = 0
         for path in self.folder.glob("start-*"):
             with contextlib.suppress(OSError):  # another process may remove it
-                used += path.stat().st_size
-        free = shutil.disk_usage(self.folder).free + used
-        if (KEPT + 1) * nbytes > free:
+                used_bytes += path.stat().st_size
+        free_bytes = shutil.disk_usage(self.folder).free + used_bytes
+        if (KEPT + 1) * copy_bytes > free_bytes:
             raise UserError(
-                f"checkpoint.memory_every: {KEPT + 1} copies of {size(nbytes)} do not fit into {self.folder.parent}, "
-                f"which has {size(free)}: enlarge it (docker --shm-size, a pod's emptyDir with medium Memory), set "
-                f"{FOLDER_VARIABLE} to another folder in memory, or set checkpoint.memory_every to 0"
+                f"checkpoint.memory_every: {KEPT + 1} copies of {size(copy_bytes)} do not fit into "
+                f"{self.folder.parent}, which has {size(free_bytes)}: enlarge it (docker --shm-size, a pod's emptyDir "
+                f"with medium Memory), set {FOLDER_VARIABLE} to another folder in memory, or set "
+                "checkpoint.memory_every to 0"
             )
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def restore_arrays(self, leaves: Mapping[str, Any], newer_than: int, before: int) -> Restored | None:
-        """Restore the newest copy of which every host has what its devices need.
+        """Restore the newest copy of which every host has the parts that its devices need.
 
-        Only copies of the start that wrote the last ones are read, and only those that hold exactly the arrays that are
-        asked for: the layout of quantized state, for instance, may depend on the mesh, and checkpoints convert it.
+        Only copies of the start that wrote the last ones are read, and only those that have exactly the requested
+        arrays: the layout of quantized state, for instance, may depend on the mesh, and only checkpoints convert it.
 
         Args:
             leaves: shape, dtype and sharding of each array to read, by name.
@@ -264,55 +268,56 @@ class HostCopies:
 
         copies = {
             key: copy
-            for key, copy in self._copies().items()
+            for key, copy in self._read_copies().items()
             if key[0] == self._last_start
             and key[1] < before
             and key[1] > newer_than >= copy.newest_checkpoint
             and set(copy.parts) == set(leaves)
             and all(_is_covered(leaf, copy.parts[name]) for name, leaf in leaves.items())
         }
-        newest = max(_common(sorted(copies)), default=None)
-        if newest is None:
+        newest_key = max(_common_keys(sorted(copies)), default=None)
+        if newest_key is None:
             return None
         parts = {
-            name: [part for part in copies[newest].parts[name] if _is_of(part, leaf)] for name, leaf in leaves.items()
+            name: [part for part in copies[newest_key].parts[name] if _fits(part, leaf)]
+            for name, leaf in leaves.items()
         }
 
-        def read() -> dict[str, Any]:
-            """Read the arrays of this process's devices."""
+        def read_arrays() -> dict[str, Any]:
+            """Return the arrays, by name; each process reads only the shards of its own devices."""
             return {
                 name: jax.make_array_from_callback(
                     leaf.shape,
                     leaf.sharding,
-                    lambda index, leaf=leaf, name=name: _read(parts[name], _region(index, leaf.shape), leaf.dtype),
+                    lambda index, leaf=leaf, name=name: _assemble(parts[name], _region(index, leaf.shape), leaf.dtype),
                 )
                 for name, leaf in leaves.items()
             }
 
-        arrays = call_on_all(read, LookupError)
-        return Restored(copies[newest].description, arrays, origin=", from the copy in the hosts' memory")
+        arrays = call_on_all(read_arrays, LookupError)
+        return Restored(copies[newest_key].description, arrays, origin=", from the copy in the hosts' memory")
 
-    def _copies(self) -> dict[CopyKey, "_Copy"]:
-        """Return the copies on this host; torn files are left out."""
-        copies: dict[CopyKey, _Copy] = {}
+    def _read_copies(self) -> dict[CopyKey, "_Copy"]:
+        """Return the copies on this host by their keys; damaged files are left out."""
+        copy_by_key: dict[CopyKey, _Copy] = {}
         for path in sorted(self.folder.glob("start-*-rank-?????")):
-            header = _header(path)
+            header = _read_header(path)
             if header is None:
                 continue
-            copy = copies.setdefault(_key(path), _Copy(header.description, header.newest_checkpoint))
+            copy = copy_by_key.setdefault(_copy_key(path), _Copy(header.description, header.newest_checkpoint))
             for name, shape, region, dtype, position in header.parts:
                 copy.parts.setdefault(name, []).append(StoredPart(shape, region, dtype, path, position))
-        return copies
+        return copy_by_key
 
 
 @dataclasses.dataclass(frozen=True)
 class _Header:
-    """What the end of a file of a copy holds.
+    """The header of a file of a copy, which lies at the end of the file.
 
     Args:
         description: the description of the state.
         newest_checkpoint: step of the run's newest checkpoint when the copy was taken.
-        parts: parts of arrays.
+        parts: the parts of arrays in the file.
     """
 
     description: Description
@@ -322,7 +327,7 @@ class _Header:
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """What a host has of a copy.
+    """The parts of a copy that lie on this host.
 
     Args:
         description: the description of the state.
@@ -335,13 +340,13 @@ class _Copy:
     parts: dict[str, list[StoredPart]] = dataclasses.field(default_factory=dict)
 
 
-def _key(path: Path) -> CopyKey:
+def _copy_key(path: Path) -> CopyKey:
     """Return the key of the copy that a file belongs to."""
     _, start_time, _, step, _, _ = path.name.split("-")
     return int(start_time), int(step)
 
 
-def _root() -> Path:
+def _copies_root() -> Path:
     """Return the folder of all runs' copies on this host."""
     folder_name = os.environ.get(FOLDER_VARIABLE)
     return Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
@@ -357,11 +362,11 @@ class _Record:
 
     def __post_init__(self) -> None:
         if not (0 <= self.number <= MAX_INT32 and 0 <= self.start <= MAX_INT32):
-            raise UserError(f"{RUN_FILE}: got {self.number} and {self.start}, expected numbers of 31 bits")
+            raise UserError(f"{RUN_FILE}: got {self.number} and {self.start}, expected 31-bit integers")
 
 
 def _read_record(run_dir: Any) -> tuple[int, int]:
-    """Return the number of a run, and the start that wrote the last copies; the first process reads or draws them."""
+    """Return (number of a run, start time of its last copies); the first process reads the record or draws a number."""
     if not is_first():
         return 0, 0
     try:
@@ -369,7 +374,7 @@ def _read_record(run_dir: Any) -> tuple[int, int]:
         if record.directory == str(run_dir):
             return record.number, record.start
     except UserError:
-        pass  # there is none, or it is damaged: a new number means that no copy is read
+        pass  # the file is missing or damaged: with a new number, no copy is read
     number = secrets.randbelow(2**31)
     _write_record(run_dir, number, 0)
     return number, 0
@@ -382,46 +387,46 @@ def _write_record(run_dir: Any, number: int, start_time: int) -> None:
 
 
 def forget_copies(run_dir: Any) -> None:
-    """Let no later start of a run read its copies, as when it goes on without copies."""
+    """Remove the record of a run's copies, so that no later start of the run reads them."""
     path = run_dir / RUN_FILE
     if is_first() and path.exists():
         with explain_write_errors(run_dir):
             path.unlink()
 
 
-def _common(keys: Sequence[CopyKey]) -> set[CopyKey]:
-    """Return the keys that all processes have, of the newest eight."""
+def _common_keys(keys: Sequence[CopyKey]) -> set[CopyKey]:
+    """Return the keys that all processes have, among the newest eight of each."""
     import jax
 
     if jax.process_count() == 1:
         return set(keys)
     from jax.experimental.multihost_utils import process_allgather
 
-    padded = np.full((8, 2), -1, np.int32)
-    padded[: len(keys[-8:])] = np.reshape(keys[-8:], (-1, 2))
-    tables = process_allgather(padded).tolist()
+    padded_keys = np.full((8, 2), -1, np.int32)
+    padded_keys[: len(keys[-8:])] = np.reshape(keys[-8:], (-1, 2))
+    tables = process_allgather(padded_keys).tolist()
     return set.intersection(*({(start_time, step) for start_time, step in table} for table in tables)) - {(-1, -1)}
 
 
-def _header(path: Path) -> _Header | None:
-    """Return the content at the end of a file that describes its parts; `None` if it is torn, or of another version."""
+def _read_header(path: Path) -> _Header | None:
+    """Return the header of a file; `None` if the file is damaged, or of another version."""
     try:
         with path.open("rb") as file:
             array_bytes = file.seek(-12, os.SEEK_END)
-            tail = file.read()
-            length = int.from_bytes(tail[:8], "little")
-            if length > array_bytes:
+            trailer = file.read()
+            header_length = int.from_bytes(trailer[:8], "little")
+            if header_length > array_bytes:
                 return None
-            array_bytes = file.seek(-12 - length, os.SEEK_END)
-            text = file.read(length)
-        if zlib.crc32(text) != int.from_bytes(tail[8:], "little"):
+            array_bytes = file.seek(-12 - header_length, os.SEEK_END)
+            header_bytes = file.read(header_length)
+        if zlib.crc32(header_bytes) != int.from_bytes(trailer[8:], "little"):
             return None
-        content = parse_json(text, "the header")
-        fields: dict[str, Any] = content if isinstance(content, dict) else {}
-        parts = load(fields.get("parts"), tuple[_Part, ...], "parts")
+        content = parse_json(header_bytes, "the header")
+        content_by_field: dict[str, Any] = content if isinstance(content, dict) else {}
+        parts = load(content_by_field.get("parts"), tuple[_Part, ...], "parts")
     except (OSError, UserError):
         return None
-    description, newest_checkpoint = fields.get("description"), fields.get("newest_checkpoint")
+    description, newest_checkpoint = content_by_field.get("description"), content_by_field.get("newest_checkpoint")
     if not isinstance(description, dict) or invalid_fields(description) or type(newest_checkpoint) is not int:
         return None
     if not all(_is_in_file(part, array_bytes) for part in parts):
@@ -430,19 +435,19 @@ def _header(path: Path) -> _Header | None:
 
 
 def _is_in_file(part: _Part, array_bytes: int) -> bool:
-    """Return whether a part is a region of its array, whose bytes lie within the first `array_bytes` of the file."""
+    """Return whether a part is a region of its array, and its bytes lie within the first `array_bytes` of the file."""
     _, shape, region, dtype_name, position = part
     if len(region) != len(shape):
         return False
-    if not all(0 <= start <= end <= dim for (start, end), dim in zip(region, shape, strict=True)):
+    if not all(0 <= start <= end <= dim_size for (start, end), dim_size in zip(region, shape, strict=True)):
         return False
     dtype = dtype_of(dtype_name)
     return dtype is not None and 0 <= position <= array_bytes - _count(region) * dtype.itemsize
 
 
-def _region(index: Any, shape: tuple[int, ...]) -> Region:
-    """Return the region that a sharding's index selects of an array."""
-    return tuple(part.indices(dim)[:2] for part, dim in zip(index, shape, strict=True))
+def _region(region_slices: Any, shape: tuple[int, ...]) -> Region:
+    """Return the region of an array that slices, one for each dim, select."""
+    return tuple(dim_slice.indices(dim_size)[:2] for dim_slice, dim_size in zip(region_slices, shape, strict=True))
 
 
 def _count(region: Region) -> int:
@@ -451,40 +456,40 @@ def _count(region: Region) -> int:
 
 
 def _overlap(one: Region, other: Region) -> Region:
-    """Return the region that two regions share; its ends may lie before its starts."""
+    """Return the intersection of two regions; if they are disjoint, an end lies before or at its start."""
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _is_of(part: StoredPart, leaf: Any) -> bool:
-    """Return whether a part is one of an array of this shape and dtype."""
+def _fits(part: StoredPart, leaf: Any) -> bool:
+    """Return whether a part belongs to an array with the shape and dtype of `leaf`."""
     return (part.shape, part.dtype) == (leaf.shape, str(leaf.dtype))
 
 
 def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
-    """Return whether parts of an array cover all that this process's devices hold of it."""
-    regions = {part.region for part in parts if _is_of(part, leaf)}
+    """Return whether parts of an array cover all of its regions on this process's devices."""
+    regions = {part.region for part in parts if _fits(part, leaf)}
     return all(
-        _coverage(_region(index, leaf.shape), regions)
+        _is_region_covered(_region(index, leaf.shape), regions)
         for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     )
 
 
-def _coverage(region: Region, pieces: set[Region]) -> bool:
-    """Return whether pieces, of which no two overlap, cover a region."""
-    overlaps = [_overlap(region, piece) for piece in pieces]
+def _is_region_covered(region: Region, part_regions: set[Region]) -> bool:
+    """Return whether the regions of some parts, no two of which overlap, cover a region."""
+    overlaps = [_overlap(region, part_region) for part_region in part_regions]
     return _count(region) == sum(_count(overlap) for overlap in overlaps if all(start < end for start, end in overlap))
 
 
-def _read(parts: Sequence[StoredPart], region: Region, dtype: Any) -> np.ndarray:
+def _assemble(parts: Sequence[StoredPart], region: Region, dtype: Any) -> np.ndarray:
     """Return a region of an array, read from the parts that cover it."""
-    result = np.empty([end - start for start, end in region], dtype)
+    region_array = np.empty([end - start for start, end in region], dtype)
     for part in {part.region: part for part in parts}.values():
         overlap = _overlap(region, part.region)
         if all(start < end for start, end in overlap):
             shape = [end - start for start, end in part.region]
-            stored = np.memmap(part.path, np.uint8, "r", part.position, (math.prod(shape) * result.itemsize,))
-            source = np.asarray(stored).view(dtype).reshape(shape)
+            part_bytes = np.memmap(part.path, np.uint8, "r", part.position, (math.prod(shape) * region_array.itemsize,))
+            part_array = np.asarray(part_bytes).view(dtype).reshape(shape)
             source_slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, part.region, strict=True))
-            slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, region, strict=True))
-            result[slices] = source[source_slices]
-    return result
+            target_slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, region, strict=True))
+            region_array[target_slices] = part_array[source_slices]
+    return region_array

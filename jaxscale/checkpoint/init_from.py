@@ -1,9 +1,9 @@
 """A warm start: a new run begins with the weights of another, as far as names and shapes are the same.
 
-Only weights and running statistics are taken: the optimizer's state is new, the step is 0, and the data starts anew.
-What is not taken starts as it does without a warm start. init_from.json in the run directory records what was taken,
-and lets a run that was stopped before its first checkpoint start from the same weights again; later, the run needs the
-source no more.
+Only weights and running statistics are taken: the optimizer's state is new, the step is 0, and the data starts from the
+beginning. All other arrays start as they do without a warm start. init_from.json in the run directory records what was
+taken. If a run was stopped before its first checkpoint, it starts from the same weights again. After its first
+checkpoint, a run no longer needs the source.
 """
 
 import collections
@@ -23,76 +23,81 @@ from jaxscale.records.storage import is_remote, run_path
 from jaxscale.state.canonical import PARAMS, REST
 
 FILE = "init_from.json"
-"""File in the run directory with the source of the initial weights, and what was taken of it."""
+"""File in the run directory that records the source of the initial weights, and the arrays that were taken from it."""
 _SHOWN = 6
-"""Number of names in a line for the user."""
+"""Largest number of names in a line for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The arrays of a source beside those of a model, by name.
+    """The names of the arrays that a model takes from a source, and of those that it does not take.
 
     Args:
-        taken: names of the arrays that are taken.
-        unlike: shape in the source and in the model of each array whose shapes differ.
-        new: names of the model's arrays that the source lacks.
-        left: names of the source's parameters that the model lacks.
-        frozen: those of `unlike` and `new` that are not trained.
+        taken_names: names of the arrays that are taken.
+        shapes_by_unlike_name: (shape in the source, shape in the model) of each array whose shapes differ, by name.
+        new_names: names of the model's arrays that the source lacks.
+        left_names: names of the source's parameters that the model lacks.
+        frozen_names: names of the model's arrays that are neither taken nor trained.
     """
 
-    taken: tuple[str, ...]
-    unlike: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    new: tuple[str, ...]
-    left: tuple[str, ...]
-    frozen: tuple[str, ...] = ()
+    taken_names: tuple[str, ...]
+    shapes_by_unlike_name: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    new_names: tuple[str, ...]
+    left_names: tuple[str, ...]
+    frozen_names: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls,
-        source: Mapping[str, tuple[int, ...]],
-        model: Mapping[str, tuple[int, ...]],
+        source_shapes: Mapping[str, tuple[int, ...]],
+        model_shapes: Mapping[str, tuple[int, ...]],
         is_frozen: Callable[[str], bool] = lambda name: False,
     ) -> "Match":
         """Return the match of a source's arrays with a model's.
 
         Args:
-            source: shape of each array of the source, by name.
-            model: shape of each array of the model, by name.
-            is_frozen: function that returns whether the model's array of a name is not trained.
+            source_shapes: shape of each array of the source, by name.
+            model_shapes: shape of each array of the model, by name.
+            is_frozen: function that returns whether the model's array with this name is a parameter that is not
+                trained.
 
         Example:
             >>> match = Match.of({"params/a": (2,), "params/b": (3,)}, {"params/a": (2,), "params/b": (4,)})
-            >>> match.taken, match.unlike
+            >>> match.taken_names, match.shapes_by_unlike_name
             (('params/a',), {'params/b': ((3,), (4,))})
         """
         return cls(
-            tuple(name for name, shape in model.items() if source.get(name) == shape),
-            {name: (source[name], shape) for name, shape in model.items() if source.get(name, shape) != shape},
-            tuple(name for name in model if name not in source),
-            tuple(name for name in source if name not in model and name.startswith(f"{PARAMS}/")),
-            tuple(name for name, shape in model.items() if source.get(name) != shape and is_frozen(name)),
+            tuple(name for name, shape in model_shapes.items() if source_shapes.get(name) == shape),
+            {
+                name: (source_shapes[name], shape)
+                for name, shape in model_shapes.items()
+                if source_shapes.get(name, shape) != shape
+            },
+            tuple(name for name in model_shapes if name not in source_shapes),
+            tuple(name for name in source_shapes if name not in model_shapes and name.startswith(f"{PARAMS}/")),
+            tuple(name for name, shape in model_shapes.items() if source_shapes.get(name) != shape and is_frozen(name)),
         )
 
     def lines(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return lines for the user on what is not taken.
+        """Return lines of text for the user that list the arrays that are not taken.
 
         Args:
             shapes: shape of each array of the model, by name.
         """
-        lines = []
-        if self.unlike:
+        text_lines = []
+        if self.shapes_by_unlike_name:
             unlike_text = _list_text(
-                f"{name} ({' x '.join(map(str, there))} there, {' x '.join(map(str, here))} here)"
-                for name, (there, here) in self.unlike.items()
+                f"{name} ({' x '.join(map(str, source_shape))} there, {' x '.join(map(str, model_shape))} here)"
+                for name, (source_shape, model_shape) in self.shapes_by_unlike_name.items()
             )
-            lines.append(f"not taken, since shapes differ: {unlike_text}")
-        if self.new:
-            lines.append(f"not in the source, so as without it: {_list_text(self.new)}")
-        if self.frozen:
-            lines.append(f"neither taken nor trained, so they stay as they are: {_list_text(self.frozen)}")
-        if self.left:
-            lines.append(f"in the source alone, so left out: {_list_text(self.left)}")
-        return lines
+            text_lines.append(f"not taken, since shapes differ: {unlike_text}")
+        if self.new_names:
+            text_lines.append(f"not in the source, so as without it: {_list_text(self.new_names)}")
+        if self.frozen_names:
+            text_lines.append(f"neither taken nor trained, so they stay as they are: {_list_text(self.frozen_names)}")
+        if self.left_names:
+            text_lines.append(f"in the source alone, so left out: {_list_text(self.left_names)}")
+        return text_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +106,7 @@ class WarmStart:
 
     Args:
         source: the weights.
-        match: what is taken.
+        match: the match of the source's arrays with the model's.
         shapes: shape of each array of the model, by name.
     """
 
@@ -124,24 +129,31 @@ class WarmStart:
         source = WeightSource.open(path, checkpoint_step)
         shapes = {name: tuple(leaf.shape) for name, leaf in _weights_of(step).items()}
         match = Match.of(source.shapes, shapes, _frozen_test(step))
-        if not match.taken:
+        if not match.taken_names:
             _refuse(path, source, match, shapes)
         return cls(source, match, shapes)
 
     def load(self, step: Any, say: Callable[[str], None]) -> dict[str, Any]:
         """Read the arrays that are taken, by name, in the layout of a train step."""
-        abstract = {name: leaf for name, leaf in _weights_of(step).items() if name in set(self.match.taken)}
-        return self.source.load(abstract, say)
+        abstract_leaves = {
+            name: leaf for name, leaf in _weights_of(step).items() if name in set(self.match.taken_names)
+        }
+        return self.source.load(abstract_leaves, say)
 
     def lines(self) -> list[str]:
-        """Return lines for the user on what is taken, and what is not."""
+        """Return lines of text for the user: how much is taken, and the arrays that are not."""
         return [f"initial weights of {self.source}: {self.summary}", *self.match.lines(self.shapes)]
 
     @property
     def summary(self) -> str:
-        """How much is taken, as text."""
-        counts = [sum(math.prod(self.shapes[name]) for name in names) for names in (self.match.taken, self.shapes)]
-        return f"{counts[0]:,} of {counts[1]:,} numbers, in {len(self.match.taken)} of {len(self.shapes)} arrays"
+        """Text on how many numbers and arrays are taken."""
+        number_counts = [
+            sum(math.prod(self.shapes[name]) for name in names) for names in (self.match.taken_names, self.shapes)
+        ]
+        return (
+            f"{number_counts[0]:,} of {number_counts[1]:,} numbers, in {len(self.match.taken_names)} of "
+            f"{len(self.shapes)} arrays"
+        )
 
     @property
     def record(self) -> dict[str, Any]:
@@ -151,18 +163,21 @@ class WarmStart:
             "step": self.source.step,
             "is_average": self.source.is_average,
             "summary": self.summary,
-            "taken": list(self.match.taken),
-            "unlike": {name: [list(there), list(here)] for name, (there, here) in self.match.unlike.items()},
-            "new": list(self.match.new),
-            "left": list(self.match.left),
+            "taken": list(self.match.taken_names),
+            "unlike": {
+                name: [list(source_shape), list(model_shape)]
+                for name, (source_shape, model_shape) in self.match.shapes_by_unlike_name.items()
+            },
+            "new": list(self.match.new_names),
+            "left": list(self.match.left_names),
         }
 
 
 class Beginning:
-    """The initial state of a run: that of its model, or with weights of a source.
+    """Creates the initial state of a run: that of its model, or one with weights of a source.
 
     Args:
-        path: path of the source; `None` without one.
+        path: path of the source; `None` to start without one.
         checkpoint_step: step of the source's checkpoint; `None` for the newest.
     """
 
@@ -172,7 +187,10 @@ class Beginning:
 
     @classmethod
     def of(cls, folder: Any, init_from: Any, has_run: bool) -> "Beginning":
-        """Return how a run starts or has started; the arguments are those of `recorded_source`."""
+        """Return the `Beginning` of a new run, or the one recorded in an existing run's directory.
+
+        The arguments are those of `recorded_source`.
+        """
         return cls(*recorded_source(folder, init_from, has_run))
 
     def match(self, step: Any) -> None:
@@ -190,7 +208,7 @@ class Beginning:
             write_json(folder / FILE, self._warm_start.record)
 
     def state(self, step: Any, say: Callable[[str], None], log_event: Callable[..., None]) -> Any:
-        """Create and return the initial state of a train step, and report and log what it starts from."""
+        """Return a new initial state of a train step; report the weights that it starts from, and log them."""
         self.match(step)
         if self._warm_start is None:
             return step.init()
@@ -202,9 +220,10 @@ class Beginning:
 
 
 def recorded_source(folder: Any, init_from: Any, has_run: bool) -> tuple[Any, int | None]:
-    """Return the path of the weights that a run starts from, and the step of a checkpoint there, or (`None`, `None`).
+    """Return (path of the weights that a run starts from, step of the checkpoint there).
 
-    For a run that exists, its record decides, so that the command that started it also continues it.
+    Both are `None` if the run starts without a source. The step is `None` for the newest checkpoint. For an existing
+    run, they come from its record, so that the command that started it also continues it.
 
     Args:
         folder: the run directory.
@@ -212,7 +231,7 @@ def recorded_source(folder: Any, init_from: Any, has_run: bool) -> tuple[Any, in
         has_run: whether the directory holds a run.
 
     Raises:
-        UserError: the run started otherwise.
+        UserError: the run exists, and started from something else than `init_from`.
     """
     if not has_run:
         return init_from, None
@@ -246,7 +265,7 @@ def check_init_from(init_from: Any, from_step: Any, run_dir: Any) -> None:
     """Check the argument `init_from` before anything is done.
 
     Args:
-        init_from: path of the weights; `None` without any.
+        init_from: path of the weights; `None` if the run starts without any.
         from_step: step of a checkpoint to which the run returns; `None` for the newest.
         run_dir: the directory of the run that starts.
 
@@ -285,30 +304,36 @@ def _weights_of(step: Any) -> dict[str, Any]:
 
 
 def _frozen_test(step: Any) -> Callable[[str], bool]:
-    """Return the function that returns whether an array of a checkpoint is a parameter that is not trained."""
+    """Return a function of an array's name that returns whether the array is a parameter that is not trained."""
     from jaxscale.layers.stack import in_one_stack
 
-    names = {f"{PARAMS}/{in_one_stack(name)[0]}" for name in step.pure_model.frozen}
-    return lambda name: name in names or re.sub(r"(^|/)layers/\d+(?=/|$)", r"\1layers", name) in names
+    frozen_param_names = {f"{PARAMS}/{in_one_stack(name)[0]}" for name in step.pure_model.frozen}
+    return lambda name: (
+        name in frozen_param_names or re.sub(r"(^|/)layers/\d+(?=/|$)", r"\1layers", name) in frozen_param_names
+    )
 
 
 def _refuse(path: Any, source: WeightSource, match: Match, shapes: Mapping[str, Any]) -> None:
-    """Raise the error for a source of which nothing fits the model."""
+    """Raise the error for a source that has no array that fits the model."""
     reason = f"it has {_list_text(source.shapes)}, and the model has {_list_text(shapes)}"
-    if match.unlike:
+    if match.shapes_by_unlike_name:
         reason = match.lines(shapes)[0]
     raise UserError(f"init_from {path}: nothing there fits the model: {reason}; take a run of such a model")
 
 
 def _list_text(names: Iterable[str]) -> str:
-    """Return names without their prefix as text, with one name for all layers of a stack; the first few of many."""
+    """Return a text that lists names without their prefix: one name for all layers of a stack, at most six."""
     short_names = (re.sub(r"(^|/)layers/\d+(?=/|\s|$)", r"\1layers/*", name.partition("/")[2]) for name in names)
-    counts = collections.Counter(short_names)
-    texts = [name if count == 1 else f"{name} ({count} layers)" for name, count in counts.items()]
-    return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
+    layer_counts = collections.Counter(short_names)
+    name_texts = [
+        name if layer_count == 1 else f"{name} ({layer_count} layers)" for name, layer_count in layer_counts.items()
+    ]
+    return ", ".join(name_texts[:_SHOWN]) + (
+        f" and {len(name_texts) - _SHOWN} more" if len(name_texts) > _SHOWN else ""
+    )
 
 
 def _absolute(path: Any) -> str:
     """Return a path as text that does not depend on the current folder."""
-    text = str(path)
-    return text.rstrip("/") if is_remote(run_path(path)) else os.path.abspath(text)
+    path_text = str(path)
+    return path_text.rstrip("/") if is_remote(run_path(path)) else os.path.abspath(path_text)

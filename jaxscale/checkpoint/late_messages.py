@@ -1,6 +1,7 @@
-"""Drops the messages of TensorStore's threads about a read or save that has failed, and whose error was raised.
+"""Drops the late messages of TensorStore's threads about a read or save that has failed.
 
-Its other reads and writes end later, in threads of their own, and report that nobody waits for them any more.
+The error of the read or save was raised. TensorStore's other reads and writes end later, in their own threads, and log
+that nothing waits for them any more.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ def drop_late_messages() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _LateHook:
-    """A hook for errors that nobody can catch, which drops that of a thread that finds the event loop closed.
+    """A `sys.unraisablehook` that drops the error of a thread that finds the event loop closed.
 
     Args:
         hook: the hook for all other errors.
@@ -27,7 +28,7 @@ class _LateHook:
 
     @classmethod
     def around(cls, hook: Any) -> "_LateHook":
-        """Return such a hook around another one, unless that is one already."""
+        """Return a hook that passes other errors to `hook`; return `hook` itself if it is a `_LateHook` already."""
         return hook if isinstance(hook, cls) else cls(hook)
 
     def __call__(self, unraisable: Any) -> None:

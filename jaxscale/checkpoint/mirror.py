@@ -29,11 +29,11 @@ def is_mirrored(path: Any) -> bool:
     return is_remote(path) and not str(path).startswith("gs://")
 
 
-def upload(save: Any, local_folder: Path, bucket_path: Any) -> Future[None]:
+def upload(orbax_save: Any, local_folder: Path, bucket_path: Any) -> Future[None]:
     """Start to upload the local folder of a save to a bucket, in the background.
 
     Args:
-        save: the save that Orbax is running; `save.result()` waits for the save to finish.
+        orbax_save: future of the save that Orbax is running.
         local_folder: the folder that Orbax writes; its parent folder is removed after the upload.
         bucket_path: path of the checkpoint in the bucket.
 
@@ -44,10 +44,10 @@ def upload(save: Any, local_folder: Path, bucket_path: Any) -> Future[None]:
     def wait_and_upload() -> None:
         """Wait for the save, upload its files, and remove the local copies."""
         try:
-            save.result()
-            files = [file for file in local_folder.rglob("*") if file.is_file()]
-            for file in sorted(files, key=lambda file: file.name == COMMITTED):
-                _copy(file, bucket_path / file.relative_to(local_folder).as_posix())
+            orbax_save.result()
+            local_files = [local_file for local_file in local_folder.rglob("*") if local_file.is_file()]
+            for local_file in sorted(local_files, key=lambda local_file: local_file.name == COMMITTED):
+                _copy(local_file, bucket_path / local_file.relative_to(local_folder).as_posix())
         finally:
             shutil.rmtree(local_folder.parent, ignore_errors=True)
 

@@ -64,7 +64,7 @@ def read_tokenizer(directory: Any) -> Any:
 
 
 def write_text_files(directory: Any, data: Any) -> None:
-    """Write the tokenizer and the chat template of opened data to the run directory, those that it has.
+    """Write the tokenizer and the chat template of opened data, if it has them, to the run directory.
 
     A tokenizer that cannot be written as JSON is left out.
     """
@@ -90,7 +90,7 @@ def read_template(directory: Any) -> Any:
 
 
 def _checked_bytes(directory: Any, name: str) -> bytes | None:
-    """Return the content of a file in a run's directory after a check of its sum; `None` if there is no such file."""
+    """Return the content of a file in a run's directory after a check of its checksum; `None` if it does not exist."""
     path = run_path(directory) / name
     if not path.exists():
         return None
@@ -99,12 +99,12 @@ def _checked_bytes(directory: Any, name: str) -> bytes | None:
 
 
 def _report(message: str) -> None:
-    """Report to the user that a damaged checkpoint is passed over, apart from what a command prints."""
+    """Print a message about a damaged checkpoint to stderr, apart from the output of a command."""
     print(f"jaxscale: {message}", file=sys.stderr, flush=True)
 
 
 def _best_step(checkpoints: Checkpoints) -> int | None:
-    """Return the step of the best checkpoint, and report those whose descriptions, and so their losses, are damaged."""
+    """Return the step of the best checkpoint; report checkpoints whose description, and so its loss, is damaged."""
     for step in checkpoints.steps():
         try:
             checkpoints.describe(step)
@@ -198,7 +198,7 @@ def open_folder(folder: Any, data: Any = None, batch: int = 8, *, split: bool = 
 
     Args:
         folder: folder that transformers saved.
-        data: the data to evaluate on; `None` to generate.
+        data: the data to evaluate on; `None` if the model only generates.
         batch: number of rows of a batch.
         split: as in `restore_parameters`.
 

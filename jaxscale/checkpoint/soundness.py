@@ -1,8 +1,8 @@
 """Soundness: whether the arrays of a checkpoint are finite and sane, computed on the devices that hold them.
 
 Parameters are sane if their root mean square is at most `MAX_GROWTH` times that of the run's first checkpoint, which
-counts as at least `ZERO_RMS`, for parameters that start from zero. Everything else must be finite. Single numbers of an
-optimizer's state are not read, because some rules start from an infinite one.
+counts as at least `ZERO_RMS`, for parameters that start from zero. All other arrays must be finite. Scalars of an
+optimizer's state are not read, because some rules start from an infinite scalar.
 """
 
 import dataclasses
@@ -20,28 +20,28 @@ from jaxscale.state.canonical import PARAMS
 from jaxscale.typing import Array, Bool, Float
 
 MAX_GROWTH, ZERO_RMS = 100.0, 0.01
-_JUDGED = (PARAMS, "optimizer", "rest", "ema")
-"""First names of the judged arrays; the state of exchanges between replicas is not judged."""
+_JUDGED_PREFIXES = (PARAMS, "optimizer", "rest", "ema")
+"""Prefixes of the names of the judged arrays; the state of exchanges between replicas is not judged."""
 
 
-def _judged(array: Array) -> tuple[Bool[Array, ""], Float[Array, ""]]:
-    """Return whether an array is finite, and the sum of its squares."""
-    values = to_device(array).astype(jnp.float32)
-    return jnp.all(jnp.isfinite(values)), jnp.sum(jnp.square(values))
+def _finiteness_and_square_sum(array: Array) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    """Return (whether an array is finite, the sum of its squares)."""
+    float32_array = to_device(array).astype(jnp.float32)
+    return jnp.all(jnp.isfinite(float32_array)), jnp.sum(jnp.square(float32_array))
 
 
-_judged_alone = jax.jit(_judged)
-"""Judges one array; arrays of one shape share a program."""
+_facts_of_one_array = jax.jit(_finiteness_and_square_sum)
+"""The jitted `_finiteness_and_square_sum` of one array; arrays of one shape share a compiled program."""
 
 
 @jax.jit
-def _judged_together(arrays: dict[str, Any]) -> dict[str, tuple[Bool[Array, ""], Float[Array, ""]]]:
-    """Return whether each array is finite, and the sum of its squares, by name, computed in one program."""
-    return {name: _judged(array) for name, array in arrays.items()}
+def _facts_of_arrays(arrays: dict[str, Any]) -> dict[str, tuple[Bool[Array, ""], Float[Array, ""]]]:
+    """Return (whether it is finite, the sum of its squares) for each array, by name, computed in one program."""
+    return {name: _finiteness_and_square_sum(array) for name, array in arrays.items()}
 
 
 def parameter_rms(arrays: Mapping[str, Any]) -> float:
-    """Return the root mean square of the parameters of a canonical form; NaN if an array is not finite.
+    """Return the root mean square of the parameters of a canonical form; NaN if a judged array is not finite.
 
     Args:
         arrays: the canonical form, by name; arrays in host memory are read one by one.
@@ -55,28 +55,34 @@ def parameter_rms(arrays: Mapping[str, Any]) -> float:
     judged_arrays = {
         name: array
         for name, array in arrays.items()
-        if name.startswith(tuple(f"{prefix}/" for prefix in _JUDGED))
+        if name.startswith(tuple(f"{prefix}/" for prefix in _JUDGED_PREFIXES))
         and jnp.issubdtype(array.dtype, jnp.floating)
         and (array.ndim > 0 or not name.startswith("optimizer/"))
     }
-    on_devices = {name: array for name, array in judged_arrays.items() if not on_host(array)}
-    on_one_cpu = copies_on_one_cpu(on_devices)
-    others = {name: array for name, array in on_devices.items() if name not in on_one_cpu}
-    alone = {name: array for name, array in others.items() if is_on_one_device(array)}
-    figures = {name: _judged_alone(array) for name, array in (on_one_cpu | alone).items()}
-    figures |= _judged_together({name: array for name, array in others.items() if name not in alone})
+    device_arrays = {name: array for name, array in judged_arrays.items() if not on_host(array)}
+    cpu_copies = copies_on_one_cpu(device_arrays)
+    other_arrays = {name: array for name, array in device_arrays.items() if name not in cpu_copies}
+    single_device_arrays = {name: array for name, array in other_arrays.items() if is_on_one_device(array)}
+    facts_by_name = {name: _facts_of_one_array(array) for name, array in (cpu_copies | single_device_arrays).items()}
+    facts_by_name |= _facts_of_arrays(
+        {name: array for name, array in other_arrays.items() if name not in single_device_arrays}
+    )
     for name, array in judged_arrays.items():
         if on_host(array):
-            figures[name] = jax.device_get(_judged_alone(array))
-    figures = jax.device_get(figures)
+            facts_by_name[name] = jax.device_get(_facts_of_one_array(array))
+    facts_by_name = jax.device_get(facts_by_name)
     param_names = [name for name in judged_arrays if name.startswith(f"{PARAMS}/")]
-    number_count = sum(judged_arrays[name].size for name in param_names)
-    if not all(is_finite for is_finite, _ in figures.values()):
+    element_count = sum(judged_arrays[name].size for name in param_names)
+    if not all(is_finite for is_finite, _ in facts_by_name.values()):
         return math.nan
-    return math.sqrt(math.fsum(float(figures[name][1]) for name in param_names) / number_count) if number_count else 0.0
+    return (
+        math.sqrt(math.fsum(float(facts_by_name[name][1]) for name in param_names) / element_count)
+        if element_count
+        else 0.0
+    )
 
 
-def judged(description: Description, arrays: Mapping[str, Any]) -> Description:
+def with_verdict(description: Description, arrays: Mapping[str, Any]) -> Description:
     """Return the description with the verdict on the state, and with the number of steps skipped in a row.
 
     Args:
@@ -99,7 +105,7 @@ def is_sane(rms: float, first_rms: float) -> bool:
 
     Args:
         rms: root mean square of the parameters; NaN if the state is not finite.
-        first_rms: that of the run's first checkpoint.
+        first_rms: root mean square of the parameters in the run's first checkpoint.
 
     Example:
         >>> is_sane(0.5, 0.02), is_sane(9e28, 0.02), is_sane(float("nan"), 0.02)

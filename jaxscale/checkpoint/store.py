@@ -65,7 +65,7 @@ class Checkpoints:
 
     Args:
         folder: folder of the checkpoints: a local folder, or one in gs://; a single process may also use s3://.
-        keep: number of checkpoints to keep, the newest ones. The last good one is kept, too, if it is older.
+        keep: number of the newest checkpoints to keep. The last good one is kept, too, if it is older.
         best: whether to keep the checkpoint with the lowest held-out loss, too.
         write: whether to create the folder and remove half-written checkpoints. A reader must pass false, because the
             run may still be writing.
@@ -77,12 +77,12 @@ class Checkpoints:
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
         if keep < 1:
             raise UserError(f"keep: got {keep}, expected at least 1, the newest checkpoint")
-        self.folder = _path(folder)
+        self.folder = _absolute_path(folder)
         self._keep, self._is_best_kept = keep, best
         self._running_save: tuple[Description, Any] | None = None  # a description, and the future of its save
         self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
         self._host_copies: HostCopies | None = None
-        self._newest_step = 0  # of the checkpoint that was restored, or the newest one that was saved since
+        self._newest_step = 0  # of the restored checkpoint, or of the newest one that was saved since then
         self._first_rms: float | None = None  # of the parameters in the run's first checkpoint
         self._step_count = 0
         if write:
@@ -114,20 +114,21 @@ class Checkpoints:
     def best(self) -> int | None:
         """Return the step of the checkpoint with the lowest held-out loss; `None` if no checkpoint has such a loss.
 
-        Only losses of the held-out data by which the newest of them was measured are compared.
+        Only losses on the same held-out data as the newest loss are compared.
         """
-        pairs = []  # of a loss and its description
+        rows = []  # (loss, description) of each checkpoint
         for step in self.steps():
             with contextlib.suppress(DamagedError):
-                pairs.append((self.describe(step).loss, self.describe(step)))
-        pairs = [(loss, it) for loss, it in pairs if loss is not None and loss == loss]  # NaN is not equal to itself
-        return min((loss, it.step) for loss, it in pairs if it.measure == pairs[-1][1].measure)[1] if pairs else None
+                rows.append((self.describe(step).loss, self.describe(step)))
+        loss_rows = [(loss, about) for loss, about in rows if loss is not None and loss == loss]  # without NaN
+        return (
+            min((loss, about.step) for loss, about in loss_rows if about.measure == loss_rows[-1][1].measure)[1]
+            if loss_rows
+            else None
+        )
 
     def last_good(self) -> int | None:
-        """Return the step of the newest checkpoint whose state is sound, saved while no step was being skipped.
-
-        Checkpoints of earlier versions, which have no record of this, count as good. `None` if there is none.
-        """
+        """Return the step of the newest checkpoint that is not recorded as bad (`Description.is_good`), or `None`."""
         for step in reversed(self.steps()):
             with contextlib.suppress(DamagedError):
                 if self.describe(step).is_good:
@@ -282,9 +283,9 @@ class Checkpoints:
         return description
 
     def settle(self, seconds: float) -> int:
-        """Wait for the running save in another thread, at most so long, and return the newest checkpoint's step or 0.
+        """Wait up to `seconds` for another thread's save; return the step of the newest checkpoint, 0 without one.
 
-        The thread that saves may wait for it, too. An error of the save is left to that thread.
+        The thread that saves may wait at the same time. Only that thread raises an error of the save.
         """
         running_save = self._running_save
         if running_save is not None:
@@ -318,24 +319,24 @@ class Checkpoints:
         steps = send_from_first(self.steps()) if step is None else [step]
         if step is None and self._host_copies is not None:
             newest_step = max(steps, default=0)
-            newer = self._host_copies.restore_arrays(leaves, newest_step, self._step_count)
-            if newer is not None:
-                self._newest_step, self._first_rms = newest_step, newer.description.first_rms
-                return newer
-        damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
+            newer_copy = self._host_copies.restore_arrays(leaves, newest_step, self._step_count)
+            if newer_copy is not None:
+                self._newest_step, self._first_rms = newest_step, newer_copy.description.first_rms
+                return newer_copy
+        reason_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
         for checkpoint_step in reversed(steps):
             restored, reason = restore_silently(self._folder(checkpoint_step), leaves)
             if restored is None:
-                damage_by_step[checkpoint_step] = reason
+                reason_by_step[checkpoint_step] = reason
                 say(f"checkpoint of step {checkpoint_step} is damaged and skipped: {reason}")
                 continue
             self._newest_step, self._first_rms = checkpoint_step, restored.description.first_rms
             if set_aside:
-                self._set_aside(list(damage_by_step))
-            return dataclasses.replace(restored, damaged=damage_by_step)
-        if not damage_by_step:
+                self._set_aside(list(reason_by_step))
+            return dataclasses.replace(restored, damaged=reason_by_step)
+        if not reason_by_step:
             return None
-        reasons_text = "; ".join(f"step {damaged_step}: {reason}" for damaged_step, reason in damage_by_step.items())
+        reasons_text = "; ".join(f"step {damaged_step}: {reason}" for damaged_step, reason in reason_by_step.items())
         raise UserError(
             f"no checkpoint in {self.folder} can be used ({reasons_text}): restore a checkpoint from a copy, "
             "or start again with --resume never, or with --out and another directory"
@@ -344,9 +345,9 @@ class Checkpoints:
     # -- copies in the hosts' memory -----------------------------------------------------------------------------------
 
     def keep_host_copies(self, run_dir: Any, leaves: Mapping[str, Any], experiment: "Experiment") -> None:
-        """Let `copy_to_hosts` keep copies in the hosts' memory, which `restore_arrays` prefers where they are newer.
+        """Let `copy_to_hosts` keep copies in the hosts' memory, which `restore_arrays` reads if they are newer.
 
-        For an experiment without such copies, those of the run's earlier starts are not read any more.
+        If the experiment has no such copies, those of the run's earlier starts are never read again.
 
         Args:
             run_dir: the run directory.
@@ -362,7 +363,7 @@ class Checkpoints:
             forget_copies(run_dir)
 
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
-        """Copy a canonical tree to the hosts' memory in the background, if its state is good; it may be donated."""
+        """Copy a canonical tree, which may then be donated, to the hosts' memory in the background, if it is good."""
         if self._host_copies is not None:
             description = self._with_verdict(description, arrays)
             if description.is_good:
@@ -374,12 +375,12 @@ class Checkpoints:
             self._host_copies.clear()
 
     def _with_verdict(self, description: Description, arrays: Mapping[str, Any]) -> Description:
-        """Return the description with the record of whether the state is sound, and whether steps are being skipped."""
-        from jaxscale.checkpoint.soundness import judged
+        """Return the description with the facts on whether the state is good, as `soundness.with_verdict` does."""
+        from jaxscale.checkpoint.soundness import with_verdict
 
-        judged_description = judged(dataclasses.replace(description, first_rms=self._first_rms), arrays)
-        self._first_rms = judged_description.first_rms
-        return judged_description
+        new_description = with_verdict(dataclasses.replace(description, first_rms=self._first_rms), arrays)
+        self._first_rms = new_description.first_rms
+        return new_description
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept."""
@@ -414,7 +415,7 @@ class Checkpoints:
     def put_newer_aside(self, step: int) -> list[str]:
         """Rename the checkpoints of later steps to STEP.aside, so that they are not read; return their new names.
 
-        A name in use gets a number: STEP.aside-2. Names are returned on the first process only.
+        If that name is in use, a number is added: STEP.aside-2. Processes other than the first return no names.
         """
         new_names: list[str] = []
         if is_first():
@@ -426,7 +427,7 @@ class Checkpoints:
                     path.rename(new_path)
                     new_names.insert(0, new_path.name)
         wait_for_all("newer checkpoints are aside")
-        self._descriptions = {s: description for s, description in self._descriptions.items() if s <= step}
+        self._descriptions = {key: description for key, description in self._descriptions.items() if key <= step}
         return new_names
 
     def _folder(self, step: int) -> Any:
@@ -490,7 +491,7 @@ def _check_reachable(folder: Any) -> None:
         )
 
 
-def _path(folder: Any) -> Any:
+def _absolute_path(folder: Any) -> Any:
     """Return a folder as the absolute path object that Orbax requires."""
     from etils import epath
 

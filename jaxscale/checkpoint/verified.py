@@ -29,7 +29,7 @@ from jaxscale.values.read_files import whole_number
 
 _DTYPE_NAME = re.compile(r"[a-z]{3,16}[a-z0-9_]{0,16}")
 MAX_DIMS = 64
-"""Most dims of an array, as in numpy."""
+"""Largest number of dims of an array, as in NumPy."""
 FORMAT = 1
 """Version of the checkpoint format. `read_content` raises an error for a checkpoint of a newer format."""
 
@@ -49,7 +49,7 @@ class Description:
         is_sound: whether parameters and optimizer state are finite and sane; `None` in checkpoints of earlier versions.
         skipped_in_row: number of steps that were skipped since the last good one when the state was saved.
         first_rms: root mean square of the parameters in the run's first checkpoint, by which later ones are judged.
-        measure: what `loss` is: "" for that of the data's own held-out part, or else name and hash of a held-out set.
+        measure: data of `loss`: "" for the held-out part of the data, or else the name and hash of a held-out set.
     """
 
     step: int
@@ -66,14 +66,20 @@ class Description:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
-        """Return the description that is in the dict from `read_content`; earlier versions wrote fewer fields."""
-        later_names = ("is_sound", "skipped_in_row", "first_rms", "measure")
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: content[name] for name in names if name in content or name not in later_names})
+        """Return the description in a dict from `read_content`, which may lack fields that earlier versions lacked."""
+        later_field_names = ("is_sound", "skipped_in_row", "first_rms", "measure")
+        field_names = [field.name for field in dataclasses.fields(cls)]
+        return cls(
+            **{
+                field_name: content[field_name]
+                for field_name in field_names
+                if field_name in content or field_name not in later_field_names
+            }
+        )
 
     @property
     def is_good(self) -> bool:
-        """Whether the state is sound as far as is recorded, and no step was being skipped when it was saved."""
+        """Whether the state is not recorded as unsound, and no step was being skipped when it was saved."""
         return self.is_sound is not False and self.skipped_in_row == 0
 
 
@@ -86,7 +92,7 @@ class Restored:
         arrays: the canonical tree, as arrays by name.
         damaged: reason why each newer checkpoint was skipped as damaged, by the checkpoint's step.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
-        origin: text for the user on where it was read, if not from the run directory.
+        origin: text for the user on where the state was read; "" for the run directory.
     """
 
     description: Description
@@ -126,7 +132,7 @@ def restore_silently(path: Any, abstract_leaves: Mapping[str, Any]) -> tuple[Res
 def _restore(path: Any, abstract_leaves: Mapping[str, Any]) -> Restored:
     """Read the checkpoint in a folder, in stages that all processes finish together.
 
-    If a process fails in a stage, all processes raise an error; else a collective would wait for that process forever.
+    If a process fails in a stage, all processes raise an error; otherwise, collectives would wait for it forever.
     """
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.state.conversion import conversion
@@ -205,7 +211,7 @@ def read_content(path: Any) -> dict[str, Any]:
     if digest(content) != stored_digest:
         raise DamagedError("the description does not match its checksum")
     if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise DamagedError("the description has no number of its format")
+        raise DamagedError("the description has no format number")
     if content["format"] > FORMAT:
         raise UserError(
             f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
@@ -223,35 +229,39 @@ def read_content(path: Any) -> dict[str, Any]:
 
 
 def invalid_fields(content: Mapping[str, Any]) -> list[str]:
-    """Return the names of a description's fields that are missing, or whose JSON is not of the type that is saved."""
-    counts = [content.get("step"), content.get("tokens"), content.get("skipped_in_row", 0)]
-    losses = [content.get("loss", ""), content.get("best", ""), content.get("first_rms")]
+    """Return the names of those fields, or groups of fields, of a description that are missing or of a wrong type."""
+    count_values = [content.get("step"), content.get("tokens"), content.get("skipped_in_row", 0)]
+    loss_values = [content.get("loss", ""), content.get("best", ""), content.get("first_rms")]
     versions = content.get("versions")
-    is_valid = {
-        "step, tokens or skipped_in_row": all(type(count) is int and 0 <= count <= MAX_INT64 for count in counts),
-        "loss, best or first_rms": all(loss is None or type(loss) in (int, float) for loss in losses),
+    validity_by_name = {
+        "step, tokens or skipped_in_row": all(
+            type(count_value) is int and 0 <= count_value <= MAX_INT64 for count_value in count_values
+        ),
+        "loss, best or first_rms": all(
+            loss_value is None or type(loss_value) in (int, float) for loss_value in loss_values
+        ),
         "data": isinstance(content.get("data", ""), dict | None),
         "experiment": isinstance(content.get("experiment"), str),
         "measure": isinstance(content.get("measure", ""), str),
         "versions": isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values()),
         "is_sound": content.get("is_sound") in (None, True, False),
     }
-    return [name for name, is_right in is_valid.items() if not is_right]
+    return [name for name, is_valid in validity_by_name.items() if not is_valid]
 
 
 def _are_array_facts(facts: Any) -> bool:
-    """Return whether a JSON value is the shape, the name of the dtype, and two checksums of an array."""
+    """Return whether a JSON value is a list of the shape, the name of the dtype, and two checksums of an array."""
     if not (isinstance(facts, list) and len(facts) == 4 and isinstance(facts[0], list) and len(facts[0]) <= MAX_DIMS):
         return False
     numbers = [*facts[0], *facts[2:]]
-    is_key = isinstance(facts[1], str) and facts[1].startswith("key<")  # of a random generator
+    is_key = isinstance(facts[1], str) and facts[1].startswith("key<")  # a random key's dtype
     return (is_key or dtype_of(facts[1]) is not None) and all(
         type(number) is int and 0 <= number <= MAX_INT64 for number in numbers
     )
 
 
 def dtype_of(name: Any) -> np.dtype | None:
-    """Return the dtype of numbers that has a name in a file; `None` if there is none.
+    """Return the dtype with a name from a file; `None` if the name is not that of a numeric dtype.
 
     Example:
         >>> dtype_of("bfloat16"), dtype_of("object"), dtype_of("1,")
@@ -278,9 +288,9 @@ def is_step_name(name: str) -> bool:
 
 
 def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
-    """Raise UserError if a checkpoint does not have the arrays that the model needs, in their shapes.
+    """Raise UserError if a checkpoint lacks an array that the model needs, or has one of another shape.
 
-    If a whole state is read, the checkpoint may not have further parameters.
+    If a whole state is read, other parameters in the checkpoint are an error, too.
     """
     from jaxscale.state.canonical import OPTIONAL
 
@@ -318,8 +328,8 @@ def _cast(arrays: dict[str, Any], abstract_leaves: Mapping[str, Any]) -> dict[st
         return arrays
     shardings = {name: abstract_leaves[name].sharding for name in names_to_cast}
 
-    def cast(arrays: dict[str, Any]) -> dict[str, Any]:
-        return {name: to_device(array).astype(abstract_leaves[name].dtype) for name, array in arrays.items()}
+    def cast(saved_arrays: dict[str, Any]) -> dict[str, Any]:
+        return {name: to_device(array).astype(abstract_leaves[name].dtype) for name, array in saved_arrays.items()}
 
     return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in names_to_cast})
 
@@ -330,7 +340,7 @@ def digest(content: Any) -> str:
 
 
 def is_out_of_device_memory(error: BaseException) -> bool:
-    """Return whether an error reports a full device memory; TensorStore reports a full disk by the same status.
+    """Return whether an error reports a full device memory, rather than a full disk, which has the same status.
 
     Example:
         >>> is_out_of_device_memory(ValueError("RESOURCE_EXHAUSTED: Failed to write [os_error_code='28']"))
@@ -352,7 +362,7 @@ def _ignore_exception(*_: Any) -> None:
 
 @contextlib.contextmanager
 def _silence_orbax() -> Iterator[None]:
-    """Open a context in which Orbax neither logs unreadable arrays nor prints tracebacks of reads that it abandons."""
+    """Open a context in which Orbax does not log unreadable arrays or print tracebacks of reads that it abandons."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     unraisable_hook, exception_hook = sys.unraisablehook, sys.excepthook
 
@@ -390,8 +400,8 @@ def _single_process_context() -> Any:
 def start_save(path: Any, arrays: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
     """Start to write a checkpoint in the background, and return Orbax's future.
 
-    Files are not compressed: the numbers of a train state shrink by 8 %, for which a restore of 0.93 GB takes 2.9 to
-    3.7 processor seconds instead of 1.9 to 2.5 (two cores of an Intel Xeon, 2026-11-28).
+    Files are not compressed. Compression would save 8 % of the bytes of a train state, but a restore of 0.93 GB would
+    take 2.9 to 3.7 processor seconds instead of 1.9 to 2.5 (two cores of an Intel Xeon, 2026-11-28).
 
     Args:
         path: folder of the checkpoint.

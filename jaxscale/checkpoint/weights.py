@@ -1,8 +1,8 @@
 """Weights for the start of another run: those of a run, of one of its checkpoints, or of a folder of transformers.
 
-`WeightSource.open` reads only names and shapes; arrays are read by `load`, in the layout in which they are asked for.
-Names are those of checkpoints, with one array for each layer, so that a deeper model can take the layers that there
-are. Of a run with an average of weights, the average is taken, as by evaluation, generation and export.
+`WeightSource.open` reads only names and shapes; `load` reads arrays, in the requested layout. Names are those of
+checkpoints, with one array for each layer, so that a deeper model can take the existing layers. If a run keeps an
+average of its weights, the average is read, as in evaluation, generation and export.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jaxscale.state.canonical import PARAMS, REST
 from jaxscale.state.ema import EMA
 
 Loader = Callable[[Mapping[str, Any], Callable[[str], None]], dict[str, Any]]
-"""A function of the shape, dtype and sharding of each array to read, by name, and of a function that is called with
-messages; it returns the arrays by name."""
+"""A function that reads arrays and returns them by name. Its arguments are the shape, dtype and sharding of each array
+to read, by name, and a function that is called with messages for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class WeightSource:
     """Weights that another run may start from.
 
     Args:
-        path: where they are, as text.
+        path: path of the weights.
         step: step of the checkpoint; `None` for a folder of transformers.
         shapes: shape of each array of parameters and statistics, by its name in a checkpoint.
         is_average: whether the trained parameters are an average of weights.
-        load: reads arrays, each whose shape is asked for as it is.
+        load: function that reads arrays, each of which must be requested in its own shape.
     """
 
     path: str
@@ -62,8 +62,8 @@ class WeightSource:
         check_location(path)
         folder = run_path(path)
 
-        def kind() -> str:
-            """Return what lies at the path."""
+        def find_kind() -> str:
+            """Return what the path holds: "run", "checkpoint" or "transformers"."""
             if (folder / EXPERIMENT).exists():
                 return "run"
             if is_step_name(folder.name) and folder.is_dir():
@@ -76,7 +76,7 @@ class WeightSource:
                 "writes it"
             )
 
-        path_kind = call_on_all(kind, LookupError)
+        path_kind = call_on_all(find_kind, LookupError)
         if path_kind == "run":
             return cls._of_run(str(path), folder / CHECKPOINTS, step)
         if path_kind == "checkpoint":
@@ -85,7 +85,7 @@ class WeightSource:
 
     @classmethod
     def _of_run(cls, path: str, folder: Any, step: int | None) -> "WeightSource":
-        """Open the checkpoint of a step in the folder of a run's checkpoints; the newest one if the step is `None`."""
+        """Open a step's checkpoint in the folder of a run's checkpoints; `None` opens the newest that can be read."""
         checkpoints = Checkpoints(folder, write=False)
         steps = send_from_first(checkpoints.steps())
         if not steps or (step is not None and step not in steps):
@@ -95,35 +95,39 @@ class WeightSource:
                 "run or a checkpoint that has weights"
             )
 
-        def read() -> tuple[int, dict[str, Any]]:
-            """Return the step of the newest checkpoint whose description can be read, and the facts of its arrays."""
-            reasons: list[str] = []
-            for number in [step] if step is not None else reversed(steps):
+        def read_facts() -> tuple[int, dict[str, Any]]:
+            """Return the step of the checkpoint to open, and (shape, dtype, checksums) of its arrays by name."""
+            reason_texts: list[str] = []
+            for saved_step in [step] if step is not None else reversed(steps):
                 try:
-                    return number, read_content(checkpoints.folder / f"{number:08d}")["arrays"]
+                    return saved_step, read_content(checkpoints.folder / f"{saved_step:08d}")["arrays"]
                 except DamagedError as error:
-                    reasons.append(f"step {number}: {error}")
-            raise UserError(f"{path} has no checkpoint that can be read ({'; '.join(reasons)}); give another one")
+                    reason_texts.append(f"step {saved_step}: {error}")
+            raise UserError(f"{path} has no checkpoint that can be read ({'; '.join(reason_texts)}); give another one")
 
-        read_step, facts = call_on_all(read, LookupError)
-        is_average = any(name.startswith(f"{EMA}/") for name in facts)
-        saved_names: dict[str, str] = {}
-        for name, fact in facts.items():
-            kind, _, rest = name.partition("/")
-            if kind in (PARAMS, REST) and not str(fact[1]).startswith("key<"):  # of a random generator
-                saved_names[name] = f"{EMA}/{rest}" if kind == PARAMS and f"{EMA}/{rest}" in facts else name
+        read_step, facts_by_name = call_on_all(read_facts, LookupError)
+        is_average = any(name.startswith(f"{EMA}/") for name in facts_by_name)
+        saved_name_by_name: dict[str, str] = {}
+        for name, array_facts in facts_by_name.items():
+            first_name, _, other_names = name.partition("/")
+            if first_name in (PARAMS, REST) and not str(array_facts[1]).startswith("key<"):  # not a random key
+                saved_name_by_name[name] = (
+                    f"{EMA}/{other_names}" if first_name == PARAMS and f"{EMA}/{other_names}" in facts_by_name else name
+                )
 
-        def load(abstract: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-            abstract_saved = {saved_names[name]: leaf for name, leaf in abstract.items()}
+        def load(abstract_leaves: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+            abstract_saved = {saved_name_by_name[name]: leaf for name, leaf in abstract_leaves.items()}
             try:
                 restored = checkpoints.restore_arrays(abstract_saved, step=read_step, say=say)
             except UserError as error:
-                others = ", ".join(f"{folder}/{number:08d}" for number in steps if number != read_step)
-                raise UserError(f"{path}: {error}; or give another checkpoint: {others or 'there is none'}") from error
+                others_text = ", ".join(f"{folder}/{saved_step:08d}" for saved_step in steps if saved_step != read_step)
+                raise UserError(
+                    f"{path}: {error}; or give another checkpoint: {others_text or 'there is none'}"
+                ) from error
             assert restored is not None
-            return {name: restored.arrays[saved_names[name]] for name in abstract}
+            return {name: restored.arrays[saved_name_by_name[name]] for name in abstract_leaves}
 
-        shapes = {name: tuple(facts[saved_name][0]) for name, saved_name in saved_names.items()}
+        shapes = {name: tuple(facts_by_name[saved_name][0]) for name, saved_name in saved_name_by_name.items()}
         return cls(path, read_step, shapes, is_average, load)
 
     @classmethod
@@ -134,15 +138,15 @@ class WeightSource:
         from jaxscale.state.naming import layer_name
 
         family, model = read_config(path)
-        arrays: dict[str, Any] = {}
+        array_by_name: dict[str, Any] = {}
         for leaf_path, leaf in flat_leaves(open_params(path, family, model)):
             name = f"{PARAMS}/{leaf_path.replace('.', '/')}"
             if isinstance(leaf, Stacked):
-                arrays |= {layer_name(name, index): layer for index, layer in enumerate(leaf.layers)}
+                array_by_name |= {layer_name(name, index): layer for index, layer in enumerate(leaf.layers)}
             else:
-                arrays[name] = leaf
+                array_by_name[name] = leaf
 
-        def load(abstract: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+        def load(abstract_leaves: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
             import jax
 
             def place(array: Any, leaf: Any) -> Any:
@@ -151,6 +155,6 @@ class WeightSource:
                     leaf.shape, leaf.sharding, lambda index: np.asarray(array[index], leaf.dtype)
                 )
 
-            return {name: place(arrays[name], leaf) for name, leaf in abstract.items()}
+            return {name: place(array_by_name[name], leaf) for name, leaf in abstract_leaves.items()}
 
-        return cls(path, None, {name: tuple(array.shape) for name, array in arrays.items()}, False, load)
+        return cls(path, None, {name: tuple(array.shape) for name, array in array_by_name.items()}, False, load)

@@ -260,8 +260,7 @@ def run_in_slices(
             param_indices: list[int] = param_indices,
             state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            """Run `step` on a slice of each leaf of the group; `carried_leaves`, which have no parameter, are "
-            "ignored."""
+            """Run `step` on a slice of each leaf of the group; `carried_leaves`, of no parameter, are ignored."""
             leaf_slices = _put_at(old_leaves, param_indices, written_slices[: len(param_indices)])
             state_slices = _put_at(state_leaves, state_indices, written_slices[len(param_indices) :])
             for index in shared_indices:
@@ -359,8 +358,7 @@ def owner_indices_of(rule: optax.GradientTransformation, state: Any, treedef: An
 
 
 def _slice_units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """Return, for each parameter, for each dim, the length that must divide a slice's length so that no block is "
-    "cut."""
+    """Return, for each dim of each parameter, a length that must divide a slice's length, so that no block is cut."""
     param_leaves, treedef = jax.tree.flatten(params)
     units_by_param = [[1] * len(leaf.shape) for leaf in param_leaves]
     state = jax.eval_shape(rule.init, params)

@@ -201,8 +201,7 @@ def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract
     owner_indices = jax.tree.leaves(owner_indices_of(rule, abstract_state, treedef))
 
     def sharding_of(leaf: Any, owner_index: int, is_hosted: bool) -> Any:
-        """Return the sharding of a leaf of the state; `owner_index` is the index of its parameter, -1 if it has "
-        "none."""
+        """Return the sharding of a leaf of the state; `owner_index` is the index of its parameter, or -1."""
         if not is_hosted:
             return None
         sharding = param_leaves[max(owner_index, 0)].sharding

@@ -374,11 +374,11 @@ class GradientExchange:
             means, new_states = self.average_on_device(shards, device_states, update_count, self.mesh.axis_names)
             return ReducedGradients(means, self._with_leading_dims(new_states), self._residual_norm(new_states))
 
-        replicated_spec = PartitionSpec()
+        empty_spec = PartitionSpec()
         gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
         mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
-        out_specs: Any = ReducedGradients(*(mean_specs, self._specs(), replicated_spec))  # pyright: ignore[reportArgumentType]
-        average = self._shard_mapped(average_shards, (gradient_specs, self._specs(), replicated_spec), out_specs)
+        out_specs: Any = ReducedGradients(*(mean_specs, self._specs(), empty_spec))  # pyright: ignore[reportArgumentType]
+        average = self._shard_mapped(average_shards, (gradient_specs, self._specs(), empty_spec), out_specs)
         return average({name: gradients[name] for name in self.leaves}, states, step)
 
     def average_on_device(

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint.checksum import _device_checksum, checksum, checksums
-from jaxscale.checkpoint.soundness import _judged_alone, parameter_rms
+from jaxscale.checkpoint.soundness import _facts_of_one_array, parameter_rms
 from jaxscale.sharding.mesh import MeshSpec
 
 
@@ -70,9 +70,9 @@ def test_layers_of_one_shape_share_a_program():
     """Programs for all arrays of a model of many layers would compile for longer than a save takes."""
     rng = np.random.default_rng(4)
     arrays = {f"params/{index}": jnp.asarray(rng.normal(size=(3, 37)), jnp.float32) for index in range(20)}
-    before = _device_checksum._cache_size(), _judged_alone._cache_size()
+    before = _device_checksum._cache_size(), _facts_of_one_array._cache_size()
     sums, rms = checksums(arrays), parameter_rms(arrays)
-    assert (_device_checksum._cache_size(), _judged_alone._cache_size()) == (before[0] + 1, before[1] + 1)
+    assert (_device_checksum._cache_size(), _facts_of_one_array._cache_size()) == (before[0] + 1, before[1] + 1)
     assert all(sums[name] == by_hand(np.asarray(array)) for name, array in arrays.items())
     whole = np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays.values()])
     assert rms == pytest.approx(np.sqrt(np.mean(whole**2)), rel=1e-6)

@@ -67,9 +67,9 @@ def test_every_plan_starts_from_the_same_weights(toy, whole, plan):
     expected = weights_of(whole)
     model = dataclasses.replace(toy().model, embed=8)
     start, arrays, _ = started(toy(model=model, seed=5), whole, **plan)
-    assert start.match.unlike == {}
-    assert start.match.new == ()
-    assert set(start.match.taken) == set(expected)
+    assert start.match.shapes_by_unlike_name == {}
+    assert start.match.new_names == ()
+    assert set(start.match.taken_names) == set(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(arrays[name], array)
     assert int(arrays["step"]) == 0
@@ -110,16 +110,16 @@ def test_running_statistics_are_taken_and_random_streams_are_not(tmp_path):
         tmp_path / "00000001",
         mesh="data:2",
     )
-    statistics = [name for name in start.match.taken if name.startswith("rest/")]
+    statistics = [name for name in start.match.taken_names if name.startswith("rest/")]
     assert statistics
-    for name in start.match.taken:
+    for name in start.match.taken_names:
         np.testing.assert_array_equal(arrays[name], saved[name])
     assert any(
         np.any(np.array(array) != saved[name])
         for name, array in other.to_canonical(other.init()).items()
         if name in statistics
     )
-    assert all("head" in name for name in start.match.unlike)
+    assert all("head" in name for name in start.match.shapes_by_unlike_name)
 
 
 def test_a_deeper_model_with_another_head_takes_what_fits_and_draws_the_rest(toy, whole):
@@ -128,12 +128,14 @@ def test_a_deeper_model_with_another_head_takes_what_fits_and_draws_the_rest(toy
     experiment = toy(model=model, seed=3)
     start, arrays, step = started(experiment, whole, mesh="fsdp:2", zero=3)
     expected, fresh = weights_of(whole), drawn(experiment)
-    assert set(start.match.unlike) == {name for name in expected if "embedding" in name or "head" in name}
-    assert start.match.new
-    assert all("layers/1" in name or "layers/2" in name for name in start.match.new)
-    for name in start.match.taken:
+    assert set(start.match.shapes_by_unlike_name) == {
+        name for name in expected if "embedding" in name or "head" in name
+    }
+    assert start.match.new_names
+    assert all("layers/1" in name or "layers/2" in name for name in start.match.new_names)
+    for name in start.match.taken_names:
         np.testing.assert_array_equal(arrays[name], expected[name])
-    for name in (*start.match.unlike, *start.match.new):
+    for name in (*start.match.shapes_by_unlike_name, *start.match.new_names):
         np.testing.assert_array_equal(arrays[name], fresh[name])
     text = "\n".join(start.lines())
     assert "not taken, since shapes differ: embedding/weight (256 x 8 there, 250 x 8 here)" in text
@@ -160,8 +162,8 @@ def test_adapters_are_new_over_a_base_that_is_taken_and_the_other_way_round(toy,
     for name, array in expected.items():  # they are frozen
         np.testing.assert_array_equal(after[name], array)
     start, arrays, _ = started(toy(seed=9), run.dir, mesh="1")
-    assert start.match.left
-    assert all("/lora/" in name for name in start.match.left)
+    assert start.match.left_names
+    assert all("/lora/" in name for name in start.match.left_names)
     assert "in the source alone, so left out: " in "\n".join(start.lines())
     np.testing.assert_array_equal(arrays["params/embedding/weight"], expected["params/embedding/weight"])
 
@@ -237,8 +239,8 @@ def test_other_groups_are_another_experiment(toy, tmp_path):
 def test_an_exported_folder_is_a_source(toy, whole, tmp_path):
     folder = export(whole, tmp_path / "exported")
     start, arrays, _ = started(toy(seed=2), folder, mesh="fsdp:2", zero=3)
-    assert start.match.new == ()
-    assert start.match.unlike == {}
+    assert start.match.new_names == ()
+    assert start.match.shapes_by_unlike_name == {}
     assert str(start.source) == str(folder)
     for name, array in weights_of(whole).items():
         np.testing.assert_array_equal(arrays[name], array)
@@ -316,4 +318,9 @@ def test_frozen_parameters_that_are_not_taken_are_named(toy, whole):
 
 def test_a_match_is_by_name_and_shape():
     match = Match.of({"params/a": (2,), "params/c": (1,), "rest/d": (1,)}, {"params/a": (2,), "params/b": (4,)})
-    assert (match.taken, match.unlike, match.new, match.left) == (("params/a",), {}, ("params/b",), ("params/c",))
+    assert (match.taken_names, match.shapes_by_unlike_name, match.new_names, match.left_names) == (
+        ("params/a",),
+        {},
+        ("params/b",),
+        ("params/c",),
+    )
