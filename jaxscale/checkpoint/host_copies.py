@@ -250,16 +250,16 @@ class HostCopies:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def restore_arrays(self, leaves: Mapping[str, Any], newer_than: int, before: int) -> Restored | None:
+    def restore_arrays(self, abstract_leaves: Mapping[str, Any], newest_step: int, step_count: int) -> Restored | None:
         """Restore the newest copy of which every host has the parts that its devices need.
 
         Only copies of the start that wrote the last ones are read, and only those that have exactly the requested
         arrays: the layout of quantized state, for instance, may depend on the mesh, and only checkpoints convert it.
 
         Args:
-            leaves: shape, dtype and sharding of each array to read, by name.
-            newer_than: step of the newest checkpoint; copies that are not newer are not read.
-            before: number of steps of the run; copies of the last step and of later ones are not read.
+            abstract_leaves: shape, dtype and sharding of each array to read, by name.
+            newest_step: step of the newest checkpoint; copies that are not newer are not read.
+            step_count: number of steps of the run; copies of the last step and of later ones are not read.
 
         Returns:
             The copy; `None` if there is none.
@@ -270,17 +270,17 @@ class HostCopies:
             key: copy
             for key, copy in self._read_copies().items()
             if key[0] == self._last_start
-            and key[1] < before
-            and key[1] > newer_than >= copy.newest_checkpoint
-            and set(copy.parts) == set(leaves)
-            and all(_is_covered(leaf, copy.parts[name]) for name, leaf in leaves.items())
+            and key[1] < step_count
+            and key[1] > newest_step >= copy.newest_checkpoint
+            and set(copy.parts) == set(abstract_leaves)
+            and all(_is_covered(leaf, copy.parts[name]) for name, leaf in abstract_leaves.items())
         }
         newest_key = max(_common_keys(sorted(copies)), default=None)
         if newest_key is None:
             return None
         parts = {
             name: [part for part in copies[newest_key].parts[name] if _fits(part, leaf)]
-            for name, leaf in leaves.items()
+            for name, leaf in abstract_leaves.items()
         }
 
         def read_arrays() -> dict[str, Any]:
@@ -291,7 +291,7 @@ class HostCopies:
                     leaf.sharding,
                     lambda index, leaf=leaf, name=name: _assemble(parts[name], _region(index, leaf.shape), leaf.dtype),
                 )
-                for name, leaf in leaves.items()
+                for name, leaf in abstract_leaves.items()
             }
 
         arrays = call_on_all(read_arrays, LookupError)

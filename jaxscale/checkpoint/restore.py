@@ -164,12 +164,12 @@ def restore_parameters(
     step = _build_step(experiment, jax.devices(), split)
     # shape, dtype and sharding of each array
     abstract_leaves = step.canonical_abstract()
-    abstract_trained = {
+    abstract_read = {
         name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest", "ema")
     }
-    restored = checkpoints.restore_arrays(abstract_trained, step=checkpoint_step, say=_report)
+    restored = checkpoints.restore_arrays(abstract_read, step=checkpoint_step, say=_report)
     assert restored is not None
-    abstract_unread = {name: leaf for name, leaf in abstract_leaves.items() if name not in abstract_trained}
+    abstract_unread = {name: leaf for name, leaf in abstract_leaves.items() if name not in abstract_read}
     zero_arrays = jax.jit(
         lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract_unread.items()},
         out_shardings={name: leaf.sharding for name, leaf in abstract_unread.items()},
@@ -235,9 +235,9 @@ def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
 
     run_plan, run_kernels = experiment.plan, experiment.plan.kernels
     attention = dict(run_kernels.named).get("attention", "auto")
-    is_unsupported = devices[0].platform != "tpu" and attention == "splash"
+    is_attention_unsupported = devices[0].platform != "tpu" and attention == "splash"
     is_chunk_missing = run_kernels.scores in ("tpu", "chunked") and run_kernels.loss_chunk is None
-    is_attention_kept = attention in ("plain", "chunked", "splash") and not is_unsupported
+    is_attention_kept = attention in ("plain", "chunked", "splash") and not is_attention_unsupported
     loss_chunk = CHUNK if is_chunk_missing else run_kernels.loss_chunk
     kernels = Kernels(named=(("attention", attention),) * is_attention_kept, loss_chunk=loss_chunk)
     plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)

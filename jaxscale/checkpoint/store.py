@@ -120,9 +120,9 @@ class Checkpoints:
         for step in self.steps():
             with contextlib.suppress(DamagedError):
                 rows.append((self.describe(step).loss, self.describe(step)))
-        loss_rows = [(loss, about) for loss, about in rows if loss is not None and loss == loss]  # without NaN
+        loss_rows = [(loss, facts) for loss, facts in rows if loss is not None and loss == loss]  # without NaN
         return (
-            min((loss, about.step) for loss, about in loss_rows if about.measure == loss_rows[-1][1].measure)[1]
+            min((loss, facts.step) for loss, facts in loss_rows if facts.measure == loss_rows[-1][1].measure)[1]
             if loss_rows
             else None
         )

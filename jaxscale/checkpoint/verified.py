@@ -137,14 +137,14 @@ def _restore(path: Any, abstract_leaves: Mapping[str, Any]) -> Restored:
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.state.conversion import conversion
 
-    def read() -> tuple[dict[str, Any], Any]:
+    def read_description() -> tuple[dict[str, Any], Any]:
         """Return the description as a dict, and the converter from the saved arrays to the requested ones."""
         content = read_content(path)
         converter = conversion(content["arrays"], abstract_leaves)
         _check_arrays(content["arrays"], converter.abstract, path)
         return content, converter
 
-    content, converter = call_on_all(read, DamagedError)
+    content, converter = call_on_all(read_description, DamagedError)
     array_facts = content["arrays"]
     abstract_saved = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
     arrays = call_on_all(lambda: _load(path, array_facts, abstract_saved), DamagedError)

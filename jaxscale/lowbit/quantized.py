@@ -61,7 +61,7 @@ NEVER_QUANTIZED: Mapping[str, str] = {
     "projector": "a basis, whose columns must stay orthogonal",
     "residual": "the error feedback of compression, which must be exact",
 }
-"""For the name of each state field that must never be quantized: what the field holds, and why it must be exact."""
+"""What each state field that must never be quantized holds, and why that must be exact, by the field's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class NothingQuantized(UserError):
         least: smallest number of elements of a parameter whose state is quantized.
 
     Attributes:
-        reason: for fields that must stay float32, why, as sentences that begin with a space; "" without such fields.
+        reason: sentences, each after a space, on why fields of the state must stay float32; "" if there are none.
         least: the argument.
     """
 

@@ -17,7 +17,7 @@ from jaxscale.typing import Array, Key
 
 
 def key_of(seed: int, step: Any, path: str) -> Key:
-    """Return the random key of one leaf in one step; it depends on no mesh, restart or order of leaves.
+    """Return the random key of one leaf in one step; it does not depend on the mesh, restarts or the order of leaves.
 
     Args:
         seed: seed of the run.

@@ -179,7 +179,7 @@ class Optimizer:
                 schedule_text = "a function" if callable(self.schedule) else self.schedule
                 raise UserError(
                     f"optimizer.schedule: got {schedule_text}, but {self.name} takes only "
-                    f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
+                    f"{' or '.join(RULES[self.name].schedule_names)}, because this rule averages weights instead of "
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
         self._check_groups()
@@ -201,7 +201,7 @@ class Optimizer:
                         f"{path}.{field}: got {getattr(member, field)!r}, but {reason}; set optimizer.{field} instead"
                     )
         for path, member in {"optimizer": self, **{f"optimizer.groups.{p}": g for p, g in self.groups.items()}}.items():
-            if self.groups and member.custom is None and RULES[member.name].over_replicas:
+            if self.groups and member.custom is None and RULES[member.name].takes_mean_messages:
                 raise UserError(
                     f"{path}.name: got {member.name} together with optimizer.groups, but replicas that send momenta in "
                     "one bit have one rule for all parameters; take another rule, or leave optimizer.groups out"
@@ -210,7 +210,7 @@ class Optimizer:
     def _has_schedule(self) -> bool:
         """Return whether the rule takes the schedule; a rule that takes the cosine also takes a user's function."""
         schedule = "cosine" if callable(self.schedule) else self.schedule
-        return schedule in RULES[self.name].schedules
+        return schedule in RULES[self.name].schedule_names
 
     def _check_own_schedule(self) -> None:
         """Refuse a schedule of the user's own together with fields that only the named schedules use."""
@@ -406,7 +406,7 @@ class Optimizer:
         Args:
             steps: number of updates in the run.
         """
-        if self.custom is not None or not RULES[self.name].over_replicas:
+        if self.custom is not None or not RULES[self.name].takes_mean_messages:
             return None
         from jaxscale.optim.one_bit import Messages
 

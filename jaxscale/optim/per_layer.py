@@ -225,7 +225,7 @@ class _StateForm:
     param_tree_flags: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
-        """Return (trees like the parameters, all other leaves): the parts of a state; parameters share the leaves."""
+        """Return the trees of a state that are like the parameters, and its other leaves, which parameters share."""
         nodes_and_flags = list(zip(self.treedef.flatten_up_to(state), self.param_tree_flags, strict=True))
         return [node for node, is_tree in nodes_and_flags if is_tree], [
             node for node, is_tree in nodes_and_flags if not is_tree

@@ -45,9 +45,9 @@ class RuleEntry:
     Args:
         make: function that builds the rule's optax transformation.
         defaults: default value of each option of the rule; options are fields of `Optimizer`.
-        schedule: default schedule of the learning rate.
-        schedules: schedules that the rule accepts.
-        over_replicas: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
+        schedule: name of the default schedule of the learning rate.
+        schedule_names: names of the schedules that the rule accepts.
+        takes_mean_messages: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
             replicas.
         update_unit: about how large an update is at learning rate 1, apart from weight decay.
         is_bounded: whether finite gradients and a positive `eps` bound the update by a few dozen times that size, by
@@ -57,8 +57,8 @@ class RuleEntry:
     make: Callable[[RuleSettings], Any]
     defaults: Mapping[str, Any]
     schedule: str = "cosine"
-    schedules: tuple[str, ...] = ("cosine", "linear", "constant")
-    over_replicas: bool = False
+    schedule_names: tuple[str, ...] = ("cosine", "linear", "constant")
+    takes_mean_messages: bool = False
     update_unit: UpdateUnit = "ones"
     is_bounded: bool = False
 
@@ -164,7 +164,7 @@ RULES: Mapping[str, RuleEntry] = {
     # Shazeer & Stern 2018, arXiv 1804.04235
     "adafactor": RuleEntry(_build_with_decay, {"weight_decay": 0.1}, update_unit="weights"),
     # Defazio et al. 2024, arXiv 2405.15682
-    "schedule_free": RuleEntry(_build_schedule_free, _ADAM_DEFAULTS, schedule="constant", schedules=("constant",)),
+    "schedule_free": RuleEntry(_build_schedule_free, _ADAM_DEFAULTS, schedule="constant", schedule_names=("constant",)),
     # You et al. 2017, arXiv 1708.03888
     "lars": RuleEntry(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}, update_unit="weights"),
     # You et al. 2020, arXiv 1904.00962
@@ -175,12 +175,12 @@ RULES: Mapping[str, RuleEntry] = {
         is_bounded=True,
     ),
     # Tang et al. 2021, arXiv 2102.02888
-    "one_bit_adam": RuleEntry(_build_one_bit, {**_ADAM_DEFAULTS, "freeze": 0.25}, over_replicas=True),
+    "one_bit_adam": RuleEntry(_build_one_bit, {**_ADAM_DEFAULTS, "freeze": 0.25}, takes_mean_messages=True),
     # Li et al. 2021, arXiv 2104.06069
     "one_bit_lamb": RuleEntry(
         _build_one_bit,
         {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01},
-        over_replicas=True,
+        takes_mean_messages=True,
         update_unit="weights",
     ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982

@@ -71,31 +71,31 @@ class TwoPhase(Codec):
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         """Return the mean of one layer's gradient over the axis, and the layer's new state."""
-        n, elements = lax.axis_size(axis), gradient.size
-        length, device_index = self.chunk_length(elements, n), lax.axis_index(axis)
-        filled_counts = np.clip(elements - length * np.arange(n), 0, length)  # for each chunk
+        n, element_count = lax.axis_size(axis), gradient.size
+        chunk_length, device_index = self.chunk_length(element_count, n), lax.axis_index(axis)
+        filled_counts = np.clip(element_count - chunk_length * np.arange(n), 0, chunk_length)  # for each chunk
         chunk_key, mean_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, device_index))
 
         corrected_gradient = self.add_residual(gradient, state)
-        chunks = _pad(corrected_gradient.reshape(-1), n * length).reshape(n, length)
+        chunks = _pad(corrected_gradient.reshape(-1), n * chunk_length).reshape(n, chunk_length)
         sent_messages = compute_once(self.encode(chunks, jnp.asarray(filled_counts), chunk_key))
         received_messages = jax.tree.map(lambda array: lax.all_to_all(array, axis, 0, 0, tiled=True), sent_messages)
         # from here on: the chunk that this device owns
-        chunk_mean = jnp.mean(self.decode(received_messages, length), 0)
+        chunk_mean = jnp.mean(self.decode(received_messages, chunk_length), 0)
         if self.feedback:
             chunk_mean = chunk_mean + state["server"]
         filled_count = jnp.asarray(filled_counts)[device_index]
-        if n * length != elements:
-            chunk_mean = jnp.where(jnp.arange(length) < filled_count, chunk_mean, 0.0)
+        if n * chunk_length != element_count:
+            chunk_mean = jnp.where(jnp.arange(chunk_length) < filled_count, chunk_mean, 0.0)
         mean_message = compute_once(self.encode(chunk_mean[None], filled_count[None], mean_key))
         mean_messages = jax.tree.map(lambda array: all_gather_invarying(array, axis), mean_message)
-        leaf_mean = _unpad(self.decode(mean_messages, length), gradient.shape)
+        leaf_mean = _unpad(self.decode(mean_messages, chunk_length), gradient.shape)
         if not self.feedback:
             return leaf_mean, {}
-        server_residual = chunk_mean - self.decode(mean_message, length)[0]
-        if n * length != elements:
-            server_residual = jnp.where(jnp.arange(length) < filled_count, server_residual, 0.0)
-        residual = corrected_gradient - _unpad(self.decode(sent_messages, length), gradient.shape)
+        server_residual = chunk_mean - self.decode(mean_message, chunk_length)[0]
+        if n * chunk_length != element_count:
+            server_residual = jnp.where(jnp.arange(chunk_length) < filled_count, server_residual, 0.0)
+        residual = corrected_gradient - _unpad(self.decode(sent_messages, chunk_length), gradient.shape)
         return leaf_mean, {"residual": residual, "server": server_residual}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:

@@ -22,7 +22,7 @@ OPTIONS = {
     "soap": {"every": 2},
     "galore": {"rank": 4, "every": 2},
 }
-ALONE = [name for name, rule in RULES.items() if not rule.over_replicas]
+ALONE = [name for name, rule in RULES.items() if not rule.takes_mean_messages]
 """Those that one device takes; `test_one_bit.py` has the others."""
 
 

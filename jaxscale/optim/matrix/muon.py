@@ -134,16 +134,16 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def scale_factor(rows: int, columns: int, scale: Scale) -> float:
-    """Return the scale factor of an orthogonal update of one matrix of `rows` rows and `columns` columns.
+def scale_factor(row_count: int, column_count: int, scale: Scale) -> float:
+    """Return the scale factor of an orthogonal update of one matrix with these numbers of rows and columns.
 
     Example:
         >>> scale_factor(1024, 4096, "keller"), scale_factor(1024, 4096, "moonshot")
         (2.0, 12.8)
     """
     if scale == "keller":
-        return math.sqrt(max(1.0, columns / rows))
-    return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, column_count / row_count))
+    return 0.2 * math.sqrt(max(row_count, column_count))
 
 
 def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, "N R C"]:
