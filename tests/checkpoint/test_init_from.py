@@ -311,7 +311,7 @@ def test_frozen_parameters_that_are_not_taken_are_named(toy, whole):
     line = next(
         line for line in start.lines() if line.startswith("neither taken nor trained, so they stay as they are")
     )
-    assert "params/embedding/weight" in start.match.frozen
+    assert "params/embedding/weight" in start.match.frozen_names
     assert "blocks/layers/*/attention/k/weight" in line
     assert "lora" not in line
 
