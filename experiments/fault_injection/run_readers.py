@@ -47,13 +47,13 @@ def _rows() -> list[dict[str, Any]]:
 
 def _prepare_metrics(folder: Path) -> Prepared:
     from jaxscale.records.hours import hours
-    from jaxscale.records.metrics import FILE, drop_torn_line, last_logged_step, read_metrics, unreadable_lines
+    from jaxscale.records.metrics import FILE, drop_torn_line, last_logged_step, read_metrics, unreadable_lines_note
 
     def read() -> None:
         rows = read_metrics(folder)
         for name in ("loss", "step"):
             rows.column(name)
-        assert unreadable_lines(folder) is not None
+        assert unreadable_lines_note(folder) is not None
         str(hours(folder))
         last_logged_step(folder)
         drop_torn_line(folder / FILE)

@@ -62,13 +62,13 @@ def thin(steps: np.ndarray, values: np.ndarray, bucket_count: int) -> tuple[np.n
     if len(steps) <= 2 * bucket_count:
         return steps, values
     indices = {0, len(steps) - 1}
-    for start, end in pairwise(np.linspace(0, len(steps), bucket_count + 1).astype(int).tolist()):
-        finite_indices = start + np.flatnonzero(np.isfinite(values[start:end]))
+    for bucket_start, bucket_end in pairwise(np.linspace(0, len(steps), bucket_count + 1).astype(int).tolist()):
+        finite_indices = bucket_start + np.flatnonzero(np.isfinite(values[bucket_start:bucket_end]))
         if len(finite_indices):
             finite_values = values[finite_indices]
             indices |= {int(finite_indices[np.argmin(finite_values)]), int(finite_indices[np.argmax(finite_values)])}
         else:  # a bucket without a finite value leaves a gap
-            indices.add(start)
+            indices.add(bucket_start)
     sorted_indices = np.array(sorted(indices))
     return steps[sorted_indices], values[sorted_indices]
 

@@ -108,7 +108,7 @@ class Frame:
         return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - low) / (high - low)
 
     def grid(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
-        """Return lines at values of the vertical axis, each with the text `format_value(value)`."""
+        """Return the grid lines at values of the vertical axis, each with the tick label `format_value(value)`."""
         lines_and_texts = [
             (self.level(value, "grid"), svg_text(self.left - 8, self.y_of(value) + 4, format_value(value), "end"))
             for value in values
@@ -116,7 +116,7 @@ class Frame:
         return joined(lines_and_texts)
 
     def labels(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
-        """Return the texts `format_value(value)` at values of the horizontal axis."""
+        """Return the tick labels `format_value(value)` at values of the horizontal axis."""
         y = self.height - self.bottom + 16
         return joined([svg_text(self.x_of(value), y, format_value(value), "middle") for value in values])
 
@@ -138,6 +138,6 @@ class Frame:
         self, xs: Sequence[float], lower_ys: Sequence[float], upper_ys: Sequence[float], color: str, name: str
     ) -> Markup:
         """Return the filled area between two curves over the same values of the horizontal axis."""
-        outline = [*zip(xs, upper_ys, strict=True), *reversed([*zip(xs, lower_ys, strict=True)])]
-        points = " L".join(f"{self.x_of(x):.1f},{self.y_of(y):.1f}" for x, y in outline)
-        return element("path", element("title", name), d=f"M{points}Z", fill=color)
+        outline_points = [*zip(xs, upper_ys, strict=True), *reversed([*zip(xs, lower_ys, strict=True)])]
+        path_data = " L".join(f"{self.x_of(x):.1f},{self.y_of(y):.1f}" for x, y in outline_points)
+        return element("path", element("title", name), d=f"M{path_data}Z", fill=color)

@@ -43,14 +43,14 @@ def element(tag: str, *children: Any, **attributes: Any) -> Markup:
         >>> element("td", "a < b", class_="n"), element("rect", x=1 / 3, width=2.0)
         ('<td class="n">a &lt; b</td>', '<rect x="0.33" width="2"/>')
     """
-    opening = tag
+    opening_tag = tag
     for name, value in attributes.items():
         if value is not None:
             text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escape(str(value))
-            opening += f' {name.rstrip("_").replace("_", "-")}="{text}"'
+            opening_tag += f' {name.rstrip("_").replace("_", "-")}="{text}"'
     if tag in _WITHOUT_CONTENT and not any(children):
-        return Markup(f"<{opening}/>")
-    return Markup(f"<{opening}>{joined(children)}</{tag}>")
+        return Markup(f"<{opening_tag}/>")
+    return Markup(f"<{opening_tag}>{joined(children)}</{tag}>")
 
 
 def table(
@@ -83,8 +83,10 @@ def table(
         ]
         return element("tr", cell_elements, class_=row_class)
 
-    titles = [element("th", title, class_="n" if column in numeric else None) for column, title in enumerate(headings)]
-    head = element("thead", element("tr", titles)) if headings else None
+    title_cells = [
+        element("th", title, class_="n" if column in numeric else None) for column, title in enumerate(headings)
+    ]
+    head = element("thead", element("tr", title_cells)) if headings else None
     body = element("tbody", map(row, rows), [row(cells, "rest") for cells in extra_rows])
     return element("table", head, body, class_=class_)
 

@@ -18,12 +18,12 @@ class Attempt:
 
     Args:
         number: number of the attempt among all of the run, from 1.
-        launch: name of the launch that it belongs to; the rules look at the attempts of one launch.
+        launch: name of the launch that the attempt belongs to; the rules consider the attempts of one launch.
         code: exit code.
         step: the last step that any process entered; 0 if none was entered.
         start_time: start, in seconds since 1970.
         end_time: end, in seconds since 1970.
-        verdict: one sentence about a failure; "" without one.
+        verdict: one sentence about the failure; "" if the attempt did not fail.
         seconds_by_phase: seconds that the first process spent in each phase, by its last heartbeat.
     """
 
@@ -48,7 +48,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
-    """Append an attempt that has ended; a full disk must not keep the run from its next attempt."""
+    """Append an attempt that has ended. Errors are ignored, since a full disk must not prevent the next attempt."""
     with contextlib.suppress(OSError, UserError):
         check_own_file(folder / FILE)
         with (folder / FILE).open("a") as file:

@@ -50,7 +50,7 @@ def default_directory(experiment: "Experiment") -> Path:
 
 
 def heartbeat_folder(directory: Any) -> Path | None:
-    """Return the folder of a run's heartbeat files; `None` for a run in a bucket, which has none."""
+    """Return the folder of a run's heartbeat files; `None` for a run in a bucket, which has no heartbeats."""
     path = run_path(directory)
     return None if is_remote(path) else Path(path) / PROCESSES
 
@@ -135,7 +135,7 @@ def write_error(error: OSError, directory: Any) -> UserError:
 def explain_file_errors(directory: Any) -> Iterator[None]:
     """Turn an OSError about a file of a run directory inside the context into a UserError.
 
-    Such an error, as about a file that may not be read or a link to itself, is never a fault of the program.
+    Such an error, for example about an unreadable file or a link to itself, is never the program's fault.
 
     Args:
         directory: the run directory.
@@ -143,16 +143,18 @@ def explain_file_errors(directory: Any) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        folder, name = os.fspath(directory), error.filename
-        if not isinstance(name, str) or not os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep):
+        folder_path, file_path = os.fspath(directory), error.filename
+        if not isinstance(file_path, str) or not os.path.abspath(file_path).startswith(
+            os.path.abspath(folder_path) + os.sep
+        ):
             raise
         raise UserError(
-            f"cannot use {name}: {error.strerror or error}. {_remedy(error)}, or restore it from a copy"
+            f"cannot use {file_path}: {error.strerror or error}. {_remedy(error)}, or restore it from a copy"
         ) from error
 
 
 def _remedy(error: OSError) -> str:
-    """Return what to do about an error of a file."""
+    """Return the advice for an error about a file, as the start of a sentence."""
     return "Free some space" if is_disk_full(error) else "Check that you may read and write there, or move it away"
 
 
@@ -199,8 +201,10 @@ def check_same_experiment(
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
-        checkpoints = run_path(directory) / CHECKPOINTS
-        if checkpoints.is_dir() and any(whole_number(step.name) for step in checkpoints.iterdir()):
+        checkpoint_folder = run_path(directory) / CHECKPOINTS
+        if checkpoint_folder.is_dir() and any(
+            whole_number(step_folder.name) for step_folder in checkpoint_folder.iterdir()
+        ):
             raise UserError(
                 f"{run_path(directory)} has checkpoints, but no {EXPERIMENT}: restore "
                 "that file from a copy, or choose another directory with --out"
@@ -212,7 +216,7 @@ def check_same_experiment(
         raise UserError(f"{error}; restore that file from a copy, or choose another directory with --out") from error
     changes = [
         change
-        for change in [*values.changes(experiment, stored_json), *_order_of_groups(experiment, stored_json)]
+        for change in [*values.changes(experiment, stored_json), *_group_order_differences(experiment, stored_json)]
         if not is_within(change.path, MAY_CHANGE) and not (is_returning and may_change_on_return(change))
     ]
     if changes:
@@ -228,20 +232,20 @@ def check_same_experiment(
 
 def may_change_on_return(change: values.Difference) -> bool:
     """Return whether a run that returns to a checkpoint may change a setting."""
-    name = change.path.rpartition(".")[2]
+    setting_name = change.path.rpartition(".")[2]
     if not change.path.startswith(_GROUPS) or values.ABSENT in (change.first, change.second):
         return is_within(change.path, MAY_CHANGE_ON_RETURN)
-    return f"optimizer.{name}" in MAY_CHANGE_ON_RETURN
+    return f"optimizer.{setting_name}" in MAY_CHANGE_ON_RETURN
 
 
-def _order_of_groups(experiment: "Experiment", stored_json: Any) -> list[values.Difference]:
-    """Return the difference in the order of the optimizer's groups, which decides where several patterns match."""
+def _group_order_differences(experiment: "Experiment", stored_json: Any) -> list[values.Difference]:
+    """Return the difference in the order of the optimizer's groups, if any; the order decides where several match."""
     optimizer_json = stored_json.get("optimizer") if isinstance(stored_json, dict) else None
     stored_groups = optimizer_json.get("groups") if isinstance(optimizer_json, dict) else None
-    names, stored_names = list(experiment.optimizer.groups), list(stored_groups or ())
-    if names == stored_names or sorted(names) != sorted(map(str, stored_names)):
+    group_names, stored_group_names = list(experiment.optimizer.groups), list(stored_groups or ())
+    if group_names == stored_group_names or sorted(group_names) != sorted(map(str, stored_group_names)):
         return []
-    return [values.Difference("order of optimizer.groups", ", ".join(names), ", ".join(stored_names))]
+    return [values.Difference("order of optimizer.groups", ", ".join(group_names), ", ".join(stored_group_names))]
 
 
 def is_within(path: str, paths: Iterable[str]) -> bool:
@@ -251,7 +255,7 @@ def is_within(path: str, paths: Iterable[str]) -> bool:
         >>> is_within("guard.spike", ("guard", "optimizer.warmup")), is_within("optimizer", ("optimizer.warmup",))
         (True, False)
     """
-    return any(f"{path}.".startswith(f"{other}.") for other in paths)
+    return any(f"{path}.".startswith(f"{outer_path}.") for outer_path in paths)
 
 
 def set_aside(directory: Any) -> Any:

@@ -26,9 +26,9 @@ def example_file(path: str | Path) -> Path | None:
         >>> example_file("shakespeare").name, example_file("no_such_example"), example_file("other/shakespeare.py")
         ('shakespeare.py', None, None)
     """
-    words = Path(path).with_suffix("").parts if Path(path).suffix == ".py" else Path(path).parts
-    name = words[-1] if words else ""
-    if words not in ((name,), ("experiments", name)) or (words == (name,) and Path(path).suffix):
+    path_parts = Path(path).with_suffix("").parts if Path(path).suffix == ".py" else Path(path).parts
+    name = path_parts[-1] if path_parts else ""
+    if path_parts not in ((name,), ("experiments", name)) or (path_parts == (name,) and Path(path).suffix):
         return None
     files = (folder / f"{name}.py" for folder in _FOLDERS)
     return next((file for file in files if is_regular(file)), None)

@@ -1,7 +1,7 @@
 """Where the hours of a run went: the seconds that its first process spent in each phase, and what failures cost.
 
 The time from a failure to the first step that no earlier attempt had reached is lost: it holds the restart, and the
-steps since the last checkpoint once more. The parts add up to the time from the start of the run to its end, without
+steps since the last checkpoint once more. All parts add up to the time from the start of the run to its end, without
 the time between launches.
 """
 
@@ -20,7 +20,7 @@ from jaxscale.records.metrics import read_rows
 from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.units import duration
 
-MOMENTS = ("first new step", "end")
+MOMENTS = ("first new step", "end")  # values of the field `at` of an hours event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Hours:
     Args:
         seconds: seconds of the whole run.
         seconds_by_phase: seconds of each phase outside of the lost time.
-        lost: pairs of a failure and the seconds that it cost.
+        lost: pairs of the cause of a failure and the seconds that the failure cost.
     """
 
     seconds: float
@@ -38,27 +38,31 @@ class Hours:
     lost: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        parts = sorted(self.seconds_by_phase.items(), key=lambda item: -item[1])
-        texts = [f"{phase} {duration(value)}" for phase, value in parts if value >= 0.005 * self.seconds]
+        phases_and_seconds = sorted(self.seconds_by_phase.items(), key=lambda phase_and_seconds: -phase_and_seconds[1])
+        phase_texts = [
+            f"{phase} {duration(phase_seconds)}"
+            for phase, phase_seconds in phases_and_seconds
+            if phase_seconds >= 0.005 * self.seconds
+        ]
         lost_seconds = sum(seconds for _, seconds in self.lost)
         if self.lost:
-            texts.append(f"lost to {len(self.lost)} restart{'s' * (len(self.lost) > 1)} {duration(lost_seconds)}")
-        lines = [f"{duration(self.seconds)}: {', '.join(texts)}"]
+            phase_texts.append(f"lost to {len(self.lost)} restart{'s' * (len(self.lost) > 1)} {duration(lost_seconds)}")
+        lines = [f"{duration(self.seconds)}: {', '.join(phase_texts)}"]
         lines += [f"lost {duration(seconds)}: {cause}" for cause, seconds in self.lost]
         return "\n".join(lines)
 
 
 @dataclasses.dataclass
 class _Span:
-    """One attempt: its times, its phases at the end, and its phases at the first new step if it reached one."""
+    """One attempt: its times, and its seconds by phase at its end and at its first new step, if it reached one."""
 
     start_time: float
     end_time: float
     launch: str
     cause: str
-    final: Mapping[str, float]
-    new_time: float | None = None
-    at_new: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds_at_end: Mapping[str, float]
+    new_step_time: float | None = None
+    seconds_at_new_step: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def hours(run_dir: Any) -> Hours | None:
@@ -77,21 +81,30 @@ def hours(run_dir: Any) -> Hours | None:
     return hours_of(rows, attempts)
 
 
-def _running_attempt(folder: Path, last: Attempt) -> Attempt | None:
+def _running_attempt(folder: Path, last_attempt: Attempt) -> Attempt | None:
     """Return the attempt that follows the last one that has ended, by the first process's heartbeat."""
-    beat = read_heartbeats(folder).get(0)
-    if beat is None or beat.attempt <= last.number:
+    heartbeat = read_heartbeats(folder).get(0)
+    if heartbeat is None or heartbeat.attempt <= last_attempt.number:
         return None
     try:
         end_time = heartbeat_file(folder, 0).stat().st_mtime
     except OSError:
         return None
-    seconds_by_phase = dict(beat.seconds_by_phase)
-    return Attempt(beat.attempt, last.launch, 0, beat.step, end_time - beat.uptime, end_time, "", seconds_by_phase)
+    seconds_by_phase = dict(heartbeat.seconds_by_phase)
+    return Attempt(
+        heartbeat.attempt,
+        last_attempt.launch,
+        0,
+        heartbeat.step,
+        end_time - heartbeat.uptime,
+        end_time,
+        "",
+        seconds_by_phase,
+    )
 
 
 def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> Hours | None:
-    """Return where the hours of a run went, given all rows of its metrics and its attempts; `None` without any.
+    """Return where the hours of a run went, from all rows of its metrics and its attempts; `None` if there are none.
 
     Example:
         >>> seconds = {"compiling": 4.0, "stepping": 6.0}
@@ -103,62 +116,74 @@ def hours_of(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> 
     if not spans:
         return None
     seconds_by_phase: dict[str, float] = {}
-    lost: list[tuple[str, float]] = []
-    total, failure_time, failure = 0.0, None, ""
+    causes_and_seconds: list[tuple[str, float]] = []
+    total_seconds, failure_time, failure_cause = 0.0, None, ""
     for index, span in enumerate(spans):
-        base: Mapping[str, float] = {}
-        counted_time = span.start_time
+        earlier_seconds_by_phase: Mapping[str, float] = {}
+        counted_start_time = span.start_time
         if failure_time is not None:
-            if span.new_time is None and span.cause:
-                lost.append((failure, span.end_time - failure_time))
-                total += span.end_time - failure_time
-                failure_time, failure = span.end_time, span.cause
+            if span.new_step_time is None and span.cause:
+                causes_and_seconds.append((failure_cause, span.end_time - failure_time))
+                total_seconds += span.end_time - failure_time
+                failure_time, failure_cause = span.end_time, span.cause
                 continue
-            counted_time = span.start_time if span.new_time is None else span.new_time
-            lost.append((failure, counted_time - failure_time))
-            total += counted_time - failure_time
-            base = span.at_new if span.new_time is not None else {}
-        total += span.end_time - counted_time
-        phase_seconds = {phase: value - base.get(phase, 0.0) for phase, value in span.final.items()}
-        rest = span.end_time - counted_time - sum(phase_seconds.values())
-        for phase, value in {**phase_seconds, "starting": phase_seconds.get("starting", 0.0) + rest}.items():
-            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + max(value, 0.0)
-        failure_time, failure = None, ""
-        is_followed = index + 1 < len(spans)
-        if span.cause and is_followed:
+            counted_start_time = span.start_time if span.new_step_time is None else span.new_step_time
+            causes_and_seconds.append((failure_cause, counted_start_time - failure_time))
+            total_seconds += counted_start_time - failure_time
+            earlier_seconds_by_phase = span.seconds_at_new_step if span.new_step_time is not None else {}
+        total_seconds += span.end_time - counted_start_time
+        new_seconds_by_phase = {
+            phase: phase_seconds - earlier_seconds_by_phase.get(phase, 0.0)
+            for phase, phase_seconds in span.seconds_at_end.items()
+        }
+        unrecorded_seconds = span.end_time - counted_start_time - sum(new_seconds_by_phase.values())
+        for phase, phase_seconds in {
+            **new_seconds_by_phase,
+            "starting": new_seconds_by_phase.get("starting", 0.0) + unrecorded_seconds,
+        }.items():
+            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + max(phase_seconds, 0.0)
+        failure_time, failure_cause = None, ""
+        has_successor = index + 1 < len(spans)
+        if span.cause and has_successor:
             is_same_launch = spans[index + 1].launch == span.launch
             failure_time = span.end_time if is_same_launch else spans[index + 1].start_time
-            failure = span.cause
-    return Hours(total, {phase: value for phase, value in seconds_by_phase.items() if value > 0}, tuple(lost))
+            failure_cause = span.cause
+    return Hours(
+        total_seconds,
+        {phase: phase_seconds for phase, phase_seconds in seconds_by_phase.items() if phase_seconds > 0},
+        tuple(causes_and_seconds),
+    )
 
 
-def _moments(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _moment_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the events that hold the seconds by phase, in order; damaged ones are left out."""
     return [row for row in rows if row.get("name") == "hours" and row.get("at") in MOMENTS and _is_moment(row)]
 
 
 def _is_moment(row: Mapping[str, Any]) -> bool:
-    """Return whether an event has the seconds by phase, and its times, as numbers of seconds."""
+    """Return whether the times and the seconds by phase of an hours event are all valid numbers."""
     seconds_by_phase = row.get("seconds_by_phase")
     if not isinstance(seconds_by_phase, dict):
         return False
-    times = [row.get("process_start"), row.get("time"), *seconds_by_phase.values()]
-    return all(type(value) in (int, float) and abs(value) <= MAX_INT64 for value in times)
+    times_and_durations = [row.get("process_start"), row.get("time"), *seconds_by_phase.values()]
+    return all(type(seconds) in (int, float) and abs(seconds) <= MAX_INT64 for seconds in times_and_durations)
 
 
 def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> list[_Span]:
     """Return the attempts of a launched run, whose times the launcher measured."""
     spans: list[_Span] = []
     for attempt in attempts:
-        attempt_rows = [row for row in _moments(rows) if attempt.start_time <= row["process_start"] <= attempt.end_time]
-        end = next((row for row in attempt_rows if row["at"] == "end"), None)
-        new = next((row for row in attempt_rows if row["at"] == "first new step"), None)
+        attempt_rows = [
+            row for row in _moment_rows(rows) if attempt.start_time <= row["process_start"] <= attempt.end_time
+        ]
+        end_row = next((row for row in attempt_rows if row["at"] == "end"), None)
+        new_step_row = next((row for row in attempt_rows if row["at"] == "first new step"), None)
         cause = "" if attempt.code == DONE else attempt.verdict or f"code {attempt.code}"
         cause = "stopped by a signal" if attempt.code in STOP_CODES else cause
-        final = attempt.seconds_by_phase or ({} if end is None else end["seconds_by_phase"])
-        span = _Span(attempt.start_time, attempt.end_time, attempt.launch, cause, final)
-        if new is not None:
-            span.new_time, span.at_new = new["time"], new["seconds_by_phase"]
+        seconds_at_end = attempt.seconds_by_phase or ({} if end_row is None else end_row["seconds_by_phase"])
+        span = _Span(attempt.start_time, attempt.end_time, attempt.launch, cause, seconds_at_end)
+        if new_step_row is not None:
+            span.new_step_time, span.seconds_at_new_step = new_step_row["time"], new_step_row["seconds_by_phase"]
         spans.append(span)
     return spans
 
@@ -166,23 +191,25 @@ def _launched_spans(rows: Sequence[Mapping[str, Any]], attempts: Sequence[Attemp
 def _plain_spans(rows: Sequence[Mapping[str, Any]]) -> list[_Span]:
     """Return the attempts of a run without a launcher; a process that was killed ends with its last row."""
     spans: list[_Span] = []
-    moments = _moments(rows)
-    starts = sorted({row["process_start"] for row in moments})
-    for index, start_time in enumerate(starts):
-        process_rows = [row for row in moments if row["process_start"] == start_time]
-        next_start = starts[index + 1] if index + 1 < len(starts) else float("inf")
-        new = next((row for row in process_rows if row["at"] == "first new step"), None)
-        end = next((row for row in process_rows if row["at"] == "end"), None)
+    moment_rows = _moment_rows(rows)
+    start_times = sorted({row["process_start"] for row in moment_rows})
+    for index, start_time in enumerate(start_times):
+        process_rows = [row for row in moment_rows if row["process_start"] == start_time]
+        next_start_time = start_times[index + 1] if index + 1 < len(start_times) else float("inf")
+        new_step_row = next((row for row in process_rows if row["at"] == "first new step"), None)
+        end_row = next((row for row in process_rows if row["at"] == "end"), None)
         last_time = max(
-            (time for row in rows if start_time <= (time := row.get("time", -math.inf)) < next_start),
+            (time for row in rows if start_time <= (time := row.get("time", -math.inf)) < next_start_time),
             default=start_time,
         )
-        final = dict(process_rows[-1]["seconds_by_phase"])
-        if end is None:  # it was killed, or it still runs
-            final["stepping"] = final.get("stepping", 0.0) + last_time - process_rows[-1]["time"]
-        cause = "" if end is not None else "the process was killed"
-        span = _Span(start_time, last_time if end is None else end["time"], str(start_time), cause, final)
-        if new is not None:
-            span.new_time, span.at_new = new["time"], new["seconds_by_phase"]
+        seconds_at_end = dict(process_rows[-1]["seconds_by_phase"])
+        if end_row is None:  # it was killed, or it still runs
+            seconds_at_end["stepping"] = seconds_at_end.get("stepping", 0.0) + last_time - process_rows[-1]["time"]
+        cause = "" if end_row is not None else "the process was killed"
+        span = _Span(
+            start_time, last_time if end_row is None else end_row["time"], str(start_time), cause, seconds_at_end
+        )
+        if new_step_row is not None:
+            span.new_step_time, span.seconds_at_new_step = new_step_row["time"], new_step_row["seconds_by_phase"]
         spans.append(span)
     return spans

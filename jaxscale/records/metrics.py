@@ -64,7 +64,7 @@ class MetricsRows(list[dict[str, Any]]):
 
 
 def _as_float(number: int | float) -> float:
-    """Return a number as a float; infinity for a whole number beyond their range."""
+    """Return a number as a float; a whole number beyond the range of floats becomes infinity."""
     try:
         return float(number)
     except OverflowError:
@@ -161,7 +161,7 @@ def decode(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or type(row.get("step")) is not int or row.get("kind") not in get_args(RowKind):
         raise ValueError("not a JSON object with step and kind")
     if not 0 <= row["step"] <= MAX_INT32:
-        raise ValueError("its step is no number of updates")
+        raise ValueError("its step is not a number of updates")
     if "time" in row and not (_is_number(row["time"]) and abs(row["time"]) <= _MAX_SECONDS):
         raise ValueError("its time is not a number of seconds since 1970")
     if row["kind"] == "event" and not isinstance(row.get("name"), str):
@@ -186,7 +186,7 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 
     Returns:
         The valid rows, in the order in which they were written; the train rows, and the eval rows, are in the order of
-        their steps. Without a file, there are no rows. Lines that cannot be read are left out (`unreadable_lines`).
+        their steps. Without a file, there are no rows. Unreadable lines are left out (`unreadable_lines_note`).
 
     Raises:
         UserError: the file is not a regular file, is too large or cannot be read.
@@ -195,15 +195,15 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 
 
 def read_rows(directory: Any) -> list[dict[str, Any]]:
-    """Return all rows of a run in the order in which they were written, those too that a later `resume` made invalid.
+    """Return all rows of a run in the order in which they were written, including those that a `resume` made invalid.
 
     Lines that cannot be read are left out.
     """
     return _read(directory)[0]
 
 
-def unreadable_lines(directory: Any) -> str:
-    """Return a line of text on the lines of metrics.jsonl that cannot be read; "" if all of them can.
+def unreadable_lines_note(directory: Any) -> str:
+    """Return a sentence about the lines of metrics.jsonl that cannot be read; "" if all of them can be read.
 
     A last line without its end is not counted, since a run in progress may be writing it.
 
@@ -211,7 +211,7 @@ def unreadable_lines(directory: Any) -> str:
         >>> import pathlib, tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (folder / FILE).write_text("torn\\n" + 3 * '{"step": 1, "kind": "train"}\\n')
-        >>> unreadable_lines(folder)
+        >>> unreadable_lines_note(folder)
         'metrics.jsonl: 1 of 4 lines cannot be read (line 1) and is left out'
     """
     _, line_numbers, line_count = _read(directory)
@@ -253,12 +253,12 @@ def last_logged_step(directory: Any) -> int:
         check_regular(path)
     step = 0
     with path.open("rb") as file:
-        for piece in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
-            if len(piece) == MAX_LINE_BYTES:
-                raise _too_long(path)
-            match = re.match(rb'\{"step": (\d{1,10}), "kind": "train"', piece)
+        for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+            if len(line) == MAX_LINE_BYTES:
+                raise _long_line_error(path)
+            match = re.match(rb'\{"step": (\d{1,10}), "kind": "train"', line)
             step = max(step, int(match[1])) if match else step
-            step = 0 if b'"returned": true' in piece else step
+            step = 0 if b'"returned": true' in line else step
     return step
 
 
@@ -295,26 +295,26 @@ def drop_torn_line(path: Any) -> int:
         return 0  # an object in a bucket is stored whole or not at all
     check_own_file(path)
     with path.open("r+b") as file:
-        file_bytes = file.seek(0, os.SEEK_END)
-        tail_start, tail = file_bytes, b""
-        while tail_start and b"\n" not in tail[:-1]:
+        file_byte_count = file.seek(0, os.SEEK_END)
+        tail_offset, tail = file_byte_count, b""
+        while tail_offset and b"\n" not in tail[:-1]:
             if len(tail) > MAX_LINE_BYTES:
-                raise _too_long(path)
-            tail_start = max(0, tail_start - max(65536, len(tail)))
-            file.seek(tail_start)
-            tail = file.read(file_bytes - tail_start)
+                raise _long_line_error(path)
+            tail_offset = max(0, tail_offset - max(65536, len(tail)))
+            file.seek(tail_offset)
+            tail = file.read(file_byte_count - tail_offset)
         last_line = tail[tail[:-1].rfind(b"\n") + 1 :]
         try:
             if not last_line or (last_line.endswith(b"\n") and decode(last_line)):
                 return 0
         except ValueError:
             pass
-        file.truncate(file_bytes - len(last_line))
+        file.truncate(file_byte_count - len(last_line))
         return len(last_line)
 
 
-def _too_long(path: Any) -> UserError:
-    """Return the error for a file with a line that is longer than any of ours."""
+def _long_line_error(path: Any) -> UserError:
+    """Return the error for a file with a line that is longer than any line that a run writes."""
     return UserError(f"{path} is damaged: a line has over {MAX_LINE_BYTES:,} bytes. Move it away, and start again")
 
 
@@ -355,16 +355,16 @@ class _EventFile:
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-        records: list[bytes] = []  # the events, encoded
+        encoded_events: list[bytes] = []
         if self._file is None:
             file_name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{time.monotonic_ns()}"
             self._file = open_append(self._folder / file_name)
-            records.append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            encoded_events.append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         if self._purge_step is not None:
             # make TensorBoard drop its events of this and later steps, since they will be written again
             session_log = SessionLog(status=SessionLog.START)
             event = Event(wall_time=time.time(), step=self._purge_step, session_log=session_log)
-            records.append(event.SerializeToString())
+            encoded_events.append(event.SerializeToString())
             self._purge_step = None
         for row in self._rows:
             summary_values = [
@@ -373,9 +373,9 @@ class _EventFile:
                 if name not in ("step", "time") and isinstance(value, int | float) and not isinstance(value, bool)
             ]
             event = Event(wall_time=row["time"], step=row["step"], summary=Summary(value=summary_values))
-            records.append(event.SerializeToString())
+            encoded_events.append(event.SerializeToString())
         self._rows.clear()
-        self._file.write(encode_records(records))
+        self._file.write(encode_records(encoded_events))
 
     def close(self) -> None:
         """Flush the buffer and close the file."""

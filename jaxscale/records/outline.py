@@ -34,7 +34,7 @@ class Outline:
 def outline(path: str | Path, variant: str | None = None) -> Outline:
     """Read an experiment file, and check the file as far as possible without running it.
 
-    A name such as "shakespeare" is that of an example of the package, if no file has it.
+    If there is no such file, a name such as "shakespeare" stands for an example of the package.
 
     Raises:
         UserError: the file does not exist, is not Python, or lacks `experiment()` or the variant.
@@ -57,15 +57,15 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
     except (SyntaxError, ValueError) as error:
         line_text = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{path}{line_text} is not Python: {error}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    bound_names = {*functions, *(name for node in tree.body for name in _bound_names(node))}
+    function_by_name = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    bound_names = {*function_by_name, *(name for node in tree.body for name in _bound_names(node))}
     for node in tree.body:
         if isinstance(node, ast.AsyncFunctionDef) and node.name == "experiment":
             raise UserError(f"{path}, line {node.lineno}: experiment is an async function, expected def experiment()")
     if "experiment" not in bound_names:
         hint = near_miss("experiment", bound_names)
         raise UserError(f"{path} has no experiment(): define a function experiment that returns an Experiment{hint}")
-    summary_by_variant = _variant_summaries(tree, functions)
+    summary_by_variant = _variant_summaries(tree, function_by_name)
     if variant is not None and summary_by_variant is not None and variant not in summary_by_variant:
         raise no_variant_error(path, variant, summary_by_variant)
     return Outline(file.absolute(), text, _first_line(ast.get_docstring(tree)), summary_by_variant)
@@ -81,8 +81,8 @@ def no_variant_error(path: object, variant: str, variants: Iterable[str]) -> Use
 def _missing_file_message(path: Path) -> str:
     """Return the error message for a path that is not a file. The message suggests files with similar names."""
     if is_folder(path):
-        names = sorted(file.name for file in path.glob("*.py"))[:8]
-        hint = f", such as one of {', '.join(names)} there" if names else ""
+        file_names = sorted(file.name for file in path.glob("*.py"))[:8]
+        hint = f", such as one of {', '.join(file_names)} there" if file_names else ""
         return f"{path} is a folder: expected an experiment file{hint}"
     files = [*path.parent.glob("*.py"), *Path("experiments").glob("*.py")]
     file_by_path = {str(file): file for file in files}
@@ -90,12 +90,12 @@ def _missing_file_message(path: Path) -> str:
     hint = near_miss(str(path), file_by_path) or near_miss(str(path.with_suffix(".py")), file_by_path)
     if not hint and (stem_hint := near_miss(path.stem, path_by_stem)):  # "; did you mean 'STEM'?"
         hint = f"; did you mean {path_by_stem[stem_hint.split(chr(39))[1]]!r}?"
-    names = example_names()
+    known_examples = example_names()
     if not hint and not path.suffix:
-        hint = near_miss(str(path), names)
+        hint = near_miss(str(path), known_examples)
     choices_text = f"; there are {', '.join(sorted(file_by_path)[:8])}" if file_by_path and not hint else ""
     if not file_by_path and not hint:
-        choices_text = f", or an example: {', '.join(names)}"
+        choices_text = f", or an example: {', '.join(known_examples)}"
     return f"there is no file {path}: expected an experiment file{hint}{choices_text}"
 
 
@@ -108,12 +108,12 @@ def _bound_names(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def _variant_summaries(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
+def _variant_summaries(tree: ast.Module, function_by_name: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
     """Return the first line of the docstring of each function in `VARIANTS`, by the variant's name.
 
     Args:
         tree: the syntax tree of an experiment file.
-        functions: nodes of the functions that the file defines, by name.
+        function_by_name: nodes of the functions that the file defines, by name.
 
     Returns:
         A dict of the lines; `None` if `VARIANTS` is not a literal dict, and an empty dict if there are no `VARIANTS`.
@@ -128,7 +128,7 @@ def _variant_summaries(tree: ast.Module, functions: Mapping[str, ast.FunctionDef
         for key_node, value_node in zip(variants_node.keys, variants_node.values, strict=True):
             if not (isinstance(key_node, ast.Constant) and isinstance(key_node.value, str)):
                 return None
-            function_node = functions.get(value_node.id) if isinstance(value_node, ast.Name) else None
+            function_node = function_by_name.get(value_node.id) if isinstance(value_node, ast.Name) else None
             docstring = ast.get_docstring(function_node) if function_node else None
             summary_by_variant[key_node.value] = _first_line(docstring)
         return summary_by_variant
@@ -136,5 +136,5 @@ def _variant_summaries(tree: ast.Module, functions: Mapping[str, ast.FunctionDef
 
 
 def _first_line(docstring: str | None) -> str:
-    """Return the first line of a docstring, or an empty text if there is no docstring."""
+    """Return the first line of a docstring; "" if there is none."""
     return (docstring or "").strip().partition("\n")[0]

@@ -66,8 +66,8 @@ def check_processes_agree(
         "init from": None if init_from is None else str(init_from),
         "SHA-256 of the experiment file": None if source is None else source.sha256,
     }
-    content = {"facts": facts, "experiment": to_json(experiment), "plan": to_json(plan)}
-    first_content = json.loads(bytes(send_from_first(list(json.dumps(content).encode()))))
+    own_content = {"facts": facts, "experiment": to_json(experiment), "plan": to_json(plan)}
+    first_content = json.loads(bytes(send_from_first(list(json.dumps(own_content).encode()))))
 
     def check() -> None:
         """Raise an error if this process differs from the first one."""
@@ -146,22 +146,22 @@ def send_from_first(numbers: Sequence[int]) -> list[int]:
         return list(numbers)
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    length = int(broadcast_one_to_all(np.int32(len(numbers))))
-    local_array = np.asarray(numbers, np.int32) if is_first() else np.zeros(length, np.int32)
-    return [int(number) for number in broadcast_one_to_all(local_array)] if length else []
+    number_count = int(broadcast_one_to_all(np.int32(len(numbers))))
+    local_array = np.asarray(numbers, np.int32) if is_first() else np.zeros(number_count, np.int32)
+    return [int(number) for number in broadcast_one_to_all(local_array)] if number_count else []
 
 
-def call_on_all(function: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
+def call_on_all(function: Callable[[], _Result], mild_error_type: type[Exception]) -> _Result:
     """Call a function on every process, and return this process's result once all processes have returned.
 
     Args:
         function: the function, which is called once on each process; it need not be collective.
-        mild_error: type of errors that do not end the run.
+        mild_error_type: type of errors that do not end the run.
 
     Raises:
         Exception: the function failed on this process, and no other process has a more severe error.
         UserError: the function failed on another process with an error that ends the run.
-        mild_error: the function failed only on other processes, with mild errors.
+        mild_error_type: the function failed only on other processes, with mild errors.
 
     Example:
         >>> call_on_all(lambda: 3, LookupError)
@@ -174,14 +174,14 @@ def call_on_all(function: Callable[[], _Result], mild_error: type[Exception]) ->
     except Exception as caught_error:
         error = caught_error
     # 0 for no error, 1 for a mild error, 2 for an error that ends the run
-    severity = 0 if error is None else 1 if isinstance(error, mild_error) else 2
+    severity = 0 if error is None else 1 if isinstance(error, mild_error_type) else 2
     worst_severity = _max_over_processes(severity)
     if error is not None and severity == worst_severity:
         raise error
     if worst_severity == 2:
         raise UserError("another process failed and reports the reason: fix the cause, and start the run again")
     if worst_severity == 1:
-        raise mild_error("reading failed on another process")
+        raise mild_error_type("reading failed on another process")
     return results[0]
 
 

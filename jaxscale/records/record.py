@@ -15,7 +15,7 @@ import numpy as np
 from jaxscale.errors import UserError
 from jaxscale.recipe.kernels import platform_and_kernels
 from jaxscale.recipe.plan_json import upgrade
-from jaxscale.records.metrics import MetricsRows, read_metrics, unreadable_lines
+from jaxscale.records.metrics import MetricsRows, read_metrics, unreadable_lines_note
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import is_remote, run_path
 from jaxscale.values.limits import MAX_INT32, MAX_INT64
@@ -62,7 +62,7 @@ class RunRecord:
         experiment, plan, layout, source = (_read_json(folder / name, unread_lines) for name in file_names)
         metrics, samples = MetricsRows(), list[Sample]()
         try:
-            metrics, metrics_note = read_metrics(directory), unreadable_lines(directory)
+            metrics, metrics_note = read_metrics(directory), unreadable_lines_note(directory)
             unread_lines += [metrics_note] if metrics_note else []
         except (OSError, UserError) as error:
             unread_lines.append(f"metrics.jsonl: {error}")
@@ -91,7 +91,7 @@ class RunRecord:
         return MetricsRows(row for row in self.metrics if row["kind"] == kind)
 
     def events(self, name: str) -> MetricsRows:
-        """Return the rows of the events with one name, such as "compile"."""
+        """Return the rows of the events named `name`, such as "compile"."""
         return MetricsRows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
 
     @property
@@ -159,7 +159,7 @@ class RunRecord:
         return "" if is_own else "nats per target token"
 
     @property
-    def own_metrics(self) -> list[str]:
+    def own_metric_names(self) -> list[str]:
         """Names of the numbers that evaluations report beside `measure`, such as "accuracy" or "news/loss"."""
         names = {name for row in self.rows("eval") for name, value in row.items() if isinstance(value, int | float)}
         return sorted(name for name in names - {"step", "time", self.measure} if name.rpartition("/")[2] != "targets")
@@ -172,8 +172,8 @@ class RunRecord:
     @property
     def tokens(self) -> float | None:
         """Number of target tokens so far; `None` if the number was not logged."""
-        tokens = self.rows("train").column("tokens")
-        return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
+        token_counts = self.rows("train").column("tokens")
+        return float(np.nanmax(token_counts)) if np.isfinite(token_counts).any() else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -237,17 +237,17 @@ class RunRecord:
     @property
     def step_seconds(self) -> tuple[float | None, float | None]:
         """Median measured seconds of a step, and the modeled ones of the last compiled step; `None` if unknown."""
-        measured = _median(self.rows("train").column("step_seconds"))
-        modeled = self.events("predicted").column("step_seconds")
-        last_modeled = float(modeled[-1]) if len(modeled) and np.isfinite(modeled[-1]) else None
-        return measured, last_modeled
+        measured_seconds = _median(self.rows("train").column("step_seconds"))
+        modeled_column = self.events("predicted").column("step_seconds")
+        modeled_seconds = float(modeled_column[-1]) if len(modeled_column) and np.isfinite(modeled_column[-1]) else None
+        return measured_seconds, modeled_seconds
 
     @property
     def parameters(self) -> int | None:
         """Number of trained parameters; `None` if unknown."""
-        counts = [row["parameters"] for row in self.events("predicted") if type(row.get("parameters")) is int]
-        if counts:  # the last compiled step counts
-            return counts[-1]
+        parameter_counts = [row["parameters"] for row in self.events("predicted") if type(row.get("parameters")) is int]
+        if parameter_counts:  # the last compiled step counts
+            return parameter_counts[-1]
         entries = self.layout.get("parameters", [])
         shapes = [entry["shape"] for entry in entries]
         return sum(math.prod(shape) for shape in shapes) or None
@@ -259,22 +259,24 @@ class RunRecord:
 
     @property
     def origin(self) -> dict[str, str]:
-        """What the run ran on, as texts by title: commit, devices, host and versions, as far as they are recorded."""
-        texts = {"Folder": self.directory, "File": self.path, "Variant": str(self.source.get("variant") or "")}
-        texts["Git commit"] = str(self.source.get("git") or "")
+        """Recorded facts about where the run ran, as texts by title: folder, commit, devices, host and versions."""
+        text_by_title = {"Folder": self.directory, "File": self.path, "Variant": str(self.source.get("variant") or "")}
+        text_by_title["Git commit"] = str(self.source.get("git") or "")
         device_count = self.layout.get("devices")
         if device_count is not None and self.layout.get("kind"):
-            texts["Devices"] = f"{device_count:,} \N{MULTIPLICATION SIGN} {self.layout['kind']}"
-        texts["Host"] = str(self.source.get("platform") or "")
+            text_by_title["Devices"] = f"{device_count:,} \N{MULTIPLICATION SIGN} {self.layout['kind']}"
+        text_by_title["Host"] = str(self.source.get("platform") or "")
         if self.kernels is not None:
-            texts["Kernels"] = f"{self.kernels[1]}, on {self.kernels[0]}"
+            text_by_title["Kernels"] = f"{self.kernels[1]}, on {self.kernels[0]}"
         versions = self.source.get("versions")
-        texts |= {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
-        return {title: text[:400] for title, text in texts.items() if text}
+        text_by_title |= (
+            {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
+        )
+        return {title: text[:400] for title, text in text_by_title.items() if text}
 
     @property
     def command(self) -> str | None:
-        """The command that repeats this run; `None` if it was started from Python."""
+        """The command that repeats this run; `None` if it was started from Python, without a command."""
         if isinstance(self.source.get("command"), str):
             return self.source["command"]
         if not self.path:
@@ -311,12 +313,12 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
 
 def _number_fields(content: Any) -> dict[str, float]:
     """Return the fields of a JSON object that are numbers, by name; for any other JSON value, an empty dict."""
-    items = content.items() if isinstance(content, dict) else ()
-    return {str(name): float(value) for name, value in items if _is_amount(value)}
+    names_and_values = content.items() if isinstance(content, dict) else ()
+    return {str(name): float(value) for name, value in names_and_values if _is_amount(value)}
 
 
 def _is_amount(value: Any) -> bool:
-    """Return whether a JSON value is a number of bytes, devices or elements."""
+    """Return whether a JSON value is a number that may count bytes, devices or elements."""
     return type(value) in (int, float) and 0 <= value <= MAX_INT64
 
 
@@ -325,32 +327,34 @@ def _valid_layout(layout: dict[str, Any], unread_lines: list[str]) -> dict[str, 
 
     For each other field, append a line to `unread_lines`.
     """
-    parameters, mesh, names = layout.get("parameters", []), layout.get("mesh"), layout.get("unsplit", [])
-    is_valid = {
+    parameters, mesh, unsplit_names = layout.get("parameters", []), layout.get("mesh"), layout.get("unsplit", [])
+    is_valid_by_field = {
         "mesh": mesh is None or isinstance(mesh, str | dict),
         "devices": type(layout.get("devices", 1)) is int and 1 <= layout.get("devices", 1) <= MAX_INT32,
         "parameters": isinstance(parameters, list) and all(map(_is_parameter, parameters)),
-        "unsplit": isinstance(names, list) and all(isinstance(name, str) for name in names),
+        "unsplit": isinstance(unsplit_names, list) and all(isinstance(name, str) for name in unsplit_names),
         "capacity_bytes": layout.get("capacity_bytes") is None or _is_amount(layout["capacity_bytes"]),
     }
-    invalid_names = [name for name, is_right in is_valid.items() if not is_right]
-    if invalid_names:
-        unread_lines.append(f"layout.json: {', '.join(invalid_names)}: got other values than a run writes")
-    return {name: value for name, value in layout.items() if name not in invalid_names}
+    invalid_fields = [name for name, is_valid in is_valid_by_field.items() if not is_valid]
+    if invalid_fields:
+        unread_lines.append(f"layout.json: {', '.join(invalid_fields)}: got other values than a run writes")
+    return {name: value for name, value in layout.items() if name not in invalid_fields}
 
 
 def _is_parameter(entry: Any) -> bool:
     """Return whether a JSON value describes a parameter in layout.json."""
     if not isinstance(entry, dict) or not isinstance(entry.get("shape"), list):
         return False
-    amounts = [entry.get(name, 0) for name in ("bytes", "bytes_per_device")]
+    byte_counts = [entry.get(name, 0) for name in ("bytes", "bytes_per_device")]
     spec = entry.get("spec") or []
     axes = (
-        [axis for dim in spec for axis in (dim if isinstance(dim, list) else [dim])] if isinstance(spec, list) else [0]
+        [axis for dim_axes in spec for axis in (dim_axes if isinstance(dim_axes, list) else [dim_axes])]
+        if isinstance(spec, list)
+        else [0]
     )
     return (
-        all(type(dim) is int and 0 <= dim <= MAX_INT64 for dim in entry["shape"])
-        and all(map(_is_amount, amounts))
+        all(type(dim_size) is int and 0 <= dim_size <= MAX_INT64 for dim_size in entry["shape"])
+        and all(map(_is_amount, byte_counts))
         and all(axis is None or isinstance(axis, str) for axis in axes)
     )
 

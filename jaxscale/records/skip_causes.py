@@ -39,11 +39,13 @@ class Causes:
 
     def note(self, step: int, batch: Mapping[str, Any], state: Any) -> None:
         """Keep the batch of a step and the state after it, until the step after the next."""
-        self._batches = {key: value for key, value in self._batches.items() if key == step - 1} | {step: batch}
+        self._batches = {
+            other_step: other_batch for other_step, other_batch in self._batches.items() if other_step == step - 1
+        } | {step: batch}
         self._state = state
 
-    def of_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return the cause of the first skipped step as a field of its event; no field for others, or if it is unknown.
+    def cause_fields(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return the field `cause` for the event of the first skipped step; `{}` for later steps, or if it is unknown.
 
         Args:
             step: number of the skipped step.
@@ -66,26 +68,26 @@ class Causes:
         return {"cause": self.text} if self.text else {}
 
     def _cause(self, step: int, batch: Mapping[str, Any], loss: float) -> str:
-        """Return what is not finite in a step; "" if it is not found."""
+        """Return a text about what is not finite in a step, and set `advice`; "" if it is not found."""
         import jax.numpy as jnp
 
-        def is_not_finite(array: Any) -> bool:
+        def has_nonfinite(array: Any) -> bool:
             return jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.isfinite(array).all())
 
         for name, array in batch.items():
-            if is_not_finite(array):
+            if has_nonfinite(array):
                 self.advice = (
                     f"no learning rate changes that: leave out or repair such rows of {name}, which np.isfinite finds"
                 )
-                is_wrong = ~np.isfinite(np.asarray(array)).reshape(len(array), -1).all(axis=1)
-                wrong_rows = np.flatnonzero(is_wrong).tolist()
-                rows_text = f"row{'s' * (len(wrong_rows) > 1)} {', '.join(map(str, wrong_rows[:3]))}"
-                rows_text += f" and {len(wrong_rows) - 3} more" if len(wrong_rows) > 3 else ""
+                is_bad_row = ~np.isfinite(np.asarray(array)).reshape(len(array), -1).all(axis=1)
+                bad_row_indices = np.flatnonzero(is_bad_row).tolist()
+                rows_text = f"row{'s' * (len(bad_row_indices) > 1)} {', '.join(map(str, bad_row_indices[:3]))}"
+                rows_text += f" and {len(bad_row_indices) - 3} more" if len(bad_row_indices) > 3 else ""
                 return f"{name} of the batch of step {step} has numbers that are not finite, in {rows_text}"
-        names = [name for name, array in named_leaves(self._state.params).items() if is_not_finite(array)]
-        if names:
-            more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            return f"the parameters {', '.join(names[:3])}{more_text} are not finite before step {step}"
+        parameter_names = [name for name, array in named_leaves(self._state.params).items() if has_nonfinite(array)]
+        if parameter_names:
+            more_text = f" and {len(parameter_names) - 3} more" if len(parameter_names) > 3 else ""
+            return f"the parameters {', '.join(parameter_names[:3])}{more_text} are not finite before step {step}"
         if math.isfinite(loss):
             return (
                 f"the loss of step {step} is finite, but its gradient is not: the slope of a root, norm, logarithm or "
@@ -94,7 +96,7 @@ class Causes:
         return self._line_of_nan(step, batch, loss)
 
     def _line_of_nan(self, step: int, batch: Mapping[str, Any], loss: float) -> str:
-        """Return the user's line at which the loss of a batch becomes NaN or infinite; "" if it is not the user's."""
+        """Return a text about the user's line that makes the loss NaN or infinite; "" if no line of the user does."""
         import jax
 
         leaves = jax.tree.leaves(self._state.params)
@@ -109,24 +111,24 @@ class Causes:
             if not frames:
                 return ""
             return f"{place_in(error)}the first {loss} of step {step} arises here{_labels_text(frames[-1][0], batch)}"
-        except Exception:  # the model runs under jit alone
+        except Exception:  # the model runs only under jit
             return ""
         return ""
 
 
 def _labels_text(frame: Any, batch: Mapping[str, Any]) -> str:
-    """Return which labels of a batch lie outside of the classes of an array in a frame, as the end of a message."""
+    """Return the end of a message about labels of a batch outside of the classes of an array in a frame, or ""."""
     for array_name, array in frame.f_locals.items():
         if getattr(array, "ndim", 0) < 2 or getattr(array, "dtype", None) is None or array.dtype.kind == "i":
             continue
-        for name, labels in batch.items():
+        for labels_name, labels in batch.items():
             if labels.dtype.kind not in "iu" or labels.shape != array.shape[:-1]:
                 continue
-            least, most, class_count = int(labels.min()), int(labels.max()), array.shape[-1]
-            if least < 0 or most >= class_count:
+            smallest_label, largest_label, class_count = int(labels.min()), int(labels.max()), array.shape[-1]
+            if smallest_label < 0 or largest_label >= class_count:
                 return (
-                    f": {name} has labels from {least} to {most}, but {array_name} has {class_count} classes, "
-                    f"expected labels from 0 to {class_count - 1}"
+                    f": {labels_name} has labels from {smallest_label} to {largest_label}, "
+                    f"but {array_name} has {class_count} classes, expected labels from 0 to {class_count - 1}"
                 )
     return ""
 

@@ -160,21 +160,21 @@ class Source:
 
 
 def git_commit(path: str | None) -> str | None:
-    """Return the commit of the git repository with a file, or with the working directory; `None` without one.
+    """Return the commit of the git repository with a file, or else with the working directory; `None` if there is none.
 
-    "with changes" follows it if files in the repository differ from the commit.
+    "with changes" follows the hash if files in the repository differ from the commit.
     """
     folder = Path.cwd() if path is None else Path(path).parent
-    texts: list[str] = []
+    output_texts: list[str] = []
     for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
         try:
-            ended = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)
+            process = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)
         except (OSError, ValueError, subprocess.TimeoutExpired):  # git is not installed, or the disk is slow
-            return texts[0] if texts else None
-        if ended.returncode:
+            return output_texts[0] if output_texts else None
+        if process.returncode:
             return None
-        texts.append(ended.stdout.strip())
-    return texts[0] + " with changes" * bool(texts[1])
+        output_texts.append(process.stdout.strip())
+    return output_texts[0] + " with changes" * bool(output_texts[1])
 
 
 def host_text() -> str:
@@ -304,7 +304,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
         )
     try:
         provide_old_paths(source.text)
-        # the run's plan replaces the plan of the file, which may be in an earlier form
+        # the run's plan replaces the plan of the file, which may be in an earlier format
         with ignoring_moved_fields() if run_plan is not None else contextlib.nullcontext():
             base_experiment = _make_experiment(source.text, folder / FOLDER / str(source.file), origin, source.variant)
         overrides = {
@@ -329,7 +329,7 @@ def _origin(source: Source, folder: Any) -> Path:
     if origin.exists() or source.relative is None:
         return origin
     parents = Path(os.fspath(folder)).absolute().parents
-    candidate_paths = (base / source.relative for base in (Path.cwd(), *parents))
+    candidate_paths = (parent / source.relative for parent in (Path.cwd(), *parents))
     return next((path for path in candidate_paths if path.is_file()), origin)
 
 
@@ -357,39 +357,39 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
     sys.path.insert(0, str(origin.parent))
     # tracebacks then show the lines of the file, even if it has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
-    make_experiment: Any = None
+    definition: Any = None
     action = "importing the file"  # what runs now, for error messages
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
-        make_experiment = getattr(module, "experiment", None)
+        definition = getattr(module, "experiment", None)
         action = "experiment()"
         if variant is not None:
             variants = getattr(module, "VARIANTS", {})
             if variant not in variants:
                 raise no_variant_error(file, variant, variants)
-            make_experiment, action = variants[variant], f"the variant {variant}"
-        is_value = isinstance(make_experiment, Experiment)
-        if not is_value and not callable(make_experiment):
+            definition, action = variants[variant], f"the variant {variant}"
+        is_experiment = isinstance(definition, Experiment)
+        if not is_experiment and not callable(definition):
             raise UserError(
-                f"{file}: got {make_experiment!r} for {action}, expected an Experiment, or a function without "
+                f"{file}: got {definition!r} for {action}, expected an Experiment, or a function without "
                 "parameters that returns one"
             )
-        experiment = make_experiment if is_value else make_experiment()
+        experiment = definition if is_experiment else definition()
     except UserError as error:
         location, _ = _error_location(error, str(file))
-        raise UserError(f"{location}: {error}" if location else f"{place_of(make_experiment)}{error}") from None
+        raise UserError(f"{location}: {error}" if location else f"{place_of(definition)}{error}") from None
     except (Exception, SystemExit) as error:
         location, code_text = _error_location(error, str(file))
         if isinstance(error, ImportError) and (new_path := new_import_path(error)) is not None:
             raise UserError(f"{location or file}: {error.name} has moved: import {new_path}") from None
         error_text = f"{type(error).__name__}: {error}{_advice(error)}"
-        place = place_of(make_experiment) or f"{file}: "  # it cannot be called without arguments
+        place = place_of(definition) or f"{file}: "  # it cannot be called without arguments
         raise UserError(f"{f'{location}: ' if location else place}{action} raised {error_text}{code_text}") from error
     finally:
         sys.path.remove(str(origin.parent))
     if not isinstance(experiment, Experiment):
         raise UserError(
-            f"{place_of(make_experiment) or f'{file}: '}{action} returned a {type(experiment).__name__}, expected an "
+            f"{place_of(definition) or f'{file}: '}{action} returned a {type(experiment).__name__}, expected an "
             f"Experiment{': return it' if experiment is None else ''}"
         )
     return experiment

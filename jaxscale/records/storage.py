@@ -56,7 +56,7 @@ def run_path(path: Any) -> Any:
 
 
 def check_location(path: Any) -> None:
-    """Refuse a path at which no run directory can be: checked before anything is traced, for local paths and buckets.
+    """Raise an error for a path, local or in a bucket, that cannot be a run directory. Nothing is traced before this.
 
     Raises:
         UserError: the path is empty or too long, has an unknown scheme, leads through a file, or is in a bucket that
@@ -67,37 +67,39 @@ def check_location(path: Any) -> None:
         Traceback (most recent call last):
         jaxscale.errors.UserError: http://host/run: got the scheme 'http', expected a local path, gs:// or s3://
     """
-    text = os.fspath(path)
-    if not text.strip() or "\0" in text:
-        raise UserError(f"got the path {text!r}, expected the path of a folder, such as runs/first")
+    path_text = os.fspath(path)
+    if not path_text.strip() or "\0" in path_text:
+        raise UserError(f"got the path {path_text!r}, expected the path of a folder, such as runs/first")
     try:
-        os.fsencode(text)
+        os.fsencode(path_text)
     except UnicodeEncodeError:  # half of a surrogate pair
-        raise UserError(f"got the path {text!r}, which has a character that no file name can have") from None
-    if is_remote(text):
-        scheme = text.partition("://")[0]
+        raise UserError(f"got the path {path_text!r}, which has a character that no file name can have") from None
+    if is_remote(path_text):
+        scheme = path_text.partition("://")[0]
         if scheme not in BUCKET_SCHEMES:
-            raise UserError(f"{text}: got the scheme {scheme!r}, expected a local path, gs:// or s3://")
+            raise UserError(f"{path_text}: got the scheme {scheme!r}, expected a local path, gs:// or s3://")
         try:
-            run_path(text).exists()
+            run_path(path_text).exists()
         except ImportError as error:
-            raise UserError(f"{text}: a package is missing ({error}): pip install 'jaxscale[remote]'") from None
+            raise UserError(f"{path_text}: a package is missing ({error}): pip install 'jaxscale[remote]'") from None
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{text} cannot be reached: {reason}; check the name, the network and the login") from None
+            raise UserError(
+                f"{path_text} cannot be reached: {reason}; check the name, the network and the login"
+            ) from None
         return
-    local_path = Path(text)
+    local_path = Path(path_text)
     longest_name = max(local_path.parts, key=lambda name: len(os.fsencode(name)), default="")
     if len(os.fsencode(longest_name)) > MAX_NAME_BYTES:
         byte_count = len(os.fsencode(longest_name))
         raise UserError(
-            f"{text[:40]}...: a name in the path has {byte_count:,} bytes, expected at most {MAX_NAME_BYTES}"
+            f"{path_text[:40]}...: a name in the path has {byte_count:,} bytes, expected at most {MAX_NAME_BYTES}"
         )
     for ancestor in (local_path, *local_path.parents):
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(ancestor.stat().st_mode):
                 return
-            prefix = "" if ancestor == local_path else f"{text}: "
+            prefix = "" if ancestor == local_path else f"{path_text}: "
             raise UserError(f"{prefix}{ancestor} is a file, expected a folder; choose another path")
 
 
@@ -187,7 +189,7 @@ class RemoteAppender:
     def __init__(self, path: Any):
         self.path = path
         self._data = bytearray(path.read_bytes() if path.exists() else b"")
-        self._uploaded_bytes, self._last_try_time = len(self._data), time.monotonic()
+        self._uploaded_byte_count, self._last_try_time = len(self._data), time.monotonic()
 
     def write(self, data: bytes) -> None:
         """Append `data`, and upload the object if the last attempt was at least `UPLOAD_SECONDS` ago."""
@@ -200,10 +202,10 @@ class RemoteAppender:
 
     def flush(self) -> None:
         """Upload the object if it has grown since the last upload."""
-        if self._uploaded_bytes < len(self._data):
+        if self._uploaded_byte_count < len(self._data):
             with _add_path_to_errors(self.path):
                 self.path.write_bytes(bytes(self._data))
-            self._uploaded_bytes, self._last_try_time = len(self._data), time.monotonic()
+            self._uploaded_byte_count, self._last_try_time = len(self._data), time.monotonic()
 
     def close(self) -> None:
         """Upload the object if some of its data was not uploaded yet."""

@@ -1,4 +1,4 @@
-"""sums.json: the SHA-256 of each file from which the model of a run is rebuilt, so that a flipped bit does not pass.
+"""sums.json: the SHA-256 of each file from which the model of a run is rebuilt, so that a flipped bit is noticed.
 
 Checkpoints have checksums of their own, and a continued run compares its experiment with experiment.json. Other
 commands rebuild the model from the plan, the overrides and the tokenizer in the run directory.
@@ -15,18 +15,18 @@ from jaxscale.values.read_files import read_bytes
 
 FILE = "sums.json"
 NAMES = ("experiment.json", "plan.json", "tokenizer.json", "chat_template.json", "source/source.json")
-"""The files, where they exist. source.json holds the hash of the experiment file."""
+"""Names of the hashed files, of which a run may lack some. source.json holds the hash of the experiment file."""
 
 
 def write_sums(run_dir: Any) -> None:
-    """Write the hashes of a run's files, after they were written."""
+    """Write sums.json with the hashes of a run's files, which must have been written before."""
     folder = run_path(run_dir)
-    sums = {name: _sha256(folder / name) for name in NAMES if (folder / name).exists()}
-    write_whole(folder / FILE, json.dumps(sums, indent=2) + "\n")
+    sha256_by_name = {name: _sha256(folder / name) for name in NAMES if (folder / name).exists()}
+    write_whole(folder / FILE, json.dumps(sha256_by_name, indent=2) + "\n")
 
 
 def check_sums(run_dir: Any, *names: str) -> None:
-    """Check files of a run before they are used; runs of earlier versions have no hashes.
+    """Check files of a run against sums.json before they are used; runs of earlier versions have no sums.json.
 
     Args:
         run_dir: directory of a run.
@@ -49,10 +49,10 @@ def check_sums(run_dir: Any, *names: str) -> None:
     folder = run_path(run_dir)
     if not (folder / FILE).exists():
         return
-    sums = read_json(folder / FILE)
+    sums_json = read_json(folder / FILE)
     for name in names:
-        expected = sums.get(name) if isinstance(sums, dict) else ""
-        if expected is not None and (folder / name).exists() and _sha256(folder / name) != expected:
+        expected_sha256 = sums_json.get(name) if isinstance(sums_json, dict) else ""
+        if expected_sha256 is not None and (folder / name).exists() and _sha256(folder / name) != expected_sha256:
             raise UserError(
                 f"{folder / name} is not what the run wrote: its SHA-256 is not the one in {FILE}. Restore it from a "
                 "copy, or start the run again, which writes it again"

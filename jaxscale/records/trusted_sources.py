@@ -18,8 +18,8 @@ from jaxscale.records.storage import is_remote, write_whole
 
 VARIABLE = "JAXSCALE_TRUST"
 """Environment variable with the path of a run, or of a folder of runs, that is trusted."""
-_recorded_keys: set[str] = set()
-"""Keys of the records of this process, which hold where no file can be written."""
+_recorded_names: set[str] = set()
+"""Names of the records of this process, which also count if their files cannot be written."""
 
 
 def record_trust(sha256: str, origin: Path) -> None:
@@ -29,15 +29,15 @@ def record_trust(sha256: str, origin: Path) -> None:
         sha256: SHA-256 of the file's text.
         origin: path under which the file runs.
     """
-    key = _key(sha256, origin)
-    _recorded_keys.add(key)
-    folder = _folder()
+    record_name = _record_name(sha256, origin)
+    _recorded_names.add(record_name)
+    folder = _records_folder()
     with contextlib.suppress(OSError):  # without the record, a later command asks for --trust
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_private(folder / key):
-            record = {"sha256": sha256, "folder": os.path.realpath(origin.parent), "file": origin.name}
-            write_whole(folder / key, json.dumps(record) + "\n")
-            (folder / key).chmod(0o600)  # a group may share what its members write
+        if not _is_private(folder / record_name):
+            record_json = {"sha256": sha256, "folder": os.path.realpath(origin.parent), "file": origin.name}
+            write_whole(folder / record_name, json.dumps(record_json) + "\n")
+            (folder / record_name).chmod(0o600)  # a group may share what its members write
 
 
 def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
@@ -52,10 +52,10 @@ def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
     Raises:
         UserError: the file is not trusted.
     """
-    key = _key(sha256, origin)
-    if key in _recorded_keys or is_below(run_folder, os.environ.get(VARIABLE, "")):
+    record_name = _record_name(sha256, origin)
+    if record_name in _recorded_names or is_below(run_folder, os.environ.get(VARIABLE, "")):
         return
-    if _is_private(_folder()) and _is_private(_folder() / key):
+    if _is_private(_records_folder()) and _is_private(_records_folder() / record_name):
         return
     raise UserError(
         f"{run_folder} was not trained here by you. To open it, jaxscale would execute {str(copy)!r}, with the modules "
@@ -65,29 +65,32 @@ def check_trust(sha256: str, origin: Path, run_folder: Any, copy: Any) -> None:
 
 
 def is_below(path: Any, folder: str) -> bool:
-    """Return whether a path is a folder, or in it; symbolic links of local paths are followed.
+    """Return whether `path` is `folder` or lies below it; symbolic links of local paths are followed.
 
     Example:
         >>> is_below("runs/a", "runs"), is_below("runs/../a", "runs"), is_below("gs://b/run", "gs://b/r")
         (True, False, False)
     """
-    text = os.fspath(path)
-    if not folder.strip() or "\0" in folder or is_remote(text) != is_remote(folder):
+    path_text = os.fspath(path)
+    if not folder.strip() or "\0" in folder or is_remote(path_text) != is_remote(folder):
         return False
-    if is_remote(text):
-        names, folder_names = text.rstrip("/").split("/"), folder.rstrip("/").split("/")
+    if is_remote(path_text):
+        path_parts, folder_parts = path_text.rstrip("/").split("/"), folder.rstrip("/").split("/")
     else:
-        names, folder_names = list(Path(os.path.realpath(text)).parts), list(Path(os.path.realpath(folder)).parts)
-    return ".." not in names and names[: len(folder_names)] == folder_names
+        path_parts, folder_parts = (
+            list(Path(os.path.realpath(path_text)).parts),
+            list(Path(os.path.realpath(folder)).parts),
+        )
+    return ".." not in path_parts and path_parts[: len(folder_parts)] == folder_parts
 
 
-def _folder() -> Path:
+def _records_folder() -> Path:
     """Return the folder of the records, in the user's cache; `JAXSCALE_CACHE` may be shared and does not move it."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     return Path(folder if os.path.isabs(folder) else Path("~/.cache").expanduser()) / "jaxscale" / "trusted"
 
 
-def _key(sha256: str, origin: Path) -> str:
+def _record_name(sha256: str, origin: Path) -> str:
     """Return the name of a record: a hash of the text's hash and of the real path of the file's folder."""
     return hashlib.sha256(f"{sha256}\0{os.path.realpath(origin.parent)}".encode()).hexdigest()
 

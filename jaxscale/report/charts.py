@@ -33,10 +33,10 @@ _MAX_MARKS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """What a chart's curves are drawn over, instead of steps.
+    """The horizontal axis of a chart.
 
     Args:
-        name: name in the read-out, before a place on the axis.
+        name: name in the read-out, in front of a value of the axis.
         format_ticks: function that formats a tick; by default, ticks are whole numbers.
     """
 
@@ -50,7 +50,7 @@ class Series:
 
     Args:
         label: name of the curve in the legend and the read-out.
-        steps: (n,) ascending steps, or places on another axis.
+        steps: (n,) ascending steps, or ascending values of another horizontal axis.
         values: (n,) value at each step; a value that is not finite leaves a gap.
         style: style of the curve: a line, a faint line behind the others, or dots.
         color: number of the curve's color in the page's palette, from 1 on.
@@ -96,8 +96,8 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
     positions = np.arange(len(values))
     radii = np.clip(np.minimum(positions, positions[::-1]), int(window) // 12, int(window) // 2)
     starts, ends = np.maximum(positions - radii, 0), np.minimum(positions + radii + 1, len(values))
-    sums, counts = sums_before[ends] - sums_before[starts], counts_before[ends] - counts_before[starts]
-    return np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
+    window_sums, window_counts = sums_before[ends] - sums_before[starts], counts_before[ends] - counts_before[starts]
+    return np.where(window_counts > 0, window_sums / np.maximum(window_counts, 1), math.nan)
 
 
 def line_chart(
@@ -128,7 +128,7 @@ def line_chart(
         from_zero: whether the axis begins at 0.
         marks: labeled steps, drawn as vertical lines.
         is_tall: whether the chart is tall and as wide as the page.
-        axis: what the curves are drawn over.
+        axis: the horizontal axis.
 
     Returns:
         The figure; "" if no value is finite.
@@ -181,10 +181,14 @@ def line_chart(
     )
     format_tick = format_ticks or ("{:g}".format if is_logarithmic else _tick_formatter(tick_values))
     format_step = axis.format_ticks or (short if last_step >= 1e6 else "{:,.0f}".format)
-    labels = [element("span", format_tick(value), class_="y", style=f"top:{y_of(value):.2%}") for value in tick_values]
+    label_elements = [
+        element("span", format_tick(value), class_="y", style=f"top:{y_of(value):.2%}") for value in tick_values
+    ]
     tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step) or axis.format_ticks]
-    labels += [element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps]
-    labels += _mark_labels(shown_marks, x_of) if is_tall else []
+    label_elements += [
+        element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps
+    ]
+    label_elements += _mark_labels(shown_marks, x_of) if is_tall else []
     legend_entries = [
         element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in curves
     ]
@@ -193,19 +197,19 @@ def line_chart(
     gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves if curve.style != "line")
     note_texts += [f"{gap_count} not finite"] if gap_count else []
     note_texts += ["logarithmic"] if is_logarithmic else []
-    caption = (
+    caption_elements = (
         element("b", title),
         element("small", unit) if unit else None,
         element("span", legend_entries, class_="legend") if has_legend else None,
         element("small", ", ".join(note_texts), class_="note") if note_texts else None,
     )
-    plot = (curves_svg, labels, element("div", class_="cursor"), element("div", class_="tip"))
+    plot_elements = (curves_svg, label_elements, element("div", class_="cursor"), element("div", class_="tip"))
     description = _description(title, curves, format_value)
     readout_json = _readout_json(curves, shown_marks, format_value, (first_step, last_step), axis)
     return element(
         "figure",
-        element("figcaption", caption),
-        element("div", plot, class_="plot", tabindex=0, role="img", aria_label=description),
+        element("figcaption", caption_elements),
+        element("div", plot_elements, class_="plot", tabindex=0, role="img", aria_label=description),
         element("script", readout_json, type="application/json"),
         class_="chart tall" if is_tall else "chart",
     )
@@ -251,8 +255,11 @@ def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[
         if not label_groups or x - label_groups[-1][0] >= 0.14:
             label_groups.append((x, []))
         label_groups[-1][1].append(mark.label)
-    texts = [(x, ", ".join(dict.fromkeys(labels)), " before" * (x > 0.7)) for x, labels in label_groups]
-    return [element("span", text, class_=f"rule{side_class}", style=f"left:{x:.2%}") for x, text, side_class in texts]
+    positioned_texts = [(x, ", ".join(dict.fromkeys(labels)), " before" * (x > 0.7)) for x, labels in label_groups]
+    return [
+        element("span", text, class_=f"rule{side_class}", style=f"left:{x:.2%}")
+        for x, text, side_class in positioned_texts
+    ]
 
 
 def _curve_path(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> Markup:
@@ -278,7 +285,7 @@ def _readout_json(
     curves: Sequence[Series],
     marks: Sequence[Mark],
     format_value: Callable[[float], str],
-    ends: tuple[float, float],
+    end_steps: tuple[float, float],
     axis: Axis,
 ) -> Markup:
     """Return the JSON for the page's script, with the steps and formatted values of each curve, evenly thinned.
@@ -287,8 +294,8 @@ def _readout_json(
         curves: the curves of the chart.
         marks: the marks of the chart.
         format_value: function that formats a value.
-        ends: steps at the left and the right side of the chart.
-        axis: what the curves are drawn over.
+        end_steps: steps at the left and the right side of the chart.
+        axis: the horizontal axis of the chart.
     """
     curves_json = []
     for curve in curves:
@@ -302,7 +309,12 @@ def _readout_json(
             }
         )
     marks_json = [[mark.step, mark.label] for mark in marks]
-    chart_json: dict[str, Any] = {"left": ends[0], "right": ends[1], "curves": curves_json, "marks": marks_json}
+    chart_json: dict[str, Any] = {
+        "left": end_steps[0],
+        "right": end_steps[1],
+        "curves": curves_json,
+        "marks": marks_json,
+    }
     chart_json |= {} if axis.name == "step" else {"axis": axis.name}
     return Markup(json.dumps(chart_json, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 

@@ -108,48 +108,52 @@ def write_comparison(run_dirs: Sequence[Any], path: str | Path) -> None:
 
 
 def _check_runs(run_dirs: Sequence[Any]) -> None:
-    """Raise UserError for too few runs, too many, or one that is given twice."""
+    """Raise UserError if there are too few or too many runs, or if one is given twice."""
     if not 2 <= len(run_dirs) <= MAX_RUNS:
         plural = "s" * (len(run_dirs) != 1)
         raise UserError(f"got {len(run_dirs)} run{plural}, expected from 2 to {MAX_RUNS} to draw on one page")
-    repeated = [name for name, times in Counter(map(str, run_dirs)).items() if times > 1]
-    if repeated:
-        raise UserError(f"the run {repeated[0]} is given twice: give it once")
+    repeated_dirs = [
+        run_dir for run_dir, occurrence_count in Counter(map(str, run_dirs)).items() if occurrence_count > 1
+    ]
+    if repeated_dirs:
+        raise UserError(f"the run {repeated_dirs[0]} is given twice: give it once")
 
 
 def comparison_html(runs: Sequence[RunRecord]) -> str:
     """Return the page of several runs."""
-    names = _names(runs)
+    names = _run_names(runs)
     with np.errstate(all="ignore"):  # a damaged row may hold any number
         sections = {
             "Training": _chart_panels(runs, names),
-            "What differs": _differences(runs, names),
+            "What differs": _difference_table(runs, names),
             "Where the time went": _time_sheets(runs, names),
-            "Where they ran": _origins(runs, names),
+            "Where they ran": _origin_table(runs, names),
         }
-        header = element("header", element("h1", f"{len(runs)} runs"), _figures(runs, names))
+        header = element("header", element("h1", f"{len(runs)} runs"), _figure_table(runs, names))
     return page_of(", ".join(names), header, sections, ", ".join(run.directory for run in runs))
 
 
-def _names(runs: Sequence[RunRecord]) -> list[str]:
+def _run_names(runs: Sequence[RunRecord]) -> list[str]:
     """Return a name for each run: that of its experiment, or its folder if another run has that name."""
-    times = Counter(run.name for run in runs)
-    return [run.name if times[run.name] == 1 else run.directory for run in runs]
+    run_count_by_name = Counter(run.name for run in runs)
+    return [run.name if run_count_by_name[run.name] == 1 else run.directory for run in runs]
 
 
-def _key(index: int, name: str) -> Markup:
+def _legend_key(index: int, name: str) -> Markup:
     """Return the name of a run behind a box in its color."""
     return element("span", element("i", class_=f"c{index + 1}"), name, class_="key run")
 
 
-def _figures(runs: Sequence[RunRecord], names: list[str]) -> Markup:
+def _figure_table(runs: Sequence[RunRecord], names: list[str]) -> Markup:
     """Return a table with a row for each run and its most important figures."""
-    metrics = list(dict.fromkeys(name for run in runs for name in run.own_metrics))
-    columns: dict[str, Callable[[RunRecord], str]] = {
+    metric_names = list(dict.fromkeys(name for run in runs for name in run.own_metric_names))
+    format_by_title: dict[str, Callable[[RunRecord], str]] = {
         "Status": lambda run: STATUS[run.status][0].partition(";")[0],
         "Best held-out loss": lambda run: "" if run.best is None else f"{number(run.best[1])} ({run.best[0]:,})",
-        **{f"Held-out {name}": lambda run, name=name: _last(run.rows("eval"), name) for name in metrics},
-        "Training loss": lambda run: _last(run.rows("train"), "loss"),
+        **{
+            f"Held-out {name}": lambda run, name=name: _last_value_text(run.rows("eval"), name) for name in metric_names
+        },
+        "Training loss": lambda run: _last_value_text(run.rows("train"), "loss"),
         "Steps": lambda run: f"{run.step:,}",
         "Target tokens": lambda run: "" if run.tokens is None else count(run.tokens),
         "Time": lambda run: "" if run.seconds is None else duration(run.seconds),
@@ -157,12 +161,12 @@ def _figures(runs: Sequence[RunRecord], names: list[str]) -> Markup:
         "MFU": lambda run: "" if run.mfu is None else f"{run.mfu:.1%}",
         "Parameters": lambda run: "" if run.parameters is None else count(run.parameters),
     }
-    cells = {title: [text_of(run) for run in runs] for title, text_of in columns.items()}
-    return _run_table({title: texts for title, texts in cells.items() if any(texts)}, names)
+    texts_by_title = {title: [text_of(run) for run in runs] for title, text_of in format_by_title.items()}
+    return _run_table({title: texts for title, texts in texts_by_title.items() if any(texts)}, names)
 
 
-def _last(rows: MetricsRows, name: str) -> str:
-    """Return the last value of a metric that is a number, as text; "" if there is none."""
+def _last_value_text(rows: MetricsRows, name: str) -> str:
+    """Return the last finite value of a metric, as text; "" if there is none."""
     values = rows.column(name)
     values = values[np.isfinite(values)]
     return number(float(values[-1])) if len(values) else ""
@@ -170,7 +174,7 @@ def _last(rows: MetricsRows, name: str) -> str:
 
 def _run_table(texts_by_title: dict[str, list[str]], names: list[str]) -> Markup:
     """Return a sheet with a row for each figure, and a column for each run; narrow windows stack the columns."""
-    headings = ("", *(_key(index, name) for index, name in enumerate(names)))
+    headings = ("", *(_legend_key(index, name) for index, name in enumerate(names)))
     rows = [
         (
             title,
@@ -182,44 +186,44 @@ def _run_table(texts_by_title: dict[str, list[str]], names: list[str]) -> Markup
     return sheet(None, element("div", grid, class_="scroll"))
 
 
-def _places(run: RunRecord, rows: MetricsRows) -> dict[str, np.ndarray]:
-    """Return the places of rows on each axis, by the text of the axis's button."""
-    train = run.rows("train")
-    steps, tokens = train.column("step"), train.column("tokens")
-    is_known = np.isfinite(tokens)
+def _x_by_button(run: RunRecord, rows: MetricsRows) -> dict[str, np.ndarray]:
+    """Return the x coordinates of rows on each axis, float64 [rows], by the text of the axis's button."""
+    train_rows = run.rows("train")
+    train_steps, train_tokens = train_rows.column("step"), train_rows.column("tokens")
+    is_known = np.isfinite(train_tokens)
     row_steps = rows.column("step")
     row_tokens = np.full(len(rows), np.nan)
     if is_known.any():
-        row_tokens = np.interp(row_steps, steps[is_known], np.maximum.accumulate(tokens[is_known]))
-    seconds_by_row, seconds, previous_time = {}, 0.0, None
+        row_tokens = np.interp(row_steps, train_steps[is_known], np.maximum.accumulate(train_tokens[is_known]))
+    seconds_by_row_id, seconds, previous_time = {}, 0.0, None
     for row in run.metrics:
         row_time = row.get("time")
         if isinstance(row_time, int | float):
             if previous_time is not None and row.get("name") != "resume":
                 seconds += max(0.0, row_time - previous_time)
             previous_time = row_time
-            seconds_by_row[id(row)] = seconds
-    row_seconds = np.array([seconds_by_row.get(id(row), np.nan) for row in rows], np.float64)
+            seconds_by_row_id[id(row)] = seconds
+    row_seconds = np.array([seconds_by_row_id.get(id(row), np.nan) for row in rows], np.float64)
     return {"Steps": row_steps, "Target tokens": row_tokens, "Seconds": row_seconds}
 
 
 def _chart_panels(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
     """Return the charts of the runs over each axis, with a button for each axis."""
     panels, buttons = [], []
-    for index, (button, axis) in enumerate(_AXES.items()):
-        charts = _charts(runs, names, button, axis)
+    for index, (button_text, axis) in enumerate(_AXES.items()):
+        charts = _charts(runs, names, button_text, axis)
         if charts:
             identifier = f"axis{index}"
             checked = "checked" if not panels else None
             buttons.append(element("input", type="radio", name="axis", id=identifier, checked=checked))
-            buttons.append(element("label", button, for_=identifier))
+            buttons.append(element("label", button_text, for_=identifier))
             panels.append(element("div", charts, class_="panel"))
     return element("div", buttons, panels, class_="axes") if panels else None
 
 
-def _charts(runs: Sequence[RunRecord], names: list[str], button: str, axis: Axis) -> list[Markup]:
+def _charts(runs: Sequence[RunRecord], names: list[str], button_text: str, axis: Axis) -> list[Markup]:
     """Return the charts over one axis: the held-out and the training loss as wide as the page, then the others."""
-    metrics = list(dict.fromkeys(name for run in runs for name in run.own_metrics))
+    metric_names = list(dict.fromkeys(name for run in runs for name in run.own_metric_names))
     unit = runs[0].loss_unit if len({run.loss_unit for run in runs}) == 1 else ""
 
     def chart(kind: str, field: str, title: str, **options: Any) -> Markup:
@@ -227,23 +231,23 @@ def _charts(runs: Sequence[RunRecord], names: list[str], button: str, axis: Axis
         curves = []
         for index, (run, name) in enumerate(zip(runs, names, strict=True)):
             rows = run.rows(kind)
-            places, values = _places(run, rows)[button], rows.column(field)
+            x, values = _x_by_button(run, rows)[button_text], rows.column(field)
             if kind == "train" and field != "learning_rate" and len(values) > 20:
                 values = smooth(values, max(5.0, len(values) / 40))
-            is_known = np.isfinite(places)
+            is_known = np.isfinite(x)
             if not np.isfinite(values[is_known]).any():
                 continue
-            curves.append(Series(name, places[is_known], values[is_known], "line", index + 1))
+            curves.append(Series(name, x[is_known], values[is_known], "line", index + 1))
         if len(curves) == 1:  # a chart of one curve has no legend
             options = {**options, "unit": curves[0].label}
         return line_chart(title, curves, axis=axis, **options)
 
-    wide = [
+    wide_charts = [
         chart("eval", "loss", "Held-out loss", unit=unit, is_tall=True),
         chart("train", "loss", "Training loss, smoothed", unit=unit, is_tall=True),
     ]
-    narrow = [chart("eval", name, f"Held-out {name}") for name in metrics]
-    narrow += [
+    narrow_charts = [chart("eval", name, f"Held-out {name}") for name in metric_names]
+    narrow_charts += [
         chart(
             "train",
             "tokens_per_second",
@@ -255,40 +259,40 @@ def _charts(runs: Sequence[RunRecord], names: list[str], button: str, axis: Axis
         chart("train", "learning_rate", "Learning rate", from_zero=True),
         chart("train", "grad_norm", "Gradient norm"),
     ]
-    sheets = [sheet(None, figure) for figure in wide if figure]
-    pair = [sheet(None, figure) for figure in narrow if figure]
-    return sheets + ([element("div", pair, class_="pair")] if pair else [])
+    wide_sheets = [sheet(None, figure) for figure in wide_charts if figure]
+    narrow_sheets = [sheet(None, figure) for figure in narrow_charts if figure]
+    return wide_sheets + ([element("div", narrow_sheets, class_="pair")] if narrow_sheets else [])
 
 
-def _differences(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
+def _difference_table(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
     """Return a table of the fields of experiment and plan that differ between the runs."""
     fields_by_run = [flatten({**run.experiment, "plan": run.plan}) for run in runs]
-    paths = list(dict.fromkeys(path for fields in fields_by_run for path in fields))
+    field_paths = list(dict.fromkeys(path for fields in fields_by_run for path in fields))
     texts_by_path = {
         path: [str(fields.get(path, ""))[:200] for fields in fields_by_run]
-        for path in paths
+        for path in field_paths
         if path != "plan.version" and len({repr(fields.get(path)) for fields in fields_by_run}) > 1
     }
     if not texts_by_path:
         return None
-    shown = dict(list(texts_by_path.items())[:_MAX_DIFFERENCES])
-    hidden_count = len(texts_by_path) - len(shown)
+    shown_texts = dict(list(texts_by_path.items())[:_MAX_DIFFERENCES])
+    hidden_count = len(texts_by_path) - len(shown_texts)
     note = element("p", f"and {hidden_count} more fields", class_="faint") if hidden_count else None
-    return element("div", _run_table(shown, names), note)
+    return element("div", _run_table(shown_texts, names), note)
 
 
 def _time_sheets(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
-    """Return the seconds of each run by phase, as a bar and a table."""
+    """Return a sheet for each run with its seconds by phase, as a bar and a table; `None` if nothing is recorded."""
     sheets = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         run_hours = hours(run.directory)
         bar = None if run_hours is None else hours_bar(run_hours)
-        sheets += [sheet(None, element("h3", _key(index, name)), bar)] if bar else []
+        sheets += [sheet(None, element("h3", _legend_key(index, name)), bar)] if bar else []
     return element("div", sheets, class_="pair top") if sheets else None
 
 
-def _origins(runs: Sequence[RunRecord], names: list[str]) -> Markup:
-    """Return a table of what each run ran on: its folder, file, commit, devices and versions."""
+def _origin_table(runs: Sequence[RunRecord], names: list[str]) -> Markup:
+    """Return a table with the folder, file, commit, devices and versions of each run."""
     facts_by_run = [run.origin for run in runs]
     titles = list(dict.fromkeys(title for facts in facts_by_run for title in facts))
     return _run_table({title: [facts.get(title, "") for facts in facts_by_run] for title in titles}, names)

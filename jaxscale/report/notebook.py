@@ -26,7 +26,7 @@ MAX_ACTIONS = 2000
 MAX_TEXT = 300
 """Largest number of characters that are shown of a value's text."""
 USUAL_STEPS = 1000
-"""Number of updates for which the rates of an optimizer are drawn that belongs to no experiment."""
+"""Number of updates over which the learning rates of an optimizer without an experiment are drawn."""
 
 _STYLE = (
     "main{padding:10px 12px 14px;max-width:960px;margin:0}h3{margin:14px 0 8px}main>:first-child h3,h3:first-child{"
@@ -49,7 +49,7 @@ class Picture:
 
 
 def html_of(value: Any) -> str | None:
-    """Return a value's picture as HTML in a frame; `None` if there is none, as of a schedule of too many actions.
+    """Return a value's picture as HTML in a frame; `None` if there is none, as for a schedule with too many actions.
 
     Args:
         value: a value of a class in `PICTURES`.
@@ -68,49 +68,58 @@ def html_of(value: Any) -> str | None:
 
 def _picture(value: Any) -> Picture | None:
     """Return the picture of a value, by the name of its class."""
-    names = [cls.__name__ for cls in type(value).__mro__]
-    return next((PICTURES[name](value) for name in names if name in PICTURES), None)
+    class_names = [cls.__name__ for cls in type(value).__mro__]
+    return next((PICTURES[class_name](value) for class_name in class_names if class_name in PICTURES), None)
 
 
-def _stacked(pictures: Sequence[tuple[str, Picture | None]]) -> Picture:
-    """Return pictures below one another, each under its heading; one without a picture is left out."""
-    shown = [(heading, picture) for heading, picture in pictures if picture is not None]
-    content = [(element("h3", heading) if heading else None, picture.content) for heading, picture in shown]
-    return Picture(joined(content), sum(picture.height + 36 * bool(heading) for heading, picture in shown))
+def _stack(headings_and_pictures: Sequence[tuple[str, Picture | None]]) -> Picture:
+    """Return one picture with all pictures below one another, each under its heading, without those that are `None`."""
+    shown_headings_and_pictures = [
+        (heading, picture) for heading, picture in headings_and_pictures if picture is not None
+    ]
+    content = [
+        (element("h3", heading) if heading else None, picture.content)
+        for heading, picture in shown_headings_and_pictures
+    ]
+    return Picture(
+        joined(content), sum(picture.height + 36 * bool(heading) for heading, picture in shown_headings_and_pictures)
+    )
 
 
-def _mesh(sizes: Mapping[str, int]) -> Picture:
-    """Return the grid of a mesh's devices, from the number of devices along each axis."""
-    axis_sizes = {axis: length for axis, length in sizes.items() if length > 1}
+def _mesh_grid(size_by_axis: Mapping[str, int]) -> Picture:
+    """Return the picture of a mesh's devices as a grid, from the number of devices along each axis."""
+    axis_sizes = {axis: length for axis, length in size_by_axis.items() if length > 1}
     device_count = math.prod(axis_sizes.values())
     lengths = list(axis_sizes.values())
     row_count = min(lengths[-2], 8) if len(lengths) > 1 else 1
-    groups_across = max(1, 860 // (38 * min(lengths[-1] if lengths else 1, 8) + 14))
-    group_rows = math.ceil(min(math.prod(lengths[:-2]), 8) / groups_across)
-    height = group_rows * (34 * row_count + 14 + 24 * (len(lengths) > 2)) + 36
+    groups_per_row = max(1, 860 // (38 * min(lengths[-1] if lengths else 1, 8) + 14))
+    group_row_count = math.ceil(min(math.prod(lengths[:-2]), 8) / groups_per_row)
+    height = group_row_count * (34 * row_count + 14 + 24 * (len(lengths) > 2)) + 36
     title = f"{device_count:,} device{'s' * (device_count != 1)}"
     return Picture(joined([element("h3", title), mesh_picture(axis_sizes, device_count)]), height + 36)
 
 
-def _plan(plan: Any, experiment: Mapping[str, Any] | None = None) -> Picture:
-    """Return a plan: what it does in words, its mesh, and its pipeline; `experiment` has the rows of a batch."""
+def _plan_picture(plan: Any, experiment: Mapping[str, Any] | None = None) -> Picture:
+    """Return the picture of a plan: its effects in words, its mesh and pipeline; `experiment` has the batch size."""
     plan_json = to_json(plan)
-    topics = plan_in_words(plan_json, {}, dict(experiment or {}))
-    words = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
-    line_count = sum(math.ceil(len(text) / 90) for _, text in topics)
-    sizes = axis_sizes_of_mesh(plan_json.get("mesh"))
-    return _stacked(
+    topics_and_sentences = plan_in_words(plan_json, {}, dict(experiment or {}))
+    topic_list = element(
+        "dl", [(element("dt", topic), element("dd", text)) for topic, text in topics_and_sentences], class_="words"
+    )
+    line_count = sum(math.ceil(len(text) / 90) for _, text in topics_and_sentences)
+    axis_sizes = axis_sizes_of_mesh(plan_json.get("mesh"))
+    return _stack(
         [
-            ("", Picture(words, 23 * line_count + 9 * len(topics))),
-            ("", _mesh(sizes) if sizes else None),
-            ("", None if plan.pipeline is None else _pipeline_plan(plan.pipeline)),
+            ("", Picture(topic_list, 23 * line_count + 9 * len(topics_and_sentences))),
+            ("", _mesh_grid(axis_sizes) if axis_sizes else None),
+            ("", None if plan.pipeline is None else _pipeline_picture(plan.pipeline)),
         ]
     )
 
 
-def _experiment(experiment: Any) -> Picture:
-    """Return an experiment: its fields, its learning rate, and its plan."""
-    facts = {
+def _experiment_picture(experiment: Any) -> Picture:
+    """Return the picture of an experiment: its fields, its learning rate, and its plan."""
+    text_by_title = {
         "Model": _text(experiment.model),
         "Data": _text(experiment.data),
         "Held-out sets": ", ".join(experiment.held_out),
@@ -118,13 +127,13 @@ def _experiment(experiment: Any) -> Picture:
         "Steps": f"{experiment.steps:,} of {experiment.batch:,} rows",
         "Seed": str(experiment.seed),
     }
-    rows = [(title, text) for title, text in facts.items() if text]
+    rows = [(title, text) for title, text in text_by_title.items() if text]
     line_count = sum(math.ceil(len(text) / 100) for _, text in rows)
-    return _stacked(
+    return _stack(
         [
             (experiment.name, Picture(table(rows, class_="facts"), 22 * line_count + 14 * len(rows) + 14)),
-            ("", _rates(experiment.optimizer, experiment.steps)),
-            ("Plan", _plan(experiment.plan, {"batch": experiment.batch})),
+            ("", _rate_picture(experiment.optimizer, experiment.steps)),
+            ("Plan", _plan_picture(experiment.plan, {"batch": experiment.batch})),
         ]
     )
 
@@ -137,40 +146,42 @@ def _text(value: Any) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-def _optimizer(optimizer: Any) -> Picture:
-    """Return an optimizer: its text, and the learning rates of a run."""
+def _optimizer_picture(optimizer: Any) -> Picture:
+    """Return the picture of an optimizer: its text, and the learning rates of a run."""
     text = _text(optimizer)
-    words = Picture(element("p", element("code", text)), 22 * math.ceil(len(text) / 110) + 8)
-    return _stacked([("", words), ("", _rates(optimizer, max(USUAL_STEPS, 10 * optimizer.warmup)))])
+    text_picture = Picture(element("p", element("code", text)), 22 * math.ceil(len(text) / 110) + 8)
+    return _stack([("", text_picture), ("", _rate_picture(optimizer, max(USUAL_STEPS, 10 * optimizer.warmup)))])
 
 
-def _rates(optimizer: Any, steps: int) -> Picture:
-    """Return the learning rates of an optimizer and of its groups over a run of `steps` updates."""
-    series, own_names = [], []
+def _rate_picture(optimizer: Any, steps: int) -> Picture:
+    """Return the chart of the learning rates of an optimizer and of its groups over a run of `steps` updates."""
+    curves, note_texts = [], []
     for index, (pattern, member) in enumerate(zip(["", *optimizer.groups], optimizer.members().values(), strict=True)):
-        curve = rate_curve(member, steps)
+        steps_and_rates = rate_curve(member, steps)
         label = pattern or ("the others" if optimizer.groups else "learning rate")
-        if curve is None:
-            own_names.append(f"{label}: {getattr(member.schedule, '__qualname__', 'a schedule')}, a function of yours")
+        if steps_and_rates is None:
+            note_texts.append(f"{label}: {getattr(member.schedule, '__qualname__', 'a schedule')}, a function of yours")
         else:
-            series.append(Series(label, curve[0], np.asarray(curve[1], np.float64), "line", index % 7 + 1))
-    chart = line_chart(f"Learning rate of {steps:,} updates", series, from_zero=True)
-    notes = [element("p", note, class_="faint") for note in own_names]
-    return Picture(joined([chart, notes]), 250 * bool(chart) + 26 * len(notes))
+            curves.append(
+                Series(label, steps_and_rates[0], np.asarray(steps_and_rates[1], np.float64), "line", index % 7 + 1)
+            )
+    chart = line_chart(f"Learning rate of {steps:,} updates", curves, from_zero=True)
+    note_elements = [element("p", note_text, class_="faint") for note_text in note_texts]
+    return Picture(joined([chart, note_elements]), 250 * bool(chart) + 26 * len(note_elements))
 
 
-def _schedule(schedule: Any) -> Picture | None:
-    """Return the timeline of a schedule, in which each pass takes as long as any other."""
+def _schedule_picture(schedule: Any) -> Picture | None:
+    """Return the timeline of a schedule whose passes all take equally long; `None` if it has too many actions."""
     from jaxscale.pipeline.clock.costs import Costs
     from jaxscale.pipeline.clock.simulate import simulate
 
     if sum(map(len, schedule.orders)) > MAX_ACTIONS:
         return None
-    return _simulation(simulate(schedule, Costs.alike(schedule)))
+    return _simulation_picture(simulate(schedule, Costs.alike(schedule)))
 
 
-def _simulation(simulation: Any) -> Picture | None:
-    """Return the timeline of a simulated or measured schedule."""
+def _simulation_picture(simulation: Any) -> Picture | None:
+    """Return the timeline of a simulated or measured schedule; `None` if it has too many actions."""
     from jaxscale.pipeline.charts.draw import Chart
 
     schedule = simulation.schedule
@@ -181,39 +192,42 @@ def _simulation(simulation: Any) -> Picture | None:
     return Picture(element("div", chart.svg(), class_="wide"), row_height * schedule.ranks + 90)
 
 
-def _pipeline_plan(plan: Any) -> Picture | None:
-    """Return the timeline of the schedule that a plan asks for; `None` for one that is chosen or read later."""
+def _pipeline_picture(plan: Any) -> Picture | None:
+    """Return the timeline of the schedule that a plan names; `None` if it is chosen or read later, or too long."""
     from jaxscale.pipeline.charts.draw import schedule_to_draw
 
     if plan.name in ("auto", "file") or (plan.ranks or 1) * (plan.microbatches or 1) > MAX_ACTIONS // 2:
         return None
-    return _schedule(schedule_to_draw(plan))
+    return _schedule_picture(schedule_to_draw(plan))
 
 
-def _step(step: Any) -> Picture:
-    """Return a train step: what the plan does, the mesh, and where the largest parameters lie."""
+def _step_picture(step: Any) -> Picture:
+    """Return the picture of a train step: its description, its mesh, and where the largest parameters lie."""
     layout = step.layout.table()
-    lines = [f"{count(step.parameters)} numbers are trained.", *step.describe()]
-    words = Picture(joined([element("p", line) for line in lines]), 27 * sum(1 + len(line) // 120 for line in lines))
-    parameters = layout["parameters"]
-    grid = parameter_table(parameters, layout["mesh"])
-    return _stacked(
+    description_lines = [f"{count(step.parameters)} numbers are trained.", *step.describe()]
+    description = Picture(
+        joined([element("p", line) for line in description_lines]),
+        27 * sum(1 + len(line) // 120 for line in description_lines),
+    )
+    parameter_entries = layout["parameters"]
+    parameter_grid = parameter_table(parameter_entries, layout["mesh"])
+    return _stack(
         [
-            (f"Train step of {step.experiment.name}", words),
-            ("", _mesh(layout["mesh"])),
-            ("Placement of the largest parameters", Picture(grid, 46 * min(len(parameters), 13) + 40)),
+            (f"Train step of {step.experiment.name}", description),
+            ("", _mesh_grid(layout["mesh"])),
+            ("Placement of the largest parameters", Picture(parameter_grid, 46 * min(len(parameter_entries), 13) + 40)),
         ]
     )
 
 
 PICTURES: Mapping[str, Callable[[Any], Picture | None]] = {
-    "Experiment": _experiment,
-    "MeshSpec": lambda mesh: _mesh(mesh.sizes),
-    "Optimizer": _optimizer,
-    "PipelinePlan": _pipeline_plan,
-    "Plan": _plan,
-    "Schedule": _schedule,
-    "Simulation": _simulation,
-    "TrainStep": _step,
+    "Experiment": _experiment_picture,
+    "MeshSpec": lambda mesh: _mesh_grid(mesh.sizes),
+    "Optimizer": _optimizer_picture,
+    "PipelinePlan": _pipeline_picture,
+    "Plan": _plan_picture,
+    "Schedule": _schedule_picture,
+    "Simulation": _simulation_picture,
+    "TrainStep": _step_picture,
 }
 """The function that draws the values of each class, by the name of the class."""

@@ -39,7 +39,7 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _FOR_DEVELOPERS = ("compile", "kernels", "predicted", "hours")
-"""Events whose facts stand elsewhere on the page, or that only help to mend jaxscale."""
+"""Events whose facts are shown elsewhere on the page, or that only help to mend jaxscale."""
 _SAMPLE_CHARACTERS = 4000
 """Largest number of characters that the page shows of a sample."""
 _MAX_EVENT_ROWS = 60
@@ -81,14 +81,14 @@ def report_html(run: RunRecord) -> str:
     return page_of(run.name, header, sections, run.directory)
 
 
-def page_of(title: str, header: Markup, sections: Mapping[str, Any], directories: str) -> str:
+def page_of(title: str, header: Markup, sections: Mapping[str, Any], directories_text: str) -> str:
     """Return a report as an HTML page.
 
     Args:
         title: title of the page.
-        header: what stands above the sections.
+        header: the content above the sections.
         sections: the content of each section by its title; a section without content is left out.
-        directories: the run directories, for the last line.
+        directories_text: the run directories, for the last line.
     """
     style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("report.css", "report.js"))
     time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -96,7 +96,7 @@ def page_of(title: str, header: Markup, sections: Mapping[str, Any], directories
         "main",
         header,
         [element("section", element("h2", title), content) for title, content in sections.items() if content],
-        element("footer", f"Written {time_text} by jaxscale from the files in {directories}."),
+        element("footer", f"Written {time_text} by jaxscale from the files in {directories_text}."),
     )
     return page(f"{title} · jaxscale", body, style=style, script=script)
 
@@ -154,11 +154,11 @@ def _figure_list(run: RunRecord) -> Markup | None:
         figures.append(("Tokens per second", count(run.tokens_per_second), mfu_note))
     if run.parameters is not None:
         figures.append(("Parameters", count(run.parameters), ""))
-    cells = [
+    figure_elements = [
         element("div", element("dt", name), element("dd", value, element("small", note) if note else None))
         for name, value, note in figures
     ]
-    return element("dl", cells, class_="figures") if cells else None
+    return element("dl", figure_elements, class_="figures") if figure_elements else None
 
 
 def _chart_sheets(run: RunRecord) -> list[Markup]:
@@ -178,7 +178,7 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
     elif len(losses):
         curves = [Series("training", steps, losses, "line", 1)]
     held_out_steps = held_out_rows.column("step")
-    set_names = held_out_sets(held_out_rows)
+    set_names = held_out_set_names(held_out_rows)
     if held_out_rows:
         curves.append(Series("held out", held_out_steps, held_out_rows.column("loss"), "dots", 2))
     curves += [
@@ -212,7 +212,7 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
     return loss_sheets + ([element("div", metric_sheets, class_="pair")] if metric_sheets else [])
 
 
-def held_out_sets(rows: MetricsRows) -> list[str]:
+def held_out_set_names(rows: MetricsRows) -> list[str]:
     """Return the names of the held-out sets whose losses evaluations report."""
     return sorted({name.removesuffix("/loss") for row in rows for name in row if name.endswith("/loss")})
 
@@ -221,15 +221,15 @@ def _own_metric_charts(run: RunRecord, set_names: list[str]) -> list[Markup]:
     """Return a chart for each number beside the loss, with a curve for each held-out set that has it."""
     rows = run.rows("eval")
     charts = []
-    for metric in dict.fromkeys(name.rpartition("/")[2] for name in run.own_metrics):
-        if metric == "loss":
+    for metric_name in dict.fromkeys(name.rpartition("/")[2] for name in run.own_metric_names):
+        if metric_name == "loss":
             continue
-        columns = {"held out": metric} | {name: f"{name}/{metric}" for name in set_names}
+        columns = {"held out": metric_name} | {name: f"{name}/{metric_name}" for name in set_names}
         curves = [
             Series(label, rows.column("step"), rows.column(column), "line", 2 + index % 6)
             for index, (label, column) in enumerate(columns.items())
         ]
-        charts.append(line_chart(f"Held-out {metric}", curves))
+        charts.append(line_chart(f"Held-out {metric_name}", curves))
     return charts
 
 
@@ -248,22 +248,30 @@ def _metric_chart(
 def _rate_chart(rows: MetricsRows) -> Markup:
     """Return the chart of the learning rate, with a line for each group of parameters that has one of its own."""
     prefix = "learning_rate/"
-    names = list(dict.fromkeys(name for row in rows for name in row if name.startswith(prefix)))[:6]
-    if not names:
+    column_names = list(
+        dict.fromkeys(column_name for row in rows for column_name in row if column_name.startswith(prefix))
+    )[:6]
+    if not column_names:
         return _metric_chart(rows, "learning_rate", "Learning rate", color=3)
     curves = [
         Series(
-            name.removeprefix(prefix) if index else "the others", rows.column("step"), rows.column(name), "line", color
+            column_name.removeprefix(prefix) if index else "the others",
+            rows.column("step"),
+            rows.column(column_name),
+            "line",
+            color,
         )
-        for index, (name, color) in enumerate(zip(["learning_rate", *names], (3, 1, 2, 4, 5, 6, 7), strict=False))
+        for index, (column_name, color) in enumerate(
+            zip(["learning_rate", *column_names], (3, 1, 2, 4, 5, 6, 7), strict=False)
+        )
     ]
     return line_chart("Learning rate", curves)
 
 
 def _plan_sheets(run: RunRecord) -> list[Markup]:
     """Return the plan in words beside pictures of mesh and memory, and a table of the largest parameters below."""
-    topics = plan_in_words(run.plan, run.layout, run.experiment)
-    topics += [] if run.kernels is None else [(f"Kernels used on {run.kernels[0]}", run.kernels[1])]
+    topics_and_sentences = plan_in_words(run.plan, run.layout, run.experiment)
+    topics_and_sentences += [] if run.kernels is None else [(f"Kernels used on {run.kernels[0]}", run.kernels[1])]
     axis_sizes = axis_sizes_of_run(run.plan, run.layout)
     pictures = []
     if run.layout.get("mesh") is not None or axis_sizes:
@@ -283,8 +291,10 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
         names_text = ", ".join(map(str, unsplit_names[:8])) + more_text
         warning_text = f"Whole on every device, since no dim can be split evenly: {names_text}"
         warning = element("p", warning_text, class_="warning")
-    topic_list = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
-    columns = [sheet("The plan", topic_list, warning)] if topics else []
+    topic_list = element(
+        "dl", [(element("dt", topic), element("dd", text)) for topic, text in topics_and_sentences], class_="words"
+    )
+    columns = [sheet("The plan", topic_list, warning)] if topics_and_sentences else []
     columns += [element("div", pictures, class_="stack")] if pictures else []
     content = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
     entries = run.layout.get("parameters")
@@ -293,7 +303,7 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
 
 
 def _time_sheet(run: RunRecord) -> Markup | None:
-    """Return a sheet with the seconds of each phase and of each restart; `None` if nothing is recorded."""
+    """Return a sheet with the seconds of each phase, and the seconds lost to failures; `None` if none are recorded."""
     run_hours = hours(run.directory)
     bar = None if run_hours is None else hours_bar(run_hours)
     return sheet(None, bar) if bar else None
@@ -337,11 +347,11 @@ def _event_sheet(run: RunRecord) -> Markup | None:
     all_rows = run.rows("event")
     if not all_rows:
         return None
-    rows = MetricsRows(row for row in all_rows if row.get("name") not in _FOR_DEVELOPERS)
+    user_rows = MetricsRows(row for row in all_rows if row.get("name") not in _FOR_DEVELOPERS)
     last_step = max(run.step, 1)
     lanes = []
-    for name in dict.fromkeys(str(row.get("name")) for row in rows):
-        steps = [row["step"] for row in rows if row.get("name") == name]
+    for name in dict.fromkeys(str(row.get("name")) for row in user_rows):
+        steps = [row["step"] for row in user_rows if row.get("name") == name]
         dot_steps = sorted({steps[index] for index in spread_indices(len(steps), 80)})
         color_class = f"c{_EVENT_COLORS.get(name, 6)}"
         dots = [
@@ -350,10 +360,12 @@ def _event_sheet(run: RunRecord) -> Markup | None:
         ]
         count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, count_tag), element("div", dots)))
-    lists = [element("div", lanes, class_="lanes"), _event_list(rows, "All", is_open=True)] if rows else []
-    other_rows = MetricsRows(row for row in all_rows if row.get("name") in _FOR_DEVELOPERS)
-    lists += [_event_list(other_rows, "For developers:", is_open=False)] if other_rows else []
-    return sheet(None, lists)
+    event_lists = (
+        [element("div", lanes, class_="lanes"), _event_list(user_rows, "All", is_open=True)] if user_rows else []
+    )
+    developer_rows = MetricsRows(row for row in all_rows if row.get("name") in _FOR_DEVELOPERS)
+    event_lists += [_event_list(developer_rows, "For developers:", is_open=False)] if developer_rows else []
+    return sheet(None, event_lists)
 
 
 def _event_list(rows: MetricsRows, title: str, *, is_open: bool) -> Markup:
@@ -364,12 +376,18 @@ def _event_list(rows: MetricsRows, title: str, *, is_open: bool) -> Markup:
         title: beginning of the section's heading.
         is_open: whether a short table is shown at first.
     """
-    cells = _grouped_events(rows)
-    grid = table(cells[-_MAX_EVENT_ROWS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
-    extent_text = f"the last {_MAX_EVENT_ROWS} of {len(cells)}" if len(cells) > _MAX_EVENT_ROWS else f"{len(cells)}"
+    event_rows = _grouped_events(rows)
+    event_grid = table(
+        event_rows[-_MAX_EVENT_ROWS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts"
+    )
+    extent_text = (
+        f"the last {_MAX_EVENT_ROWS} of {len(event_rows)}"
+        if len(event_rows) > _MAX_EVENT_ROWS
+        else f"{len(event_rows)}"
+    )
     summary = element("summary", f"{title} {extent_text}, in order")
-    is_open = is_open and len(cells) < 13
-    return element("details", summary, element("div", grid, class_="scroll"), open="" if is_open else None)
+    is_open = is_open and len(event_rows) < 13
+    return element("details", summary, element("div", event_grid, class_="scroll"), open="" if is_open else None)
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
@@ -377,14 +395,14 @@ def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
 
     More than three successive events with the same name become one row.
     """
-    cells: list[tuple[str, str, str]] = []
+    event_rows: list[tuple[str, str, str]] = []
     for name, group in itertools.groupby(rows, lambda row: str(row.get("name"))):
         events = list(group)
         if len(events) > 3:
-            cells.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
+            event_rows.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
         else:
-            cells += [(f"{row['step']:,}", name, _detail_text(row)) for row in events]
-    return cells
+            event_rows += [(f"{row['step']:,}", name, _detail_text(row)) for row in events]
+    return event_rows
 
 
 def _detail_text(row: dict[str, Any]) -> str:
@@ -424,7 +442,7 @@ def _fact_table(facts: dict[str, Any]) -> Markup:
 
 def flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested JSON object by their dotted paths, which begin with `prefix`."""
-    fields: dict[str, Any] = {}
+    value_by_path: dict[str, Any] = {}
     for name, value in json_object.items():
-        fields |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return fields
+        value_by_path |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return value_by_path

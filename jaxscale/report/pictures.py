@@ -42,12 +42,12 @@ def mesh_picture(axis_sizes: dict[str, int], device_count: int) -> Markup:
         axis_sizes: number of devices along each axis, by axis name, without axes of one device.
         device_count: number of devices, which is used only if the mesh has no axis.
     """
-    axes = list(axis_sizes.items())
-    lengths = [length for _, length in axes] or [max(1, device_count)]
-    group_axes = axes[:-2]
+    axes_and_sizes = list(axis_sizes.items())
+    lengths = [length for _, length in axes_and_sizes] or [max(1, device_count)]
+    group_axes_and_sizes = axes_and_sizes[:-2]
     row_count, column_count = (lengths[-2] if len(lengths) > 1 else 1), lengths[-1]
     grids = []
-    for group in _drawn_indices(math.prod(length for _, length in group_axes)):
+    for group in _drawn_indices(math.prod(length for _, length in group_axes_and_sizes)):
         if group is None:
             grids.append(element("span", "…", class_="gap"))
             continue
@@ -58,13 +58,17 @@ def mesh_picture(axis_sizes: dict[str, int], device_count: int) -> Markup:
             for row in _drawn_indices(row_count)
             for column in _drawn_indices(column_count)
         ]
-        caption = element("figcaption", _group_name(group_axes, group), class_="group") if group_axes else None
+        caption = (
+            element("figcaption", _group_name(group_axes_and_sizes, group), class_="group")
+            if group_axes_and_sizes
+            else None
+        )
         style = f"--columns:{min(column_count, _MAX_DRAWN)}"
         grids.append(element("figure", caption, element("div", cells, class_="cells", style=style)))
-    direction_names = [*["groups"] * len(group_axes), *["down", "across"][-len(axes) :]]
+    direction_names = [*["groups"] * len(group_axes_and_sizes), *["down", "across"][-len(axes_and_sizes) :]]
     legend = [
         element("span", _swatch(_axis_color(axis)), element("b", axis), f" {length} {direction}", class_="key")
-        for (axis, length), direction in zip(axes, direction_names, strict=False)
+        for (axis, length), direction in zip(axes_and_sizes, direction_names, strict=False)
     ]
     return element("div", element("div", grids, class_="grids"), element("div", legend, class_="legend"), class_="mesh")
 
@@ -84,15 +88,17 @@ def _drawn_indices(length: int) -> list[int | None]:
     return [*range(length)] if length <= _MAX_DRAWN else [*range(_MAX_DRAWN - 2), None, length - 1]
 
 
-def _group_name(group_axes: Sequence[tuple[str, int]], index: int) -> str:
+def _group_name(group_axes_and_sizes: Sequence[tuple[str, int]], index: int) -> str:
     """Return the name of a group of devices, such as "replica 0, data 3".
 
     Args:
-        group_axes: name and number of devices of each axis that forms groups.
+        group_axes_and_sizes: name and number of devices of each axis that forms groups.
         index: index of the group; the index counts along the last axis first.
     """
-    indices = np.unravel_index(index, [length for _, length in group_axes])
-    return ", ".join(f"{axis} {index_on_axis}" for (axis, _), index_on_axis in zip(group_axes, indices, strict=True))
+    indices = np.unravel_index(index, [length for _, length in group_axes_and_sizes])
+    return ", ".join(
+        f"{axis} {index_on_axis}" for (axis, _), index_on_axis in zip(group_axes_and_sizes, indices, strict=True)
+    )
 
 
 def shard_picture(shape: Sequence[int], shard_counts: Sequence[int]) -> Markup:
@@ -104,25 +110,29 @@ def shard_picture(shape: Sequence[int], shard_counts: Sequence[int]) -> Markup:
         shape: shape of the parameter.
         shard_counts: number of shards along each dim.
     """
-    # length and number of shards of each dim
-    dims = list(zip(shape, shard_counts, strict=True)) or [(1, 1)]
-    row_count, row_shards = dims[-2] if len(dims) > 1 else (1, 1)
-    column_count, column_shards = dims[-1]
+    # size and number of shards of each dim
+    sizes_and_shard_counts = list(zip(shape, shard_counts, strict=True)) or [(1, 1)]
+    row_count, row_shard_count = sizes_and_shard_counts[-2] if len(sizes_and_shard_counts) > 1 else (1, 1)
+    column_count, column_shard_count = sizes_and_shard_counts[-1]
     width = _LONGEST_SIDE if row_count <= column_count else max(16.0, _LONGEST_SIDE * column_count / row_count)
-    height = 10.0 if len(dims) == 1 else min(_LONGEST_SIDE, max(16.0, width * row_count / max(1, column_count)))
-    shard_width, shard_height = width / max(1, column_shards), height / max(1, row_shards)
-    line_data = "".join(f"M{shard_width * i:.1f} 0V{height:.1f}" for i in range(1, min(column_shards, 16)))
-    line_data += "".join(f"M0 {shard_height * i:.1f}H{width:.1f}" for i in range(1, min(row_shards, 16)))
-    is_pile = len(dims) > 2
-    back_box = element("rect", class_="back", x=5, y=0.5, width=width, height=height) if is_pile else None
+    height = (
+        10.0
+        if len(sizes_and_shard_counts) == 1
+        else min(_LONGEST_SIDE, max(16.0, width * row_count / max(1, column_count)))
+    )
+    shard_width, shard_height = width / max(1, column_shard_count), height / max(1, row_shard_count)
+    line_data = "".join(f"M{shard_width * i:.1f} 0V{height:.1f}" for i in range(1, min(column_shard_count, 16)))
+    line_data += "".join(f"M0 {shard_height * i:.1f}H{width:.1f}" for i in range(1, min(row_shard_count, 16)))
+    has_back = len(sizes_and_shard_counts) > 2
+    back_box = element("rect", class_="back", x=5, y=0.5, width=width, height=height) if has_back else None
     front_box = element(
         "g",
         element("rect", class_="back", width=width, height=height),
         element("rect", class_="mine", width=shard_width, height=shard_height),
         element("path", d=line_data),
-        transform=f"translate(0.5 {4.5 if is_pile else 0.5})",
+        transform=f"translate(0.5 {4.5 if has_back else 0.5})",
     )
-    box_width, box_height = (round(width + 6), round(height + 5)) if is_pile else (round(width + 1), round(height + 1))
+    box_width, box_height = (round(width + 6), round(height + 5)) if has_back else (round(width + 1), round(height + 1))
     return element("svg", back_box, front_box, class_="cut", width=box_width, height=box_height, aria_hidden="true")
 
 
@@ -153,8 +163,8 @@ def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows
     if other_entries:
         sum_rows = [("", f"{count(len(other_entries))} smaller ones", "", "", "", *_byte_texts(other_entries))]
     headings = ("", "Parameter", "Shape", "Sharded over", "Type", "Whole", "Per device")  # report.css repeats the last
-    grid = table(rows, headings, numeric=(5, 6), name_column=1, extra_rows=sum_rows, class_="parameters")
-    return element("div", grid, class_="scroll")
+    parameter_grid = table(rows, headings, numeric=(5, 6), name_column=1, extra_rows=sum_rows, class_="parameters")
+    return element("div", parameter_grid, class_="scroll")
 
 
 def _byte_texts(entries: Sequence[Any]) -> list[str]:
@@ -195,14 +205,16 @@ def _breakable_name(name: str) -> list[Any]:
 
 def hours_bar(hours: Hours) -> Markup:
     """Draw the seconds of a run by phase, as a bar and a table; "" if there are none."""
-    parts = sorted(hours.seconds_by_phase.items(), key=lambda part: -part[1])
-    parts = [part for part in parts if part[1] >= 0.001 * hours.seconds]
-    parts += [(f"lost: {cause}", seconds) for cause, seconds in hours.lost]
-    total_seconds = sum(seconds for _, seconds in parts)
+    phases_and_seconds = sorted(hours.seconds_by_phase.items(), key=lambda phase_and_seconds: -phase_and_seconds[1])
+    phases_and_seconds = [
+        phase_and_seconds for phase_and_seconds in phases_and_seconds if phase_and_seconds[1] >= 0.001 * hours.seconds
+    ]
+    phases_and_seconds += [(f"lost: {cause}", seconds) for cause, seconds in hours.lost]
+    total_seconds = sum(seconds for _, seconds in phases_and_seconds)
     if not total_seconds > 0 or not math.isfinite(total_seconds):
         return Markup()
     segments, rows = [], []
-    for phase, seconds in parts:
+    for phase, seconds in phases_and_seconds:
         color = 4 if phase.startswith("lost: ") else _PHASE_COLORS.get(phase, 6)
         segments.append(
             _swatch(color, style=f"width:{seconds / total_seconds:.3%}", title=f"{phase}: {duration(seconds)}")
@@ -220,13 +232,15 @@ def memory_bar(bytes_by_kind: dict[str, float], capacity_bytes: float | None = N
         bytes_by_kind: bytes by kind of tensor; kinds without bytes are left out.
         capacity_bytes: bytes of the device's memory; `None` if unknown.
     """
-    shown_bytes = {kind: amount for kind, amount in bytes_by_kind.items() if amount > 0 and math.isfinite(amount)}
-    total_bytes = sum(shown_bytes.values())
+    shown_bytes_by_kind = {
+        kind: byte_count for kind, byte_count in bytes_by_kind.items() if byte_count > 0 and math.isfinite(byte_count)
+    }
+    total_bytes = sum(shown_bytes_by_kind.values())
     if not total_bytes:
         return Markup()
     bar_bytes = max(total_bytes, capacity_bytes or 0.0)
     segments, rows = [], []
-    for kind, kind_bytes in shown_bytes.items():
+    for kind, kind_bytes in shown_bytes_by_kind.items():
         color = next((color_number for word, color_number in _KIND_COLORS if word in kind.lower()), 7)
         title = f"{kind}: {size(kind_bytes)}"
         segments.append(_swatch(color, style=f"width:{kind_bytes / bar_bytes:.3%}", title=title))

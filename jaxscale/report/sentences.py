@@ -62,20 +62,20 @@ def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
     """Return the number of devices along each axis of a mesh, without axes of one device.
 
     Args:
-        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes; any other value has no axes, nor has a mesh of more
-            than 2^31 devices.
+        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes. For any other value, and for a mesh of more than
+            2^31 devices, the result is empty.
 
     Example:
         >>> axis_sizes_of_mesh("data:2,fsdp:4"), axis_sizes_of_mesh({"data": 1, "tensor": 2}), axis_sizes_of_mesh(None)
         ({'data': 2, 'fsdp': 4}, {'tensor': 2}, {})
     """
     if isinstance(mesh, str):
-        pairs = [axis_text.partition(":") for axis_text in mesh.split(",") if ":" in axis_text]
-        axis_sizes = {axis.strip(): whole_number(size_text.strip()) for axis, _, size_text in pairs}
+        axis_parts = [axis_text.partition(":") for axis_text in mesh.split(",") if ":" in axis_text]
+        axis_sizes = {axis.strip(): whole_number(size_text.strip()) for axis, _, size_text in axis_parts}
     else:
         axis_sizes = mesh if isinstance(mesh, dict) else {}
-    sizes = {str(axis): size for axis, size in axis_sizes.items() if type(size) is int and size > 1}
-    return sizes if math.prod(sizes.values()) <= MAX_INT32 else {}
+    sizes_above_one = {str(axis): size for axis, size in axis_sizes.items() if type(size) is int and size > 1}
+    return sizes_above_one if math.prod(sizes_above_one.values()) <= MAX_INT32 else {}
 
 
 def axis_sizes_of_run(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
@@ -104,34 +104,40 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         Memory: full | Only each block's input is kept, and the backward pass recomputes the block.
     """
     axis_sizes = axis_sizes_of_run(plan, layout)
-    topics: list[tuple[str, str]] = []
+    topics_and_sentences: list[tuple[str, str]] = []
     if plan or layout:
-        topics.append(("Mesh", _mesh_sentence(axis_sizes, is_automatic="mesh" in plan and plan["mesh"] is None)))
+        topics_and_sentences.append(
+            ("Mesh", _mesh_sentence(axis_sizes, is_automatic="mesh" in plan and plan["mesh"] is None))
+        )
     row_count, microbatch_count = experiment.get("batch"), plan.get("microbatches", 1)
     if isinstance(row_count, int) and isinstance(microbatch_count, int) and microbatch_count > 0:
-        topics.append(("Batch", _batch_sentence(row_count, axis_sizes, microbatch_count)))
+        topics_and_sentences.append(("Batch", _batch_sentence(row_count, axis_sizes, microbatch_count)))
     zero_stage = plan.get("zero")
     if isinstance(zero_stage, int) and zero_stage in _ZERO and not (zero_stage == 0 and not axis_sizes):
         fsdp_count = axis_sizes.get("fsdp", 1)
         master_text = " (with the float32 master parameters)" if plan.get("precision") == "bfloat16" else ""
         devices_text = f"{fsdp_count} devices" if fsdp_count > 1 else "a single device"
-        topics.append((f"ZeRO {zero_stage}", _ZERO[zero_stage].format(n=devices_text, master=master_text)))
+        topics_and_sentences.append(
+            (f"ZeRO {zero_stage}", _ZERO[zero_stage].format(n=devices_text, master=master_text))
+        )
     if plan.get("sequence_parallel"):
-        topics.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
+        topics_and_sentences.append(
+            ("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis.")
+        )
     if plan.get("pipeline"):
-        topics.append((f"Pipeline: {plan['pipeline']}", _pipeline_sentences(str(plan["pipeline"]))))
+        topics_and_sentences.append((f"Pipeline: {plan['pipeline']}", _pipeline_sentences(str(plan["pipeline"]))))
     if "precision" in plan:
-        topics.append(("Precision", _precision_sentences(plan)))
+        topics_and_sentences.append(("Precision", _precision_sentences(plan)))
     rate_sentences = _rate_sentences(_object(experiment.get("optimizer")))
     if rate_sentences:
-        topics.append(("Learning rate", " ".join(rate_sentences)))
+        topics_and_sentences.append(("Learning rate", " ".join(rate_sentences)))
     memory_text = plan.get("memory")
     if isinstance(memory_text, str):
-        topics.append((f"Memory: {memory_text}", _MEMORY.get(memory_text.partition(":")[0], _UNKNOWN)))
+        topics_and_sentences.append((f"Memory: {memory_text}", _MEMORY.get(memory_text.partition(":")[0], _UNKNOWN)))
     if "kernels" in plan:
-        topics += _kernel_topics(str(plan["kernels"]))
+        topics_and_sentences += _kernel_topics(str(plan["kernels"]))
     if plan.get("diloco"):
-        topics.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
+        topics_and_sentences.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
     offload_fields = _object(plan.get("offload"))
     offload_sentences = [
         sentence for field, sentence in _OFFLOAD_SENTENCES.items() if offload_fields.get(field, "device") != "device"
@@ -141,21 +147,25 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     if offload_fields.get("optimizer_state") == "host":
         offload_sentences.append("The host's CPU updates the master weights.")
     if offload_sentences:
-        topics.append(("In host memory", " ".join(offload_sentences)))
+        topics_and_sentences.append(("In host memory", " ".join(offload_sentences)))
     state_fields = _object(plan.get("state"))
-    moments = str(state_fields.get("moments", "float32"))
-    if moments != "float32":
-        topics.append((f"Optimizer state: {moments}", _MOMENT_SENTENCES.get(moments, _UNKNOWN)))
+    moment_format = str(state_fields.get("moments", "float32"))
+    if moment_format != "float32":
+        topics_and_sentences.append(
+            (f"Optimizer state: {moment_format}", _MOMENT_SENTENCES.get(moment_format, _UNKNOWN))
+        )
     if state_fields.get("master") == "split":
-        topics.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
+        topics_and_sentences.append(
+            ("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction.")
+        )
     if plan.get("unroll", 1) != 1:
-        topics.append(("Layers", f"The scan over layers runs {plan['unroll']} layers in each iteration."))
+        topics_and_sentences.append(("Layers", f"The scan over layers runs {plan['unroll']} layers in each iteration."))
     if plan.get("compiler", "default") != "default":
-        topics.append(("Compiler", f"XLA compiles the step with these options: {plan['compiler']}."))
+        topics_and_sentences.append(("Compiler", f"XLA compiles the step with these options: {plan['compiler']}."))
     other_fields = {name: value for name, value in plan.items() if name not in _DESCRIBED_FIELDS}
     if other_fields:
-        topics.append(("Also", ", ".join(f"{name} = {value}" for name, value in other_fields.items())))
-    return topics
+        topics_and_sentences.append(("Also", ", ".join(f"{name} = {value}" for name, value in other_fields.items())))
+    return topics_and_sentences
 
 
 _UNKNOWN = "This version of jaxscale has no description of this choice."
@@ -189,37 +199,42 @@ def _object(value: Any) -> dict[str, Any]:
 def _rate_sentences(optimizer: dict[str, Any]) -> list[str]:
     """Return a sentence for each learning rate that a function of the user's own returns, from an optimizer's JSON."""
     groups = _object(optimizer.get("groups"))
-    owners = [("", optimizer), *((f" of the group {name}", _object(group)) for name, group in groups.items())]
-    functions = ((owner, _object(fields.get("schedule")).get("callable")) for owner, fields in owners)
+    owners_and_fields = [
+        ("", optimizer),
+        *((f" of the group {name}", _object(group)) for name, group in groups.items()),
+    ]
+    owners_and_function_names = (
+        (owner, _object(fields.get("schedule")).get("callable")) for owner, fields in owners_and_fields
+    )
     return [
-        f"The learning rate{owner} is what the function {function} returns for the number of updates made."
-        for owner, function in functions
-        if isinstance(function, str)
+        f"The learning rate{owner} is what the function {function_name} returns for the number of updates made."
+        for owner, function_name in owners_and_function_names
+        if isinstance(function_name, str)
     ]
 
 
 def _option_values(text: str) -> dict[str, str]:
     """Return the values in a text such as "stages=4,stash=input", by name; words without a value are left out."""
-    pairs = (pair.partition("=") for pair in text.split(","))
-    return {name.strip(): value.strip() for name, equals_sign, value in pairs if equals_sign}
+    option_parts = (option_text.partition("=") for option_text in text.split(","))
+    return {name.strip(): value.strip() for name, equals_sign, value in option_parts if equals_sign}
 
 
 def _kernel_topics(kernels_text: str) -> list[tuple[str, str]]:
     """Return pairs of a topic and its sentence about loss, attention and other kernels, from a plan's `kernels`."""
     option_values = _option_values(kernels_text)
-    topics = []
+    topics_and_sentences = []
     chunk_text = option_values.pop("loss_chunk", None)
     if chunk_text is not None:
         sentence = f"Computed for {chunk_text} positions of a row at a time: not all logits are in memory at once."
-        topics.append(("Loss", sentence))
+        topics_and_sentences.append(("Loss", sentence))
     elif "cross_entropy" not in option_values:
-        topics.append(("Loss", "The logits of all positions are in memory at once."))
+        topics_and_sentences.append(("Loss", "The logits of all positions are in memory at once."))
     attention = option_values.get("attention", "auto")
-    topics.append((f"Attention: {attention}", _ATTENTION.get(attention, _UNKNOWN)))
+    topics_and_sentences.append((f"Attention: {attention}", _ATTENTION.get(attention, _UNKNOWN)))
     if set(option_values) - {"attention"} or kernels_text.startswith("reference"):
         sentence = "These kernels have the implementations named here; the others have the best one for the device."
-        topics.append((f"Kernels: {kernels_text}", sentence))
-    return topics
+        topics_and_sentences.append((f"Kernels: {kernels_text}", sentence))
+    return topics_and_sentences
 
 
 def _pipeline_sentences(pipeline_text: str) -> str:

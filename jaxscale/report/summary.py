@@ -83,7 +83,7 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         final_text = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
         unit_text = f" {run.loss_unit}" if run.loss_unit else ""
         rows.append((f"held-out {run.measure}", f"{number(best_loss)}{unit_text} at step {best_step:,}{final_text}"))
-    for name in run.own_metrics:
+    for name in run.own_metric_names:
         values = run.rows("eval").column(name)
         rows.append((f"held-out {name}", f"{number(values[-1])} at step {run.rows('eval')[-1]['step']:,}"))
     if train_rows:
@@ -93,8 +93,8 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
     if run.initial_weights is not None:
         rows.append(("started from", run.initial_weights))
     if run.seconds is not None and train_rows:
-        event_seconds = run.events("compile").column("seconds")
-        compile_seconds = event_seconds[np.isfinite(event_seconds)]
+        compile_column = run.events("compile").column("seconds")
+        compile_seconds = compile_column[np.isfinite(compile_column)]
         compile_text = f"; compiling took {duration(float(compile_seconds.sum()))}" if compile_seconds.size else ""
         rows.append(("time", f"{duration(run.seconds)}{compile_text}"))
     run_hours = hours(run.directory)
@@ -105,10 +105,12 @@ def _summary_rows(run: RunRecord) -> list[tuple[str, str]]:
         flop_text = f", {rate(float(np.nanmedian(flop_rates)), 'FLOP/s')}" if np.isfinite(flop_rates).any() else ""
         mfu_text = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
         rows.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
-    measured, modeled = run.step_seconds
-    if measured and modeled:
-        error_text = f"{modeled / measured - 1:+.0%}"
-        rows.append(("step", f"{duration(measured)} measured, {duration(modeled)} modeled ({error_text})"))
+    measured_seconds, modeled_seconds = run.step_seconds
+    if measured_seconds and modeled_seconds:
+        error_text = f"{modeled_seconds / measured_seconds - 1:+.0%}"
+        rows.append(
+            ("step", f"{duration(measured_seconds)} measured, {duration(modeled_seconds)} modeled ({error_text})")
+        )
     skip_count = len(run.events("skipped"))
     if skip_count:
         rows.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))

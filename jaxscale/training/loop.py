@@ -483,7 +483,7 @@ class _Training:
             warn_of_no_gradient(step, scalars, self.experiment.model)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
-            self.journal.log_skip(step, scalars, **self.causes.of_step(step, scalars))
+            self.journal.log_skip(step, scalars, **self.causes.cause_fields(step, scalars))
         if step % self.log_every == 0 or step == self.experiment.steps:
             self.journal.log_step(step, logged_metrics(scalars) | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:

@@ -21,7 +21,7 @@ STATE = types.SimpleNamespace(params={"w": np.ones(2)})
 def causes_of(step, batch, **metrics):
     causes = Causes(types.SimpleNamespace(experiment=types.SimpleNamespace(model=None), module=lambda state: None))
     causes.note(step, batch, STATE)
-    fields = causes.of_step(step, METRICS | metrics)
+    fields = causes.cause_fields(step, METRICS | metrics)
     assert fields == ({"cause": causes.text} if causes.text else {})
     return causes
 

@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the user's, without records in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(trusted_sources, "_recorded_keys", set())
+    monkeypatch.setattr(trusted_sources, "_recorded_names", set())
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache" / "jaxscale" / "trusted"
 
@@ -52,14 +52,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "experiment.json").write_text(json.dumps(values.to_json(experiment)))
     for trace in (mark, tmp_path / "cache"):
         shutil.rmtree(trace) if trace.is_dir() else trace.unlink()
-    trusted_sources._recorded_keys.clear()
+    trusted_sources._recorded_names.clear()
     monkeypatch.delitem(sys.modules, "beside_the_file")
     return folder
 
 
 def forget() -> None:
     """Go on as another process of this user would, with the records in files alone."""
-    trusted_sources._recorded_keys.clear()
+    trusted_sources._recorded_names.clear()
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
