@@ -286,16 +286,16 @@ def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
 _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("grouping", default=())
 
 
-def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
-    """Return a context for building a model, in which a stack of `sum(layers)` blocks is one stack per group.
+def grouping(layer_counts: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+    """Return a context for building a model, in which a stack of `sum(layer_counts)` blocks is one stack per group.
 
     Layers with different treatments need separate stacks of parameters, because slicing a stack inside the step would
     copy the slice. The parameters' values and the layout of the train state in a checkpoint are those of one stack.
 
     Args:
-        layers: number of layers in each group; `()` builds one stack.
+        layer_counts: number of layers in each group; `()` builds one stack.
     """
-    return scoped(_grouping, tuple(layers))
+    return scoped(_grouping, tuple(layer_counts))
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
@@ -303,8 +303,12 @@ def groups_of(layers: int) -> tuple[int, ...]:
 
     The result is `(layers,)` if the grouping is for another number of layers, or if there is none.
     """
-    groups = _grouping.get()
-    return groups if sum(groups) == layers and all(layer_count > 0 for layer_count in groups) else (layers,)
+    layer_counts = _grouping.get()
+    return (
+        layer_counts
+        if sum(layer_counts) == layers and all(layer_count > 0 for layer_count in layer_counts)
+        else (layers,)
+    )
 
 
 StageRunner = Callable[[Callable[..., Any], Any], Any]

@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 
 def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., Any]:
-    """Return `function` in a form that runs on the CPU of the device's host when it is called under `jit`.
+    """Return a function that runs `function` on the CPU of the device's host when it is called under `jit`.
 
     Args:
         function: a function of arrays in host memory.
@@ -61,11 +61,11 @@ def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[A
     Returns:
         The function's tree of results.
     """
-    closed_jaxpr, result_shapes = jax.make_jaxpr(function, return_shape=True)(*values)
+    closed_jaxpr, abstract_results = jax.make_jaxpr(function, return_shape=True)(*values)
     open_jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed_jaxpr.jaxpr)
     jaxpr = jex.ClosedJaxpr(open_jaxpr, ()) if hasattr(eqn.params["jaxpr"], "jaxpr") else open_jaxpr
     outputs = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed_jaxpr.consts, *values])
-    return jax.tree.unflatten(jax.tree.structure(result_shapes), outputs)
+    return jax.tree.unflatten(jax.tree.structure(abstract_results), outputs)
 
 
 def source_line(eqn: Any) -> str:
@@ -81,7 +81,7 @@ def source_line(eqn: Any) -> str:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """Return two numbers: of a scan's constant inputs, and of its initial carries. The scanned inputs follow them.
+    """Return the number of a scan's constant inputs, and that of its initial carries; the scanned inputs follow.
 
     Args:
         params: parameters of the scan's equation. Before JAX 0.12 they have `num_consts` and `num_carry`; from 0.12 on,
@@ -89,8 +89,8 @@ def scan_counts(params: Any) -> tuple[int, int]:
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
+    const_inputs, carry_inputs, _ = params["ft_in"].unpack()
+    return len(const_inputs), len(carry_inputs)
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -140,18 +140,18 @@ def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def prune(program: Any, used_results: Sequence[bool]) -> tuple[Any, list[bool]]:
+def prune(program: Any, is_result_used: Sequence[bool]) -> tuple[Any, list[bool]]:
     """Remove from a program the equations that only unused results need, including those inside calls and scans.
 
     Args:
         program: the program, a closed jaxpr.
-        used_results: for each result, whether it is used.
+        is_result_used: for each result, whether it is used.
 
     Returns:
         The program of the used results; and for each input of the original program, whether the new one still has it.
     """
-    jaxpr, used_inputs = partial_eval.dce_jaxpr(program.jaxpr, list(used_results))
-    return jex.ClosedJaxpr(jaxpr, program.consts), used_inputs
+    jaxpr, is_input_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_result_used))
+    return jex.ClosedJaxpr(jaxpr, program.consts), is_input_used
 
 
 def runs_recomputation_early() -> bool:
@@ -170,7 +170,7 @@ def has_collective_timeout() -> bool:
 
 
 def jit_options(lowered: Any) -> dict[str, Any]:
-    """Return the compiler options that `jax.jit` was given for a lowered program, which its text does not hold.
+    """Return the compiler options that `jax.jit` received for a lowered program; the program's text lacks them.
 
     Example:
         >>> jit_options(jax.jit(lambda: 0.0, compiler_options={"xla_cpu_enable_fast_math": True}).lower())
@@ -221,7 +221,7 @@ def write_cached_programs_whole() -> None:
 
     JAX writes it in its place, where another process may read a part of it, and where a process that is killed leaves
     a part that is never written again. A cache with a limited size has a lock, and a cache in a bucket writes objects
-    whole: they are left as they are.
+    whole: both are left unchanged.
 
     References:
         `jax._src.lru_cache.LRUCache.put`.
@@ -237,11 +237,11 @@ def write_cached_programs_whole() -> None:
         if cache.eviction_enabled or "://" in path:
             put(cache, key, content)
         elif not os.path.exists(path):
-            draft = Path(f"{path}.{os.getpid()}")
+            draft_path = Path(f"{path}.{os.getpid()}")
             try:
-                draft.write_bytes(content)
-                draft.replace(path)
+                draft_path.write_bytes(content)
+                draft_path.replace(path)
             finally:
-                draft.unlink(missing_ok=True)
+                draft_path.unlink(missing_ok=True)
 
     cache_class.put = put_whole

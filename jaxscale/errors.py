@@ -10,7 +10,7 @@ from collections.abc import Iterable
 MAX_MESSAGE_CHARACTERS = 4000
 """Longest message of a user's error: what was given may have millions of characters."""
 MAX_WORD_CHARACTERS = 200
-"""Longest word to which similar ones are looked for: a search takes seconds for millions of characters."""
+"""Longest word for which similar words are searched: a search takes seconds for millions of characters."""
 
 
 class UserError(ValueError):
@@ -34,7 +34,7 @@ class Diverged(RuntimeError):
 
 
 class MostlySkipped(RuntimeError):
-    """The run has ended, but more than a tenth of its steps were skipped. Starting it again ends alike. Exit code 6."""
+    """The run has ended, but over a tenth of its steps were skipped. Starting it again ends the same way. Exit code 6."""
 
 
 class Stuck(RuntimeError):
@@ -79,12 +79,12 @@ def printable(text: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
     """
     escaped_text = "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in _shortened(text, max_characters)
+        for character in _shorten(text, max_characters)
     )
-    return _shortened(escaped_text, max_characters)
+    return _shorten(escaped_text, max_characters)
 
 
-def _shortened(text: str, max_characters: int) -> str:
+def _shorten(text: str, max_characters: int) -> str:
     """Return a text without its middle if it is too long."""
     if len(text) <= max_characters:
         return text
@@ -103,9 +103,11 @@ def near_miss(word: str, known: Iterable[str]) -> str:
     """
     if len(word) > MAX_WORD_CHARACTERS:
         return ""
-    names = list(known)
-    anagrams = [name for name in names if sorted(name) == sorted(word)]  # short words fall below the cutoff
-    suggestions = difflib.get_close_matches(word, names, n=1, cutoff=0.6) or anagrams
+    known_words = list(known)
+    anagrams = [
+        known_word for known_word in known_words if sorted(known_word) == sorted(word)
+    ]  # short words fall below the cutoff
+    suggestions = difflib.get_close_matches(word, known_words, n=1, cutoff=0.6) or anagrams
     return f"; did you mean {suggestions[0]!r}?" if suggestions else ""
 
 
@@ -116,5 +118,7 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
         >>> unknown("variant", "tny", ["tiny", "long"])
         UserError("unknown variant 'tny': expected one of long, tiny; did you mean 'tiny'?")
     """
-    names = sorted(known)
-    return UserError(f"unknown {kind} {word!r}: expected one of {', '.join(names) or '(none)'}{near_miss(word, names)}")
+    known_names = sorted(known)
+    return UserError(
+        f"unknown {kind} {word!r}: expected one of {', '.join(known_names) or '(none)'}{near_miss(word, known_names)}"
+    )

@@ -1,4 +1,4 @@
-"""Heartbeats: where a process of a run stands, written to a small file that watchdogs and `jaxscale status` read.
+"""Heartbeats: the progress of a run's process, written to a small file that watchdogs and `jaxscale status` read.
 
 The training loop sets the phase and the step, which costs two assignments. A thread writes them to the file twice a
 second, with the seconds since the last change. So a process whose main thread hangs still writes, and its seconds grow;
@@ -46,7 +46,7 @@ WAITING_FUNCTIONS = frozenset(
 )
 """Functions of JAX, Orbax and jaxscale in which a process waits for devices, or for all processes."""
 WAITING_DEPTH = 12
-"""Number of innermost calls among which a waiting function is looked for."""
+"""Number of innermost calls that are searched for a waiting function."""
 _LIBRARY_FOLDER = str(Path(os.__file__).parent) + os.sep
 
 RunPhase = Literal[
@@ -84,7 +84,7 @@ class Heartbeat:
         place: the line of code that the main thread executes, such as "loop.py:276 _restore_state"; the innermost one
             outside of Python's library.
         is_waiting: whether the main thread waits for devices or for other processes.
-        longest_by_phase: seconds of the longest time in each phase so far, the present one left out.
+        longest_by_phase: seconds of the longest completed time in each phase so far.
         is_in_step: whether the main thread has given a step to the devices and waits for it, or for its metrics.
     """
 
@@ -110,15 +110,17 @@ class Heartbeat:
         try:
             content = json.loads(text)
             heartbeat = cls(**content)
-            numbers = [heartbeat.rank, heartbeat.pid, heartbeat.attempt, heartbeat.step, heartbeat.beat]
-            times = [heartbeat.since, heartbeat.uptime, *heartbeat.seconds_by_phase.values()]
-            times += heartbeat.longest_by_phase.values()
+            whole_numbers = [heartbeat.rank, heartbeat.pid, heartbeat.attempt, heartbeat.step, heartbeat.beat]
+            second_counts = [heartbeat.since, heartbeat.uptime, *heartbeat.seconds_by_phase.values()]
+            second_counts += heartbeat.longest_by_phase.values()
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        is_valid = all(type(number) is int and 0 <= number <= MAX_INT64 for number in numbers)
-        is_valid = is_valid and all(type(value) in (int, float) and 0 <= value <= MAX_INT64 for value in times)
-        texts = [heartbeat.host, heartbeat.failure, heartbeat.place]
-        is_valid = is_valid and all(type(text) is str for text in texts)
+        is_valid = all(type(whole_number) is int and 0 <= whole_number <= MAX_INT64 for whole_number in whole_numbers)
+        is_valid = is_valid and all(
+            type(seconds) in (int, float) and 0 <= seconds <= MAX_INT64 for seconds in second_counts
+        )
+        text_fields = [heartbeat.host, heartbeat.failure, heartbeat.place]
+        is_valid = is_valid and all(type(field_text) is str for field_text in text_fields)
         is_valid = is_valid and type(heartbeat.is_waiting) is type(heartbeat.is_in_step) is bool
         return heartbeat if is_valid and heartbeat.phase in PHASES else None
 
@@ -151,25 +153,25 @@ class Writer:
         self._lock = threading.Lock()
 
     def set(self, phase: RunPhase, step: int | None = None) -> None:
-        """Set the phase, and the step if it is given."""
+        """Set the phase, and also the step unless it is `None`."""
         now = self._clock()
         with self._lock:
-            since = now - self._change_time
-            self._closed_seconds[self.phase] = self._closed_seconds.get(self.phase, 0.0) + since
-            self._longest_seconds[self.phase] = max(self._longest_seconds.get(self.phase, 0.0), since)
+            phase_seconds = now - self._change_time
+            self._closed_seconds[self.phase] = self._closed_seconds.get(self.phase, 0.0) + phase_seconds
+            self._longest_seconds[self.phase] = max(self._longest_seconds.get(self.phase, 0.0), phase_seconds)
             self._change_time, self.phase = now, phase
             if step is not None:
                 self.step = step
 
     def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat of this moment."""
+        """Return the current heartbeat."""
         with self._lock:
             now = self._clock()
-            since = now - self._change_time
+            phase_seconds = now - self._change_time
             seconds_by_phase = dict(self._closed_seconds)
-            seconds_by_phase[self.phase] = seconds_by_phase.get(self.phase, 0.0) + since
+            seconds_by_phase[self.phase] = seconds_by_phase.get(self.phase, 0.0) + phase_seconds
             return Heartbeat(
-                self.rank or 0, socket.gethostname(), os.getpid(), self.attempt, self.phase, self.step, since,
+                self.rank or 0, socket.gethostname(), os.getpid(), self.attempt, self.phase, self.step, phase_seconds,
                 now - self._start_time, self._beat, seconds_by_phase, self.failure, *_main_thread_place(),
                 longest_by_phase=dict(self._longest_seconds), is_in_step=self.awaited_step is not None,
             )  # fmt: skip
@@ -199,7 +201,7 @@ class Writer:
         self._write()
 
     def _write(self) -> None:
-        """Write the file; a full or lost disk must not end the run, so errors are passed over."""
+        """Write the file; errors are ignored, since a full or lost disk must not end the run."""
         assert self.folder is not None
         self._beat += 1
         with contextlib.suppress(OSError):
@@ -215,11 +217,11 @@ def _main_thread_place() -> tuple[str, bool]:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place, depth = "", 0
     while frame is not None and depth < WAITING_DEPTH:
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if name in WAITING_FUNCTIONS:
-            return place or f"{Path(file).name}:{frame.f_lineno} {name}", True
-        if not place and not file.startswith(("<", _LIBRARY_FOLDER)):
-            place = f"{Path(file).name}:{frame.f_lineno} {name}"
+        function_name, file_path = frame.f_code.co_name, frame.f_code.co_filename
+        if function_name in WAITING_FUNCTIONS:
+            return place or f"{Path(file_path).name}:{frame.f_lineno} {function_name}", True
+        if not place and not file_path.startswith(("<", _LIBRARY_FOLDER)):
+            place = f"{Path(file_path).name}:{frame.f_lineno} {function_name}"
         frame, depth = frame.f_back, depth + 1
     return place, False
 
@@ -236,13 +238,13 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
     """Return the heartbeats in a folder by rank; torn files, misnamed ones and those that vanish are left out."""
-    heartbeats: dict[int, Heartbeat] = {}
+    heartbeat_by_rank: dict[int, Heartbeat] = {}
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError):  # UserError and UnicodeDecodeError are ValueErrors
             heartbeat = Heartbeat.parse(read_bytes(path, MAX_RECORD_BYTES).decode())
             if heartbeat is not None and path.name == heartbeat_file(folder, heartbeat.rank).name:
-                heartbeats[heartbeat.rank] = heartbeat
-    return heartbeats
+                heartbeat_by_rank[heartbeat.rank] = heartbeat
+    return heartbeat_by_rank
 
 
 _writer = Writer(None, None)
@@ -277,24 +279,24 @@ def stop() -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Write that an error ended this process's work, unless an earlier error or nothing at all is written."""
+    """Write a last heartbeat with an error that ended this process's work, unless none is written or one has failed."""
     if _writer.is_writing and not _writer.failure:
         _writer.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"
         _writer.close()
 
 
 def now() -> tuple[Heartbeat, float]:
-    """Return this process's heartbeat of this moment, and when it began to count, in seconds since 1970."""
+    """Return this process's current heartbeat, and the time at which its uptime began, in seconds since 1970."""
     return _writer.heartbeat(), _writer.start_time
 
 
-def peers() -> dict[int, Heartbeat]:
-    """Return the newest heartbeats of this attempt's processes by rank, this one's included, as far as they are seen.
+def peer_heartbeats() -> dict[int, Heartbeat]:
+    """Return the newest heartbeats of this attempt's processes, by rank, including this process's own.
 
-    Processes of a run in a bucket see one another only under a watchdog, and only those of one host.
+    For a run in a bucket, there are only those of processes on this host, and only under a watchdog.
     """
-    beats = {} if _writer.folder is None else read_heartbeats(_writer.folder)
-    return {rank: beat for rank, beat in beats.items() if beat.attempt == _writer.attempt}
+    heartbeat_by_rank = {} if _writer.folder is None else read_heartbeats(_writer.folder)
+    return {rank: heartbeat for rank, heartbeat in heartbeat_by_rank.items() if heartbeat.attempt == _writer.attempt}
 
 
 def awaited() -> tuple[int, int] | None:
@@ -306,7 +308,7 @@ def awaited() -> tuple[int, int] | None:
 class Awaiting:
     """A context that reports that the main thread gives a step to the devices, or waits for it.
 
-    A class, since a generator takes twice as long, and each step opens two contexts.
+    It is a class, since a generator would take twice as long, and each step opens two contexts.
 
     Args:
         step: number of the step; `None` for the one that this process entered last.
@@ -334,13 +336,13 @@ def awaiting(step: int | None = None) -> Awaiting:
 
 
 def set_phase(phase: RunPhase, step: int | None = None) -> None:
-    """Set what this process does, and the step that it enters if one is given."""
+    """Set the phase of this process, and the step that it enters unless that is `None`."""
     _writer.set(phase, step)
 
 
 @contextlib.contextmanager
 def in_phase(phase: RunPhase) -> Iterator[None]:
-    """Set what this process does while the context is open; afterwards, set the previous phase again."""
+    """Set the phase of this process while the context is open; afterwards, set the previous phase again."""
     previous_phase = _writer.phase
     _writer.set(phase)
     try:

@@ -36,7 +36,7 @@ def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         """Return the function's results; the backward pass recomputes values only after it has their gradient."""
-        program, result_shapes = jax.make_jaxpr(checkpointed_function, return_shape=True)(*args)
+        program, abstract_results = jax.make_jaxpr(checkpointed_function, return_shape=True)(*args)
 
         def run_program(consts: Any, leaves: Any) -> list[Any]:
             """Return the leaves of the results, from the values that the function closes over and the args' leaves."""
@@ -45,7 +45,7 @@ def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
         run_dependent = jax.custom_vjp(run_program)
         run_dependent.defvjp(lambda *inputs: jax.vjp(run_program, *inputs), _backward)
         result_leaves = run_dependent(program.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(result_shapes), result_leaves)
+        return jax.tree.unflatten(jax.tree.structure(abstract_results), result_leaves)
 
     return run
 
@@ -57,7 +57,9 @@ def _backward(pullback: Any, gradients: list[Any]) -> Any:
         pullback: the function that `jax.vjp` returns; it is also a pytree of its residuals.
         gradients: gradient of each result.
     """
-    row_gradients = [leaf for leaf in gradients if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim]
+    row_gradients = [
+        gradient for gradient in gradients if jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.ndim
+    ]
     if row_gradients:
         false_rows = _false_rows(max(row_gradients, key=lambda gradient: gradient.size))
         pullback = jax.tree.map(lambda residual: _make_dependent(false_rows, residual), pullback)
@@ -65,7 +67,7 @@ def _backward(pullback: Any, gradients: list[Any]) -> Any:
 
 
 def _false_rows(gradient: Array) -> Bool[Array, "B"]:
-    """Return False for every row of a gradient, by arithmetic on its bits that a compiler does not simplify."""
+    """Return an array of False for the rows of a gradient, by arithmetic on its bits that compilers do not simplify."""
     bits = jax.lax.bitcast_convert_type(gradient, f"uint{8 * gradient.dtype.itemsize}")
     return ((bits & 1) == 2).all(range(1, bits.ndim))
 

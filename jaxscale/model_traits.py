@@ -1,4 +1,4 @@
-"""What plans and checks of data read from a model besides its module and its loss."""
+"""Properties of a model, besides its module and its loss, that plans and checks of data read."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -51,12 +51,12 @@ class ModelTraits:
         report_traits = getattr(model, "traits", None)
         if report_traits is not None:
             return report_traits()
-        traits: dict[str, Any] = {
+        trait_by_name: dict[str, Any] = {
             field.name: getattr(model, field.name, field.default)
             for field in dataclasses.fields(cls)
             if field.name != "generates"
         }
-        return cls(**traits, generates=hasattr(model, "init_cache"))
+        return cls(**trait_by_name, generates=hasattr(model, "init_cache"))
 
 
 class TensorDims(NamedTuple):

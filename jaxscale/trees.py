@@ -39,19 +39,19 @@ def shapes_of(tree: Any) -> Any:
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Return the bytes of an array, given the array or its abstract shape; an int4 element takes half a byte."""
+    """Return the number of bytes of an array or `jax.ShapeDtypeStruct`; an int4 element takes half a byte."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        bits = 64
+        element_bits = 64
     else:  # the gradient of an integer has no bits
-        bits = 0 if leaf.dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(leaf.dtype)
-    return math.ceil(math.prod(leaf.shape) * bits / 8)
+        element_bits = 0 if leaf.dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(leaf.dtype)
+    return math.ceil(math.prod(leaf.shape) * element_bits / 8)
 
 
 def tree_bytes(tree: Any) -> int:
-    """Return the bytes of all leaves of a tree."""
+    """Return the number of bytes of all leaves of a tree together."""
     return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def count(tree: Any) -> int:
-    """Return the number of elements of all leaves of a tree."""
+    """Return the number of elements of all leaves of a tree together."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

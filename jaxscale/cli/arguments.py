@@ -61,7 +61,7 @@ def read(argv: Sequence[str]) -> Arguments:
     if command_name not in COMMANDS:
         raise unknown("subcommand", command_name, COMMANDS)
     if command_name == "launch" and remaining_words[:1] in (["finetune"], ["train"]):
-        raise UserError(_launched_text(remaining_words))
+        raise UserError(_launch_mistake_text(remaining_words))
     flag_types = typing.get_type_hints(COMMANDS[command_name])
     for field in words_of(COMMANDS[command_name]):
         del flag_types[field.name]
@@ -88,17 +88,17 @@ def read(argv: Sequence[str]) -> Arguments:
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flag_types)}")
             positional_words.append(word)
         else:
-            flag, separator, text = word[2:].partition("=")
-            field_path = flag.replace("-", "_")
+            flag_name, equals_sign, value_text = word[2:].partition("=")
+            field_path = flag_name.replace("-", "_")
             field_path = FIELD_OF_FLAG.get(field_path, field_path) if has_experiment_fields else field_path
             is_field = has_experiment_fields and "." in field_path
             if field_path not in flag_types and not is_field:
-                hint = (
+                hint_text = (
                     "; fields of the experiment are set by path, such as --model.embed 256"
                     if has_experiment_fields
                     else ""
                 )
-                is_part = has_experiment_fields and flag in (
+                is_group_name = has_experiment_fields and flag_name in (
                     "plan",
                     "model",
                     "data",
@@ -106,26 +106,26 @@ def read(argv: Sequence[str]) -> Arguments:
                     "checkpoint",
                     "guard",
                 )
-                if flag == "plan":
-                    hint = "; fields of the plan are set by path, such as --plan.zero 3"
-                near_text = "" if is_part else _near_flag(f"--{flag}", flag_types)
-                raise UserError(f"unknown flag '--{flag}' of {command_name}{near_text}{hint}")
+                if flag_name == "plan":
+                    hint_text = "; fields of the plan are set by path, such as --plan.zero 3"
+                near_text = "" if is_group_name else _near_flag(f"--{flag_name}", flag_types)
+                raise UserError(f"unknown flag '--{flag_name}' of {command_name}{near_text}{hint_text}")
             if field_path in flag_values or field_path in field_texts:
-                raise UserError(f"--{flag} is given twice: give it once")
+                raise UserError(f"--{flag_name} is given twice: give it once")
             if not is_field and flag_types[field_path] is bool:
-                if separator:
-                    raise UserError(f"--{flag} takes no value: write the flag alone, or omit it")
+                if equals_sign:
+                    raise UserError(f"--{flag_name} takes no value: write the flag alone, or omit it")
                 flag_values[field_path] = True
                 continue
-            if not separator:
+            if not equals_sign:
                 if not remaining_words or (remaining_words[0].startswith("--") and len(remaining_words[0]) > 2):
                     type_text = "" if is_field else f": expected {values.describe(flag_types[field_path])}"
-                    raise UserError(f"--{flag} lacks its value{type_text}")
-                text = remaining_words.pop(0)
+                    raise UserError(f"--{flag_name} lacks its value{type_text}")
+                value_text = remaining_words.pop(0)
             if is_field:
-                field_texts[field_path] = text
+                field_texts[field_path] = value_text
             else:
-                flag_values[field_path] = values.parse(text, flag_types[field_path], f"--{flag}")
+                flag_values[field_path] = values.parse(value_text, flag_types[field_path], f"--{flag_name}")
     flag_values |= _positional_values(command_name, positional_words, is_help)
     if rest_field is not None and not flag_values.get(rest_field.name):
         if not is_help:
@@ -141,18 +141,18 @@ def _positional_values(command_name: str, positional_words: Sequence[str], is_he
     if missing_names and not is_help:
         raise UserError(f"{command_name} lacks its {missing_names[0].upper()}: {synopsis(command_name)}")
     if fields and "many" in fields[-1].metadata:
-        one_by_one = len(fields) - 1
-        values_by_name = dict(zip((field.name for field in fields[:-1]), positional_words, strict=False))
-        further_words = tuple(positional_words[one_by_one:])
-        return values_by_name | ({fields[-1].name: further_words} if further_words else {})
+        single_count = len(fields) - 1
+        value_by_name = dict(zip((field.name for field in fields[:-1]), positional_words, strict=False))
+        further_words = tuple(positional_words[single_count:])
+        return value_by_name | ({fields[-1].name: further_words} if further_words else {})
     if len(positional_words) > len(fields) and not is_help:
         superfluous_text = " ".join(map(repr, positional_words[len(fields) :]))
         raise UserError(f"{command_name} does not take {superfluous_text}: {synopsis(command_name)}")
     return {field.name: word for field, word in zip(fields, positional_words, strict=False)}
 
 
-def _launched_text(words: Sequence[str]) -> str:
-    """Return the message for `launch` with another subcommand after it, which it does not take."""
+def _launch_mistake_text(words: Sequence[str]) -> str:
+    """Return the error message for `launch train` or `launch finetune`, in which the second word is wrong."""
     if words[0] == "train":
         return f"launch runs train by itself: leave the word out, as in jaxscale launch {(*words[1:2], 'FILE')[0]} ..."
     return (
@@ -170,11 +170,11 @@ def synopsis(command_name: str) -> str:
     """
     metavars = [field.metadata["metavar"] for field in words_of(COMMANDS[command_name])]
     rest_field = rest_of(COMMANDS[command_name])
-    last_words = [] if rest_field is None else [rest_field.metadata["metavar"]]
-    return " ".join(["jaxscale", command_name, *metavars, "[flags]", *last_words])
+    rest_metavars = [] if rest_field is None else [rest_field.metadata["metavar"]]
+    return " ".join(["jaxscale", command_name, *metavars, "[flags]", *rest_metavars])
 
 
 def _near_flag(word: str, field_names: Iterable[str]) -> str:
     """Return text that suggests the flag most similar to a word, or lists all flags if none is similar."""
-    flags = [f"--{field_name.replace('_', '-')}" for field_name in field_names]
-    return near_miss(word, flags) or f"; there are {', '.join([*flags, '--help'])}"
+    flag_texts = [f"--{field_name.replace('_', '-')}" for field_name in field_names]
+    return near_miss(word, flag_texts) or f"; there are {', '.join([*flag_texts, '--help'])}"

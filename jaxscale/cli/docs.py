@@ -39,11 +39,11 @@ class Docs:
             if len(page_names) == 1:
                 return _show(file_by_page[page_names[0]])
             if not page_names:
-                texts = ((name, file.read_text("utf-8").lower()) for name, file in file_by_page.items())
-                page_names = [name for name, text in texts if search_word in text]
+                names_and_texts = ((name, file.read_text("utf-8").lower()) for name, file in file_by_page.items())
+                page_names = [name for name, text in names_and_texts if search_word in text]
         if not page_names:
-            near_names = difflib.get_close_matches(str(self.page), file_by_page, n=1)
-            suggestion = f"; did you mean {near_names[0]!r}?" if near_names else "; jaxscale docs lists all pages"
+            similar_names = difflib.get_close_matches(str(self.page), file_by_page, n=1)
+            suggestion = f"; did you mean {similar_names[0]!r}?" if similar_names else "; jaxscale docs lists all pages"
             raise UserError(f"no page is named {self.page!r} or contains this word{suggestion}")
         for name in page_names:
             print(f"{name:36} {_title(file_by_page[name])}")

@@ -85,8 +85,12 @@ class Draw:
             raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
         from jaxscale.pipeline.charts.draw import Chart
 
-        simulations = self._simulations(fields) if self.measured is None else self._measurements(self.measured)
-        chart = Chart(tuple(simulations), timed=self.measured is not None or self.experiment is not None)
+        names_and_simulations = (
+            self._names_and_simulations(fields)
+            if self.measured is None
+            else self._names_and_measurements(self.measured)
+        )
+        chart = Chart(tuple(names_and_simulations), timed=self.measured is not None or self.experiment is not None)
         print(
             chart.text(
                 shutil.get_terminal_size((100, 24)).columns,
@@ -136,7 +140,7 @@ class Draw:
         if self.platform is not None:
             named_platform(self.platform)  # refuses an unknown platform
 
-    def _measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
+    def _names_and_measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
         """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with the mean times."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
@@ -151,7 +155,7 @@ class Draw:
         name = str(plan.pipeline)
         return [(f"{name} measured, {steps_text}", measurement), (f"{name} simulated with its means", simulation)]
 
-    def _simulations(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
+    def _names_and_simulations(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
         """Return pairs of the name and the simulation of each schedule."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.costs import Costs
@@ -160,19 +164,19 @@ class Draw:
 
         price_by_parameter = prices_of(self.cost)
         plan_texts = split_schedules(self.compare) if self.compare is not None else [*filter(None, [self.schedule])]
-        planned_schedules = self._planned_schedules([PipelinePlan.parse(text) for text in plan_texts])
+        plans_and_schedules = self._plans_and_schedules([PipelinePlan.parse(text) for text in plan_texts])
         if self.out is not None:
-            check_file(self.out, [schedule for _, schedule in planned_schedules])
+            check_file(self.out, [schedule for _, schedule in plans_and_schedules])
         if self.experiment is not None:
-            priced_schedules = self._priced_schedules(self.experiment, fields, planned_schedules)
+            names_schedules_and_costs = self._names_schedules_and_costs(self.experiment, fields, plans_and_schedules)
         else:
-            priced_schedules = [
+            names_schedules_and_costs = [
                 (str(plan), schedule, Costs.alike(schedule, **price_by_parameter))
-                for plan, schedule in planned_schedules
+                for plan, schedule in plans_and_schedules
             ]
-        return [(name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced_schedules]
+        return [(name, simulate(schedule, costs, self.machine)) for name, schedule, costs in names_schedules_and_costs]
 
-    def _planned_schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
+    def _plans_and_schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
         """Return pairs of a plan and its schedule."""
         from jaxscale.pipeline.charts.draw import schedule_to_draw
 
@@ -180,33 +184,33 @@ class Draw:
             raise UserError("--updates is for asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
         return [(plan, schedule_to_draw(plan, self.updates)) for plan in plans]
 
-    def _priced_schedules(
-        self, file: str, fields: Mapping[str, str], planned_schedules: "list[tuple[PipelinePlan, Schedule]]"
+    def _names_schedules_and_costs(
+        self, file: str, fields: Mapping[str, str], plans_and_schedules: "list[tuple[PipelinePlan, Schedule]]"
     ) -> "list[tuple[str, Schedule, Costs]]":
         """Return triples of the name, schedule and costs of each plan, with the costs of the experiment's stages.
 
         Args:
             file: the experiment file.
             fields: new values of fields of the experiment, as texts, by the fields' dotted paths.
-            planned_schedules: pairs of a plan and its schedule; if there are none, the experiment's plan is used.
+            plans_and_schedules: pairs of a plan and its schedule; if there are none, the experiment's plan is used.
         """
         from jaxscale.planning.stage_prices import stage_costs
         from jaxscale.records.source import load_file
 
         experiment, _ = load_file(file, self.variant, dict(fields))
-        if not planned_schedules:
+        if not plans_and_schedules:
             if experiment.plan.pipeline is None:
                 raise UserError(f"draw pipeline: {file} has no pipeline in its plan; give a schedule, such as 1f1b:4x8")
-            planned_schedules = self._planned_schedules([experiment.plan.pipeline])
+            plans_and_schedules = self._plans_and_schedules([experiment.plan.pipeline])
         if self.devices is not None:
             return [
                 (str(plan), schedule, _assigned_costs(experiment, self.devices, plan, schedule))
-                for plan, schedule in planned_schedules
+                for plan, schedule in plans_and_schedules
             ]
         platform = platform_of(self.platform or "local")
         return [
             (str(plan), schedule, stage_costs(experiment, platform, plan, schedule))
-            for plan, schedule in planned_schedules
+            for plan, schedule in plans_and_schedules
         ]
 
 
@@ -231,7 +235,7 @@ def prices_of(text: str | None) -> dict[str, float]:
         >>> prices_of("f=1,b=2.5")
         {'forward': 1.0, 'backward': 2.5}
     """
-    prices: dict[str, float] = {}
+    price_by_parameter: dict[str, float] = {}
     for entry in filter(None, map(str.strip, (text or "").split(","))):
         letter, separator, price_text = (part.strip() for part in entry.partition("="))
         if letter.lower() not in COSTS:
@@ -239,7 +243,7 @@ def prices_of(text: str | None) -> dict[str, float]:
                 f"--cost {text!r}: unknown letter {letter!r}: expected some of {', '.join(COSTS)}, such as f=1,i=1,w=1"
                 f"{near_miss(letter.lower(), COSTS)}"
             )
-        if COSTS[letter.lower()] in prices:
+        if COSTS[letter.lower()] in price_by_parameter:
             raise UserError(f"--cost {text!r}: {letter} is given twice: give it once")
         try:
             price = float(price_text)
@@ -247,12 +251,12 @@ def prices_of(text: str | None) -> dict[str, float]:
             price = -1.0
         if not separator or not 0 <= price < float("inf"):
             raise UserError(f"--cost {text!r}: got {entry!r}, expected a number >= 0, such as {letter}=1")
-        prices[COSTS[letter.lower()]] = price
-    if prices.get("forward") == 0:
+        price_by_parameter[COSTS[letter.lower()]] = price
+    if price_by_parameter.get("forward") == 0:
         raise UserError(
             f"--cost {text!r}: got no time for the forward pass, so there is nothing to draw: give a time, such as f=1"
         )
-    return prices
+    return price_by_parameter
 
 
 def split_schedules(text: str) -> list[str]:
@@ -262,12 +266,12 @@ def split_schedules(text: str) -> list[str]:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")
         ['1f1b:8x32', 'interleaved:8x32,v=2', 'zb-v:8x32']
     """
-    schedules: list[str] = []
+    schedule_texts: list[str] = []
     for entry in filter(None, map(str.strip, text.split(","))):
-        if schedules and "=" in entry and ":" not in entry:
-            schedules[-1] += f",{entry}"
+        if schedule_texts and "=" in entry and ":" not in entry:
+            schedule_texts[-1] += f",{entry}"
         else:
-            schedules.append(entry)
-    if not schedules:
+            schedule_texts.append(entry)
+    if not schedule_texts:
         raise UserError(f"--compare {text!r}: got no schedule, expected one or more, such as 1f1b:8x32,zb-h1:8x32")
-    return schedules
+    return schedule_texts

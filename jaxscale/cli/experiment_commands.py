@@ -110,9 +110,9 @@ class Train:
         from jaxscale.records.storage import run_path
 
         if is_first():
-            seconds = RunRecord.read(run_dir).rows("train").column("step_seconds")
+            step_seconds = RunRecord.read(run_dir).rows("train").column("step_seconds")
             plan = read_plan(run_path(run_dir) / "plan.json")
-            print(calibrate(experiment, plan, platform_of("local"), seconds[np.isfinite(seconds)].tolist()))
+            print(calibrate(experiment, plan, platform_of("local"), step_seconds[np.isfinite(step_seconds)].tolist()))
 
     def chosen_plan(self, experiment: Any, fields: Mapping[str, str]) -> Any:
         """Choose the best plan for this machine, print the choice, and return the plan; every process has the same.
@@ -127,10 +127,10 @@ class Train:
         from jaxscale.planning.search.choice import choose_plan
 
         platform = platform_of("local")
-        usable, limit = usable_bytes(platform), bytes_of(self.limit, "--limit")
-        if limit is None and usable is not None:
-            limit = int((1 - SPARED) * usable)
-        choice = choose_plan(experiment, platform, fixed=fixed_settings(fields), limit=limit)
+        usable_byte_count, limit_byte_count = usable_bytes(platform), bytes_of(self.limit, "--limit")
+        if limit_byte_count is None and usable_byte_count is not None:
+            limit_byte_count = int((1 - SPARED) * usable_byte_count)
+        choice = choose_plan(experiment, platform, fixed=fixed_settings(fields), limit=limit_byte_count)
         print(choice, end="\n\n")
         if not choice.fits:
             raise UserError(f"plan auto: no plan of {experiment.name} fits {platform}: {choice.advice}")
@@ -142,7 +142,7 @@ class Train:
         self.check_progress()
 
     def check_progress(self) -> None:
-        """Raise UserError for an invalid value of a flag on how a run is planned, goes on and is shown."""
+        """Raise UserError for an invalid value of --plan, --log-every, --from, --init-from or --profile."""
         if self.plan not in (None, "auto"):
             raise UserError(
                 f"--plan: got {self.plan!r}, expected auto; fields of the plan are set by path, such as --plan.zero 3"
@@ -334,7 +334,7 @@ class ExperimentCommand(Protocol):
 
 
 def load_experiment(command: ExperimentCommand, fields: Mapping[str, str]) -> Any:
-    """Return the experiment of a subcommand's file, with the fields of the command line, and the file's `Source`."""
+    """Return the experiment of a subcommand's file, changed by the command line, and its `Source`, as a pair."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load_file
 

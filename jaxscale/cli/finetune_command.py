@@ -75,12 +75,12 @@ class Finetune:
         from jaxscale.values import override
 
         assert self.data is not None
-        numbers = {"epochs": self.epochs, "steps": self.steps, "batch": self.batch, "context": self.context}
-        experiment = fine_tuning(self.pretrained, self.data, held_out=self.eval, lora=self.lora, **numbers)
+        size_options = {"epochs": self.epochs, "steps": self.steps, "batch": self.batch, "context": self.context}
+        experiment = fine_tuning(self.pretrained, self.data, held_out=self.eval, lora=self.lora, **size_options)
         if self.plan_file is not None:
             experiment = dataclasses.replace(experiment, plan=read_plan(Path(self.plan_file)))
-        texts = {"seed": str(self.seed)} | ({} if self.name is None else {"name": self.name})
-        experiment = override(experiment, {**texts, **fields})
+        flag_fields = {"seed": str(self.seed)} | ({} if self.name is None else {"name": self.name})
+        experiment = override(experiment, {**flag_fields, **fields})
         train(
             experiment,
             out=self.out,
@@ -99,8 +99,8 @@ class Finetune:
 
         if not self.data:
             raise UserError("finetune lacks --data: expected a JSONL file of chats, such as --data chats.jsonl")
-        shared = ("resume", "from_step", "log_every", "profile")
-        Train(self.pretrained, **{name: getattr(self, name) for name in shared}).check_progress()
+        shared_names = ("resume", "from_step", "log_every", "profile")
+        Train(self.pretrained, **{name: getattr(self, name) for name in shared_names}).check_progress()
         bytes_of(self.limit, "--limit")
         if self.plan_file is not None:
             read_plan(Path(self.plan_file))
@@ -109,7 +109,7 @@ class Finetune:
                 raise UserError(f"--{name}: got {number}, expected a whole number >= 1")
         from jaxscale.data.chat.chat_template import folder_tokenizer, read_template
 
-        # these refuse a folder that is not as described
+        # each of these calls refuses a folder that is not as described
         read_template(self.pretrained)
         folder_tokenizer(self.pretrained)
 

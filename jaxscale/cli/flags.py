@@ -18,7 +18,7 @@ def word(metavar: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 def words(metavar: str) -> Any:
-    """Declare a field that all further positional words set, as a tuple; it is the last such field.
+    """Declare a field that all further positional words set, as a tuple, and return the dataclass field.
 
     Args:
         metavar: placeholder of the words in the help.

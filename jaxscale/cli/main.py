@@ -30,13 +30,13 @@ UNREAD = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit code.
 
-    A process of several that failed ends here at once, after its traceback: Python's exit would wait for the others in
-    JAX's shutdown barrier, for minutes. Rank 0 waits a second, because JAX aborts the others once its service is gone,
-    and they may be about to report the same failure. A process that a signal stopped before its first step ends at
-    once, too: Python's exit would wait for threads that still read a checkpoint.
+    If one of several processes fails, it ends here at once, after its traceback: Python's exit handlers would wait for
+    the others in JAX's shutdown barrier, for minutes. Rank 0 waits a second, because JAX aborts the others once its
+    service is gone, and they may be about to report the same failure. A process that a signal stopped before its first
+    step ends at once, too: Python's exit handlers would wait for threads that still read a checkpoint.
 
     Args:
-        argv: the words of the command line, of a caller that goes on afterwards; `None` for those of this process.
+        argv: words of the command line, from a caller that continues afterwards; `None` takes those of this process.
     """
     try:
         code = _main(argv)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_now(code: int) -> NoReturn:
-    """End this process without Python's exit."""
+    """Flush the output and exit at once (`os._exit`), without Python's exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     if _has_peers() and sys.modules["jax"].process_index() == 0:
@@ -66,7 +66,7 @@ def _has_peers() -> bool:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    """Run a command line, and return the exit code; an error of jaxscale itself is raised."""
+    """Run a command line, and return the exit code; an error that the user did not cause is raised."""
     previous_formatter = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # leaves out the line of code
     try:
@@ -105,7 +105,7 @@ def _end_on_full_disk(error: Any) -> int:
     with contextlib.suppress(OSError):
         path = error.filename or "the output"
         print(f"jaxscale: cannot write {path}: {error.strerror}. Free some space, and start again", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):  # so that Python's exit does not write what is left
+    for stream in (sys.stdout, sys.stderr):  # so that Python does not write the remaining output at its exit
         try:
             stream.flush()
         except OSError:

@@ -10,7 +10,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from jaxscale.values.user_frames import advice_on, frames_of, shown_path
+from jaxscale.values.user_frames import advice_on, frames_and_lines_of, shown_path
 
 VARIABLE = "JAXSCALE_TRACEBACK"
 """Environment variable; with the value "full" an error keeps its whole traceback."""
@@ -22,7 +22,7 @@ def report(error: BaseException) -> str | None:
     Args:
         error: the error, with its traceback.
     """
-    frames = frames_of(error.__traceback__)
+    frames = frames_and_lines_of(error.__traceback__)
     if not frames or os.environ.get(VARIABLE) == "full":
         return None
     frame, line = frames[-1]

@@ -21,7 +21,7 @@ from jaxscale.errors import UserError
 from jaxscale.models.classify import weighted_sum
 from jaxscale.scoped import scoped
 from jaxscale.typing import Array, Batch, Float, Key
-from jaxscale.values.functions import check_parameters, takes
+from jaxscale.values.functions import check_parameters, has_parameter
 from jaxscale.values.user_frames import place_of
 
 Metric = Callable[..., Any]
@@ -120,7 +120,7 @@ class _CallByParts:
 
 def bind_key(function: Callable[..., Any], key: Key) -> Callable[..., Any]:
     """Return a score or metric with its parameter `key` bound, or the function itself if it has no such parameter."""
-    if not takes(function, "key"):
+    if not has_parameter(function, "key"):
         return function
     return functools.partial(function, key=jax.random.fold_in(key, zlib.crc32(b"score") & 0x7FFFFFFF))
 

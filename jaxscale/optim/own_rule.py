@@ -16,7 +16,7 @@ import optax
 
 from jaxscale.errors import UserError
 from jaxscale.optim.step_loss import step_loss
-from jaxscale.values.user_frames import frames_of, place_of
+from jaxscale.values.user_frames import frames_and_lines_of, place_of
 
 TRIED_STEPS = 100_000
 """Number of steps at which a schedule is tried before a run."""
@@ -38,7 +38,7 @@ def with_update_checks(rule: optax.GradientTransformation, custom: Any) -> optax
         except UserError:
             raise
         except Exception as error:
-            if frames_of(error.__traceback__):  # the message begins with the user's line
+            if frames_and_lines_of(error.__traceback__):  # the message begins with the user's line
                 raise
             message = str(error).partition("\n")[0]
             raise UserError(f"{rule_text}: its update raised {type(error).__name__}: {message}") from error

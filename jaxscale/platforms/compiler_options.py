@@ -118,23 +118,23 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
 
     @classmethod
     def parse(cls, text: str) -> "CompilerOptions":
-        """Return the options of a text form; an entry without "=" goes on with the value before it.
+        """Return the options of a text form; an entry without "=" continues the value before it.
 
         Raises:
-            UserError: the text names an unknown set, or something that is no option.
+            UserError: the text names an unknown set, or something that is not an option.
         """
         entries = [entry.strip() for entry in text.split(",")]
-        names: list[str] = []
-        pairs: list[tuple[str, str]] = []
+        set_names: list[str] = []
+        options_and_values: list[tuple[str, str]] = []
         for entry in entries:
-            name, equals, value = entry.partition("=")
-            if equals:
-                pairs.append((name.strip().removeprefix("--"), value.strip()))
-            elif pairs:
-                pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]},{entry}")
+            name, equals_sign, value = entry.partition("=")
+            if equals_sign:
+                options_and_values.append((name.strip().removeprefix("--"), value.strip()))
+            elif options_and_values:
+                options_and_values[-1] = (options_and_values[-1][0], f"{options_and_values[-1][1]},{entry}")
             else:
-                names.append(entry)
-        return cls(() if names == ["default"] else tuple(names), tuple(pairs))
+                set_names.append(entry)
+        return cls(() if set_names == ["default"] else tuple(set_names), tuple(options_and_values))
 
     def __str__(self) -> str:
         return ",".join([*self.sets, *(f"{name}={value}" for name, value in self.named)]) or "default"
@@ -151,24 +151,24 @@ OPTION=VALUE such as xla_gpu_enable_triton_gemm=false; did you mean 'overlap'?
             UserError: no option of a set has an effect on the chip.
         """
         foreign_prefixes = tuple(f"xla_{kind}_" for kind in ("tpu", "gpu") if chip.kind == "cpu")
-        options = {name: _value(text) for name, text in self.named if not name.startswith(foreign_prefixes)}
-        recommended: dict[str, OptionValue] = {}
+        named_values = {name: _option_value(text) for name, text in self.named if not name.startswith(foreign_prefixes)}
+        recommended_values: dict[str, OptionValue] = {}
         for name in self.sets if chip.kind != "cpu" else ():
-            rows = SETS[name].get(chip.name) or SETS[name].get(chip.kind)
-            if rows is None:
+            recommendations = SETS[name].get(chip.name) or SETS[name].get(chip.kind)
+            if recommendations is None:
                 raise UserError(
                     f"plan.compiler {name}: no option of this set has an effect on {chip.name}, only on "
                     f"{', '.join(SETS[name])}; leave it out"
                 )
-            recommended |= {row.option: row.value for row in rows}
-        return recommended | options
+            recommended_values |= {recommendation.option: recommendation.value for recommendation in recommendations}
+        return recommended_values | named_values
 
 
 DEFAULT = CompilerOptions()
 
 
-def _value(text: str) -> OptionValue:
-    """Return the value of an option that a text spells: a truth value, a whole number, or the text itself."""
+def _option_value(text: str) -> OptionValue:
+    """Return the value of an option from its text: a boolean, a whole number, or the text itself."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     return int(text) if re.fullmatch(r"-?\d+", text) else text

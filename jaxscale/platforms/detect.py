@@ -39,7 +39,7 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
     slice_count = len({coordinate[0] for coordinate in coordinates})
     first_slice = min(coordinates)[0]
     positions = [position for slice_index, *position in coordinates if slice_index == first_slice]
-    box_sides = tuple(max(values) - min(values) + 1 for values in zip(*positions, strict=True))
+    box_sides = tuple(max(axis_positions) - min(axis_positions) + 1 for axis_positions in zip(*positions, strict=True))
     plane_sides = box_sides[:2] if box_sides[2:] == (1,) and chip.name in ("v5e", "v6e") else box_sides
     # the chips of a process may be a part of a slice that is not a box
     topology = plane_sides if math.prod(plane_sides) == len(positions) else None
@@ -106,14 +106,14 @@ def host_memory() -> int | None:
 def _measured_fields(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
     """Return the fields of the chip that are measured on this machine, by name: memories, and chips per host."""
     first_process_devices = [device for device in devices if device.process_index == devices[0].process_index]
-    fields: dict[str, Any] = {"host_memory": host_memory()}
+    value_by_field: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
-        return fields | {"memory": host_memory(), "chips_per_host": len(first_process_devices)}
+        return value_by_field | {"memory": host_memory(), "chips_per_host": len(first_process_devices)}
     limit_bytes = None
     # devices of another process, and described ones, have no statistics; the error depends on the backend
     with contextlib.suppress(Exception):
         limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit_bytes:
-        fields["usable_memory"] = limit_bytes * chip.devices
-        fields["memory"] = chip.memory or fields["usable_memory"]
-    return fields | {"chips_per_host": max(1, len(first_process_devices) // chip.devices)}
+        value_by_field["usable_memory"] = limit_bytes * chip.devices
+        value_by_field["memory"] = chip.memory or value_by_field["usable_memory"]
+    return value_by_field | {"chips_per_host": max(1, len(first_process_devices) // chip.devices)}

@@ -112,8 +112,8 @@ class Environment:
         Raises:
             UserError: a variable is malformed.
         """
-        names = [self.processes, self.rank, *self.needs, *([self.local_rank] if self.local_rank else [])]
-        if any(name not in variables for name in names):
+        variable_names = [self.processes, self.rank, *self.needs, *([self.local_rank] if self.local_rank else [])]
+        if any(variable_name not in variables for variable_name in variable_names):
             return None
         process_count = _number(variables, self.processes)
         if process_count == 1:
@@ -134,22 +134,22 @@ def _slurm_coordinator(variables: Variables) -> str:
 
     Two steps on a node, and a job that was requeued while its old processes still answer, get ports of their own.
     """
-    digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "0")) or "0"
-    step = re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "0")) or "0"
-    restart = _number(variables, "SLURM_RESTART_COUNT", 0) + _number(variables, heartbeat.ATTEMPT_VARIABLE, 0)
-    port = FIRST_PORT + (int(digits) * 61 + int(step) * 7 + restart) % PORT_COUNT
+    job_digits = re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "0")) or "0"
+    step_digits = re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "0")) or "0"
+    restart_count = _number(variables, "SLURM_RESTART_COUNT", 0) + _number(variables, heartbeat.ATTEMPT_VARIABLE, 0)
+    port = FIRST_PORT + (int(job_digits) * 61 + int(step_digits) * 7 + restart_count) % PORT_COUNT
     return f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}"
 
 
 def _slurm_local_processes(variables: Variables) -> int:
     """Return the number of tasks on this node, from a list such as "2(x3),1", which has an entry per node."""
-    counts: list[int] = []
+    task_counts: list[int] = []
     for entry in variables.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise UserError(f"SLURM_STEP_TASKS_PER_NODE: got {entry!r}, expected counts such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts[min(_number(variables, "SLURM_NODEID", 0), len(counts) - 1)]
+        task_counts += [int(match[1])] * int(match[2] or 1)
+    return task_counts[min(_number(variables, "SLURM_NODEID", 0), len(task_counts) - 1)]
 
 
 def _openmpi_coordinator(variables: Variables) -> str:
@@ -177,15 +177,22 @@ def _torchrun_coordinator(variables: Variables) -> str:
 
 def _jobset_coordinator(variables: Variables) -> str:
     """Return the DNS name of the first pod of a JobSet."""
-    jobset, replicated_job = variables["JOBSET_NAME"], variables["REPLICATED_JOB_NAME"]
+    jobset_name, job_name = variables["JOBSET_NAME"], variables["REPLICATED_JOB_NAME"]
     port = FIRST_PORT + _number(variables, heartbeat.ATTEMPT_VARIABLE, 0) % PORT_COUNT
-    return f"{jobset}-{replicated_job}-0-0.{variables.get('JOBSET_SUBDOMAIN') or jobset}:{port}"
+    return f"{jobset_name}-{job_name}-0-0.{variables.get('JOBSET_SUBDOMAIN') or jobset_name}:{port}"
 
 
 def _jobset_place(variables: Variables) -> ProcessPlace | None:
     """Return the place of a pod: the pods of all child jobs are numbered job by job."""
-    names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX", "JOB_COUNT", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
-    if any(name not in variables for name in names):
+    variable_names = (
+        "JOBSET_NAME",
+        "REPLICATED_JOB_NAME",
+        "JOB_INDEX",
+        "JOB_COUNT",
+        "JOB_COMPLETION_INDEX",
+        "PODS_PER_JOB",
+    )
+    if any(variable_name not in variables for variable_name in variable_names):
         return None
     pod_count = _number(variables, "PODS_PER_JOB")
     process_count = _number(variables, "JOB_COUNT") * pod_count
@@ -252,13 +259,13 @@ def first_host(nodelist: str) -> str:
         >>> first_host("node[007-015,20],gpu3"), first_host("n1,n2"), first_host("rack[1-2]-node[3-4]")
         ('node007', 'n1', 'rack1-node3')
     """
-    host, text = "", nodelist
-    while text and text[0] != ",":
-        if text[0] == "[":
-            bracket, _, text = text[1:].partition("]")
+    host, remaining_text = "", nodelist
+    while remaining_text and remaining_text[0] != ",":
+        if remaining_text[0] == "[":
+            bracket, _, remaining_text = remaining_text[1:].partition("]")
             host += re.split(r"[,-]", bracket)[0]
         else:
-            host, text = host + text[0], text[1:]
+            host, remaining_text = host + remaining_text[0], remaining_text[1:]
     if not host:
         raise UserError(f"SLURM_STEP_NODELIST: got {nodelist!r}, expected names of nodes, such as node[1-4]")
     return host
@@ -284,18 +291,20 @@ def place_of(variables: Variables) -> ProcessPlace | None:
         if near_miss(name.removeprefix(PREFIX), [own_name.removeprefix(PREFIX) for own_name in OWN_VARIABLES]):
             raise UserError(f"unknown environment variable {name}{near_miss(name, OWN_VARIABLES)}")
     variables = dict(variables)
-    own_names = [name for name in ("JAXSCALE_PROCESSES", "JAXSCALE_RANK") if name in variables]
-    if own_names:
-        missing = [name for name in OWN_VARIABLES[:3] if name not in variables]
-        if missing:
-            raise UserError(f"{own_names[0]} is set, but {', '.join(missing)} is not: set all of {OWN_VARIABLES[:3]}")
+    set_names = [name for name in ("JAXSCALE_PROCESSES", "JAXSCALE_RANK") if name in variables]
+    if set_names:
+        missing_names = [name for name in OWN_VARIABLES[:3] if name not in variables]
+        if missing_names:
+            raise UserError(
+                f"{set_names[0]} is set, but {', '.join(missing_names)} is not: set all of {OWN_VARIABLES[:3]}"
+            )
         if _number(variables, "JAXSCALE_PROCESSES") == 1:
             return None  # the user wants this process to run alone, under any scheduler
         variables.setdefault("JAXSCALE_LOCAL_RANK", "0")
     if "TPU_WORKER_HOSTNAMES" in variables:
         variables["TPU_WORKER_COUNT"] = str(len(variables["TPU_WORKER_HOSTNAMES"].split(",")))
     jobset_place = _jobset_place(variables)
-    if jobset_place is not None and not own_names:
+    if jobset_place is not None and not set_names:
         return jobset_place  # before GKE's TPU variables, which number the hosts of one slice
     for environment in ENVIRONMENTS:
         place = environment.place(variables)
@@ -339,14 +348,16 @@ def join() -> ProcessPlace | None:
         return None
     heartbeat.start(place.rank)
     heartbeat.set_phase("joining")
-    timeout = _number(os.environ, "JAXSCALE_JOIN_TIMEOUT", 300)
-    _check_coordinator(place, timeout)
+    timeout_seconds = _number(os.environ, "JAXSCALE_JOIN_TIMEOUT", 300)
+    _check_coordinator(place, timeout_seconds)
     _bypass_proxy(place.coordinator)
     options: dict[str, object] = {}
-    if gpus := local_gpus(place, os.environ):
-        options["local_device_ids"] = gpus  # JAX under Slurm would take one GPU, even where a host runs one process
+    if gpu_numbers := local_gpu_numbers(place, os.environ):
+        options["local_device_ids"] = (
+            gpu_numbers  # JAX under Slurm would take one GPU, even where a host runs one process
+        )
     # JAX waits longer, so that this message comes first
-    timer = threading.Timer(timeout, _end_for_missing_ranks, (place, timeout))
+    timer = threading.Timer(timeout_seconds, _end_for_missing_ranks, (place, timeout_seconds))
     timer.daemon = True
     timer.start()
     try:
@@ -354,7 +365,7 @@ def join() -> ProcessPlace | None:
             place.coordinator,
             place.processes,
             place.rank,
-            initialization_timeout=timeout + 60,
+            initialization_timeout=timeout_seconds + 60,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             **options,  # pyright: ignore[reportArgumentType]
         )
@@ -363,7 +374,7 @@ def join() -> ProcessPlace | None:
     return place
 
 
-def local_gpus(place: ProcessPlace, variables: Variables, folder: Path = Path("/dev")) -> list[int]:
+def local_gpu_numbers(place: ProcessPlace, variables: Variables, folder: Path = Path("/dev")) -> list[int]:
     """Return the numbers of the GPUs that this process uses: an equal share of those that its host's processes see.
 
     A process that sees only GPUs of its own, as with `srun --gpus-per-task`, uses all of them.
@@ -409,7 +420,7 @@ def _has_tpu_peers() -> bool:
         return False
 
 
-def _check_coordinator(place: ProcessPlace, timeout: int) -> None:
+def _check_coordinator(place: ProcessPlace, timeout_seconds: int) -> None:
     """Check that the coordinator's port is free on rank 0, and wait on the other ranks until it answers.
 
     Where a host's name resolves to 127.0.1.1, as Debian writes it, every process would wait for itself.
@@ -426,7 +437,7 @@ def _check_coordinator(place: ProcessPlace, timeout: int) -> None:
             ) from None
         return
     address, reason = "", ""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout_seconds
     # JAX would end this process without a traceback if nobody answered
     while time.monotonic() < deadline:
         try:
@@ -448,12 +459,12 @@ def _check_coordinator(place: ProcessPlace, timeout: int) -> None:
     )
 
 
-def _end_for_missing_ranks(place: ProcessPlace, timeout: int) -> None:
-    """Print that processes are missing, and end this process; JAX would abort it without a word about the run."""
+def _end_for_missing_ranks(place: ProcessPlace, timeout_seconds: int) -> None:
+    """Print that processes are missing, and end this process; JAX would abort it without naming the run."""
     print(
-        f"jaxscale: {place.scheduler}: after {timeout} s, not all {place.processes} processes have joined at "
-        f"{place.coordinator} (this is rank {place.rank}): {_missing_text(place)}; JAXSCALE_JOIN_TIMEOUT sets another "
-        "number of seconds",
+        f"jaxscale: {place.scheduler}: after {timeout_seconds} s, not all {place.processes} processes have joined "
+        f"at {place.coordinator} (this is rank {place.rank}): {_missing_ranks_text(place)}; JAXSCALE_JOIN_TIMEOUT sets "
+        "another number of seconds",
         file=sys.stderr,
         flush=True,
     )
@@ -461,22 +472,22 @@ def _end_for_missing_ranks(place: ProcessPlace, timeout: int) -> None:
 
 
 def _bypass_proxy(coordinator: str) -> None:
-    """Exempt the coordinator from the proxies of the environment, by which the processes would never meet."""
+    """Exempt the coordinator from the environment's proxies, through which the processes could not connect."""
     if not any(name in os.environ for name in _PROXIES):
         return
-    hosts = [os.environ.get(_EXEMPT_FROM_GRPC) or os.environ.get(_EXEMPT, ""), coordinator.rpartition(":")[0]]
-    os.environ[_EXEMPT_FROM_GRPC] = ",".join(filter(None, hosts))
+    exempt_hosts = [os.environ.get(_EXEMPT_FROM_GRPC) or os.environ.get(_EXEMPT, ""), coordinator.rpartition(":")[0]]
+    os.environ[_EXEMPT_FROM_GRPC] = ",".join(filter(None, exempt_hosts))
 
 
-def _missing_text(place: ProcessPlace) -> str:
-    """Return text that names the ranks that have written no heartbeat, if a watchdog has set the folder of these."""
+def _missing_ranks_text(place: ProcessPlace) -> str:
+    """Return a text about the ranks without a heartbeat; general advice if none is known to be missing."""
     folder = os.environ.get(heartbeat.FOLDER_VARIABLE)
-    present = {} if folder is None else heartbeat.read_heartbeats(Path(folder))
-    missing = [str(rank) for rank in range(place.processes) if rank not in present]
-    if folder is None or not missing:
+    heartbeat_by_rank = {} if folder is None else heartbeat.read_heartbeats(Path(folder))
+    missing_ranks = [str(rank) for rank in range(place.processes) if rank not in heartbeat_by_rank]
+    if folder is None or not missing_ranks:
         return "the outputs of the others show which one failed or did not start"
-    more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    return f"no heartbeat in {folder} from rank {', '.join(missing[:16])}{more}"
+    more_text = f" and {len(missing_ranks) - 16} more" if len(missing_ranks) > 16 else ""
+    return f"no heartbeat in {folder} from rank {', '.join(missing_ranks[:16])}{more_text}"
 
 
 def _is_number(text: str) -> bool:

@@ -40,8 +40,8 @@ def slices_of(text: str) -> int:
         for id_range in id_ranges.split(","):
             first_id, _, last_id = id_range.partition(":")
             slice_ids |= set(range(int(first_id), int(last_id or first_id) + 1))
-    for targets in re.findall(r"_xla_megascale_target=\{\{(.*?)\}\}", text):
-        slice_ids |= {int(device) // 100_000 for device in re.findall(r"\d+", targets)}
+    for targets_text in re.findall(r"_xla_megascale_target=\{\{(.*?)\}\}", text):
+        slice_ids |= {int(device_id) // 100_000 for device_id in re.findall(r"\d+", targets_text)}
     return max(len(slice_ids), 1)
 
 

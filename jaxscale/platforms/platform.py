@@ -174,8 +174,8 @@ class Platform:
         """The links of a chip and of its host; a network that the platform states is the last."""
         if self.network is None:
             return self.chip.links
-        others = tuple(link for link in self.chip.links if link.name != "dcn")
-        return (*others, Link("dcn", "hosts", self.network, "chip", "the platform's text"))
+        other_links = tuple(link for link in self.chip.links if link.name != "dcn")
+        return (*other_links, Link("dcn", "hosts", self.network, "chip", "the platform's text"))
 
     def peak(self, dtype: str) -> float | None:
         """Return the FLOP/s of all chips together for products of `dtype` operands; None if unknown.
@@ -224,8 +224,8 @@ class Platform:
     def __str__(self) -> str:
         network_text = ""
         if self.network is not None:
-            rate = f"{self.network * 8 / 1e9:.9f}".rstrip("0").rstrip(".")
-            network_text = f" over {rate}Gb/s"
+            gigabits_text = f"{self.network * 8 / 1e9:.9f}".rstrip("0").rstrip(".")
+            network_text = f" over {gigabits_text}Gb/s"
         if self.topology is not None:
             slices_text = f" x {self.slices}" if self.slices > 1 else ""
             return f"tpu {self.chip.name}:{_topology_text(self.topology)}{slices_text}{network_text}"
@@ -263,14 +263,14 @@ def _unknown_platform(text: str) -> UserError:
     )
 
 
-def _network_rate(text: str, rate: str) -> int:
+def _network_rate(text: str, rate_text: str) -> int:
     """Return the bytes/s of a network's rate, such as "100Gb/s", from the end of a platform's `text`."""
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*G(b|B)/s", rate)
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*G(b|B)/s", rate_text)
     byte_rate = 0 if match is None else round(float(match[1]) * 1e9 / (8 if match[2] == "b" else 1))
     if not byte_rate:
         raise UserError(
-            f"platform {text!r}: got {rate!r} for the network of a chip, expected Gb/s (bits) or GB/s (bytes), such as "
-            "'over 100Gb/s' or 'over 12.5GB/s'"
+            f"platform {text!r}: got {rate_text!r} for the network of a chip, expected Gb/s (bits) or GB/s (bytes), "
+            "such as 'over 100Gb/s' or 'over 12.5GB/s'"
         )
     return byte_rate
 
@@ -328,7 +328,10 @@ def _parse_tpu(text: str, tail: str) -> Platform:
     if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", topology_text):
         all_topologies = topologies(chip.name)
         suggestions = [topology for topology in all_topologies if str(math.prod(topology)) == topology_text]
-        platform_texts = [f"tpu {chip.name}:{_topology_text(t)}" for t in suggestions or all_topologies[2:3]]
+        platform_texts = [
+            f"tpu {chip.name}:{_topology_text(topology_choice)}"
+            for topology_choice in suggestions or all_topologies[2:3]
+        ]
         raise UserError(
             f"platform {text!r}: got {topology_text!r} for the topology, expected chips along each axis: "
             f"{' or '.join(platform_texts)}"

@@ -195,7 +195,9 @@ def check_topology(name: str, topology: tuple[int, ...]) -> None:
         return
     chip_count = math.prod(topology)
     topology_text = "x".join(map(str, topology))
-    count_by_text = {"x".join(map(str, existing)): math.prod(existing) for existing in existing_topologies}
+    count_by_text = {
+        "x".join(map(str, existing_topology)): math.prod(existing_topology) for existing_topology in existing_topologies
+    }
     same_size_texts = [text for text, count in count_by_text.items() if count == chip_count]
     nearest_counts = sorted(set(count_by_text.values()), key=lambda count: abs(count - chip_count))[:2]
     comparable_texts = [text for text, count in count_by_text.items() if chip_count <= 2 * count <= 4 * chip_count]

@@ -38,13 +38,13 @@ class Incompatible(UserError):
         self.rule = rule
 
 
-def cut_of_batch(facts: Facts) -> str | None:
-    """Return the text of the first request under which the loss is computed of parts of a batch; `None` without any."""
+def batch_cut_text(facts: Facts) -> str | None:
+    """Return the text of the first request that cuts the batch over which the loss is computed; `None` if there is none."""
     return next((text for request in CUTS_THE_BATCH if (text := request(facts)) is not None), None)
 
 
 def check(facts: Facts) -> None:
-    """Refuse a combination of requests for which there is a rule.
+    """Raise an error for the first rule that refuses a combination of the requests.
 
     Args:
         facts: the facts of a training run that are known so far.
@@ -71,7 +71,7 @@ OF_THE_WHOLE_BATCH = "batch statistics and generators belong to the whole batch,
 LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale cannot see whether a model has any"
 
 CUTS_THE_BATCH = (requests.microbatches, requests.codec, requests.diloco)
-"""Requests under which the loss is computed of parts of a batch: microbatches, or the rows of one replica."""
+"""Requests under which the loss is computed on parts of a batch: microbatches, or the rows of one replica."""
 
 RULES: tuple[Rule, ...] = (
     # requests that need an axis of the mesh, or a pipeline

@@ -30,8 +30,8 @@ def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", 
             check_at_most(f"{path}.{name}" if path else name, value, MAX_INT64)
         if value is None or (value >= minimum and math.isfinite(value)):
             continue
-        kind = "whole number" if isinstance(value, int) else "number"
-        raise UserError(f"{f'{path}.' if path else ''}{name}: got {value!r}, expected a {kind} >= {minimum}")
+        kind_text = "whole number" if isinstance(value, int) else "number"
+        raise UserError(f"{f'{path}.' if path else ''}{name}: got {value!r}, expected a {kind_text} >= {minimum}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Evaluation:
     Args:
         every: number of steps between evaluations; 0 evaluates at the end only.
         batches: number of held-out batches per evaluation, spread evenly over the split; `None` takes the whole split.
-            The same number is taken of each of the experiment's held-out sets.
-        at_start: whether to measure also before the first step, such as of a model that is fine-tuned.
-        best: the loss by which the best checkpoint is chosen: "loss" for that of the data's own held-out part (without
-            one, that of the first held-out set), or that of a held-out set, such as "news/loss".
+            The same number is taken from each of the experiment's held-out sets.
+        at_start: whether to measure before the first step as well, for example when a model is fine-tuned.
+        best: name of the loss by which the best checkpoint is chosen: "loss" is that of the data's own held-out part,
+            or of the first held-out set if the data has no such part; "news/loss" is that of the held-out set "news".
     """
 
     every: int = 250
@@ -113,7 +113,7 @@ class Checkpointing:
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """When to skip a step that would spoil the run. One with a non-finite loss, gradient or update always is.
+    """When to skip a step that would spoil the run. A non-finite loss, gradient or update always skips the step.
 
     Args:
         spike: a step is skipped if its gradient norm is more than this many times the running mean of the norms; 0
@@ -146,7 +146,7 @@ class Experiment:
         data: a value that opens the batches (`jaxscale.data`); a dict of arrays stands for `data.Arrays`, and an
             iterable of batches for `data.Stream`.
         held_out: further held-out sets by name, which are evaluated beside the held-out part of `data`. Each is data
-            whose held-out part is evaluated, or stands for a set of which all is held out: a path of files that are
+            whose held-out part is evaluated, or stands for a set that is held out as a whole: a path of files that are
             read as `data`, a dict of arrays, or an iterable of batches.
         optimizer: the optimizer and its schedule; a name such as "muon" stands for `Optimizer("muon")`.
         steps: number of updates.
@@ -177,7 +177,7 @@ class Experiment:
     _repr_html_ = drawn
 
     def __post_init__(self) -> None:
-        _refuse_parts_of_others(self)
+        _refuse_flax_and_optax(self)
         if isinstance(self.optimizer, str):
             object.__setattr__(self, "optimizer", Optimizer(self.optimizer))  # pyright: ignore[reportArgumentType]
         _check(self, "", steps=1, batch=1, seed=0)
@@ -189,11 +189,11 @@ class Experiment:
             from jaxscale.data.held_out_sets import as_held_out_sets
 
             object.__setattr__(self, "held_out", as_held_out_sets(self.held_out, self.data))
-        losses = ("loss", *(f"{name}/loss" for name in self.held_out))
-        if self.evaluation.best not in losses:
+        loss_names = ("loss", *(f"{name}/loss" for name in self.held_out))
+        if self.evaluation.best not in loss_names:
             raise UserError(
-                f"evaluation.best: got {self.evaluation.best!r}, expected {' or '.join(losses)}"
-                f"{near_miss(self.evaluation.best, losses)}"
+                f"evaluation.best: got {self.evaluation.best!r}, expected {' or '.join(loss_names)}"
+                f"{near_miss(self.evaluation.best, loss_names)}"
             )
         for name in ("steps", "batch", "seed"):
             if getattr(self, name) > MAX_INT32:
@@ -201,10 +201,10 @@ class Experiment:
         if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\\0"):
             raise UserError(f"name: got {self.name!r}, expected the name of a folder, without / and \\")
         try:
-            name_bytes = len(self.name.encode("utf-8"))
+            name_byte_count = len(self.name.encode("utf-8"))
         except UnicodeEncodeError:  # half of a surrogate pair
             raise UserError(f"name: got {self.name!r}, which has a character that no file name can have") from None
-        check_at_most("name: number of bytes in UTF-8", name_bytes, MAX_NAME_BYTES)
+        check_at_most("name: number of bytes in UTF-8", name_byte_count, MAX_NAME_BYTES)
 
     @property
     def train(self) -> str | None:
@@ -212,17 +212,17 @@ class Experiment:
         return self.optimizer.train or getattr(self.model, "train", None)
 
 
-def _refuse_parts_of_others(experiment: Experiment) -> None:
-    """Refuse a module of Flax as the model and an optax transformation as the optimizer, and name what takes them."""
+def _refuse_flax_and_optax(experiment: Experiment) -> None:
+    """Refuse a Flax module as the model or an optax transformation as the optimizer; the error says what wraps it."""
     model, optimizer = experiment.model, experiment.optimizer
     model_class = model if isinstance(model, type) else type(model)
     is_module = any(cls.__module__.startswith("flax.") and cls.__name__ == "Module" for cls in model_class.__mro__)
     if is_module:
-        name = model_class.__qualname__
-        got = f"the class {name}" if isinstance(model, type) else f"a {name}"
+        class_name = model_class.__qualname__
+        got_text = f"the class {class_name}" if isinstance(model, type) else f"a {class_name}"
         raise UserError(
-            f"model: got {got}, which is a module of Flax, expected a model such as ForeignModel(make=lambda rngs: "
-            f"{name}(rngs=rngs), score=...), which makes the module",
+            f"model: got {got_text}, which is a module of Flax, expected a model such as ForeignModel(make=lambda "
+            f"rngs: {class_name}(rngs=rngs), score=...), which makes the module",
             page="start/own_model",
         )
     if hasattr(optimizer, "init") and hasattr(optimizer, "update"):

@@ -35,14 +35,14 @@ def fine_tuning(
 ) -> Experiment:
     """Return the experiment that fine-tunes a Hugging Face folder on chats, with loss on the answers alone.
 
-    The chats are read and encoded here, since their number gives that of the steps. The held-out loss is measured
+    The chats are read and encoded here, since the number of steps depends on them. The held-out loss is measured
     before the first step, and at each quarter of the run. Accelerators compute in bfloat16. `dataclasses.replace` or
     `jx.override` changes any of it.
 
     Args:
         folder: folder with config.json, safetensors, tokenizer.json and a chat template.
         chats: JSONL file of chats, a glob, or several (`data.Chats` has the forms of a row).
-        held_out: the same of the chats to evaluate; `None` holds the last tenth of `chats` out.
+        held_out: files of the chats to evaluate, in the same form; `None` holds out the last tenth of `chats`.
         lora: rank of adapters, which alone are trained; `None` trains all parameters.
         epochs: number of passes over the chats, 3 by default.
         steps: number of updates, instead of `epochs`.
@@ -51,14 +51,14 @@ def fine_tuning(
             most 1,024 or the model's.
 
     Raises:
-        UserError: a file is not as described, the folder's model is no language model, or a number is out of range.
+        UserError: a file is not as described, the folder's model is not a language model, or a number is out of range.
 
     References:
         Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", for the learning rate of adapters.
     """
     if epochs is not None and (steps is not None or not 0 < epochs < float("inf")):
-        expected = "steps or epochs, not both" if steps is not None else "a number above 0"
-        raise UserError(f"epochs: got {epochs}, expected {expected}")
+        expected_text = "steps or epochs, not both" if steps is not None else "a number above 0"
+        raise UserError(f"epochs: got {epochs}, expected {expected_text}")
     pretrained = Pretrained(folder)
     model = pretrained if lora is None else LoRA(pretrained, rank=lora)
     traits = ModelTraits.of(pretrained)
@@ -68,8 +68,8 @@ def fine_tuning(
             f"{folder} holds a {architecture}, which reads no chats: expected a language model. Train it from an "
             "experiment file, with models.Pretrained and data of its own"
         )
-    path, held_out_path = _paths(chats), None if held_out is None else _paths(held_out)
-    data = Chats(path, folder, context or min(MAX_CONTEXT, traits.context), held_out_path=held_out_path)
+    chat_paths, held_out_paths = _path_or_paths(chats), None if held_out is None else _path_or_paths(held_out)
+    data = Chats(chat_paths, folder, context or min(MAX_CONTEXT, traits.context), held_out_path=held_out_paths)
     facts = data.open(batch, 0).facts
     vocab = traits.vocab
     if vocab is not None and facts["vocabulary"] > vocab:
@@ -78,17 +78,17 @@ def fine_tuning(
             "with transformers (resize_token_embeddings), or remove the tokens that were added"
         )
     if context is None:
-        fitting = -(-(facts["longest"] - 1) // 64) * 64
-        data = Chats(path, folder, max(1, min(data.context, fitting)), held_out_path=held_out_path)
+        fitting_context = -(-(facts["longest"] - 1) // 64) * 64
+        data = Chats(chat_paths, folder, max(1, min(data.context, fitting_context)), held_out_path=held_out_paths)
         facts = data.open(batch, 0).facts
     if steps is None:
         steps = max(1, round((EPOCHS if epochs is None else epochs) * facts["rows"] / batch))
-    rate = LEARNING_RATE if lora is None else LORA_LEARNING_RATE
+    learning_rate = LEARNING_RATE if lora is None else LORA_LEARNING_RATE
     return Experiment(
         name=f"{Path(folder).resolve().name or 'folder'}-{'tuned' if lora is None else f'lora{lora}'}",
         model=model,
         data=data,
-        optimizer=Optimizer(learning_rate=rate, warmup=min(100, steps // 20), weight_decay=0.0),
+        optimizer=Optimizer(learning_rate=learning_rate, warmup=min(100, steps // 20), weight_decay=0.0),
         steps=steps,
         batch=batch,
         evaluation=Evaluation(every=max(1, steps // _EVALUATIONS), batches=100, at_start=True),
@@ -98,6 +98,6 @@ def fine_tuning(
     )
 
 
-def _paths(paths: Any) -> Any:
+def _path_or_paths(paths: Any) -> Any:
     """Return one path unchanged, or several as a tuple."""
     return paths if isinstance(paths, str | Path) else tuple(paths)

@@ -77,22 +77,22 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         """
         entries = [entry.strip() for entry in text.split(",")]
         default = entries.pop(0) if entries[0] in ("auto", "reference") else "auto"
-        named_pairs, loss_chunk = [], None
+        kernels_and_names, loss_chunk = [], None
         for entry in entries:
-            name, equals, value = (part.strip() for part in entry.partition("="))
-            if name == "loss_chunk" and equals:
+            name, equals_sign, value = (part.strip() for part in entry.partition("="))
+            if name == "loss_chunk" and equals_sign:
                 if loss_chunk is not None:
                     raise UserError(f"kernels {text!r}: got loss_chunk twice, expected it once")
                 loss_chunk = parse(value, int, f"kernels {text!r}: loss_chunk")
                 continue
-            if not equals:
+            if not equals_sign:
                 suggestion = near_miss(entry, ("auto", "reference", "loss_chunk", *KNOWN))
                 raise UserError(
                     f"kernels {text!r}: expected auto, reference, or KERNEL=IMPLEMENTATION such as "
                     f"attention=chunked{suggestion}"
                 )
-            named_pairs.append((name, value))
-        return cls(default, tuple(named_pairs), loss_chunk)
+            kernels_and_names.append((name, value))
+        return cls(default, tuple(kernels_and_names), loss_chunk)
 
     def __str__(self) -> str:
         entries = [f"{kernel}={implementation}" for kernel, implementation in self.named]
@@ -123,7 +123,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
-        """Refuse a named implementation that does not run on a platform, before anything is traced.
+        """Raise an error for a named implementation that does not run on a platform, before anything is traced.
 
         Args:
             platform: kind of the devices: "cpu", "gpu" or "tpu".
@@ -131,12 +131,14 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         Raises:
             UserError: an implementation runs only on another platform.
         """
-        for kernel, name in self.named:
-            if PLATFORMS.get(name, platform) != platform:
-                alternatives = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
+        for kernel, implementation in self.named:
+            if PLATFORMS.get(implementation, platform) != platform:
+                alternatives_text = " or ".join(
+                    alternative for alternative in KNOWN[kernel] if alternative not in PLATFORMS
+                )
                 raise UserError(
-                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, but the step runs on {platform}; "
-                    f"take {alternatives}, or leave {kernel} out"
+                    f"kernels {kernel}={implementation}: a {PLATFORMS[implementation].upper()} kernel, but the step "
+                    f"runs on {platform}; take {alternatives_text}, or leave {kernel} out"
                 )
 
 
@@ -173,13 +175,13 @@ def fields_of(choices: Sequence[KernelChoice]) -> dict[str, Any]:
         {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
     """
     fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.platform_name for choice in choices))}
-    reasons: dict[str, str] = {}
+    reason_by_kernel: dict[str, str] = {}
     for choice in choices:
         kernel = choice.kernel
-        for text_by_kernel, text in ((fields, choice.implementation), (reasons, choice.why)):
+        for text_by_kernel, text in ((fields, choice.implementation), (reason_by_kernel, choice.why)):
             if text is not None and text not in text_by_kernel.get(kernel, "").split("; "):
                 text_by_kernel[kernel] = f"{text_by_kernel[kernel]}; {text}" if kernel in text_by_kernel else text
-    return fields | ({"why": reasons} if reasons else {})
+    return fields | ({"why": reason_by_kernel} if reason_by_kernel else {})
 
 
 def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -193,10 +195,10 @@ def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
         >>> platform_and_kernels(fields_of(choices))
         ('tpu v5e', 'adam8 tpu, cross_entropy chunked')
     """
-    why = fields.get("why")
-    reasons = why if isinstance(why, Mapping) else {}
+    why_json = fields.get("why")
+    reason_by_kernel = why_json if isinstance(why_json, Mapping) else {}
     kernel_texts = [
-        f"{kernel} {fields[kernel]}" + (f" ({reasons[kernel]})" if kernel in reasons else "")
+        f"{kernel} {fields[kernel]}" + (f" ({reason_by_kernel[kernel]})" if kernel in reason_by_kernel else "")
         for kernel in fields
         if kernel in KNOWN
     ]
@@ -213,8 +215,8 @@ def lines_of(choices: Sequence[KernelChoice]) -> list[str]:
         >>> lines_of((KernelChoice("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
     """
-    texts = platform_and_kernels(fields_of(choices))
-    if texts is None:
+    platform_and_text = platform_and_kernels(fields_of(choices))
+    if platform_and_text is None:
         return []
-    platform_name, kernels_text = texts
+    platform_name, kernels_text = platform_and_text
     return [f"kernels on {platform_name}: {kernels_text}"]

@@ -105,7 +105,7 @@ def ignoring_moved_fields() -> contextlib.AbstractContextManager[None]:
     return scoped(_ignores_moved, True)
 
 
-def _refusing_moved(cls: type[T]) -> type[T]:
+def _refuse_moved_fields(cls: type[T]) -> type[T]:
     """Make a class refuse fields of version 1 that have moved, with an error that names their replacement."""
     init = cls.__init__
 
@@ -125,7 +125,7 @@ def _refusing_moved(cls: type[T]) -> type[T]:
     return cls
 
 
-@_refusing_moved
+@_refuse_moved_fields
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The techniques with which to train.
@@ -223,10 +223,10 @@ class Plan:
                 raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
             check_at_most(name, count, MAX_MICROBATCHES if name == "microbatches" else MAX_LAYERS)
         if self.pipeline is not None and self.pipeline.name != "auto":  # "auto" is resolved when the platform is known
-            ranks, _ = self.pipeline.shape()
-            if self.mesh is not None and self.mesh.pipe not in (1, ranks):
+            rank_count, _ = self.pipeline.shape()
+            if self.mesh is not None and self.mesh.pipe not in (1, rank_count):
                 raise UserError(
-                    f"pipeline {self.pipeline} takes {ranks} devices along pipe, but mesh {self.mesh} has "
+                    f"pipeline {self.pipeline} takes {rank_count} devices along pipe, but mesh {self.mesh} has "
                     f"{self.mesh.pipe}; leave pipe out of the mesh"
                 )
         check(Facts(self))  # refuses combinations of requests
@@ -283,9 +283,14 @@ def version_1_fields(plan: Plan) -> dict[str, Any]:
     offload, state, kernels = fields.pop("offload"), fields.pop("state"), plan.kernels
     attention = dict(kernels.named).get("attention", "auto")
     has_field = attention in ("plain", "chunked", "splash")  # version 1 had a field for these implementations
-    named_pairs = tuple(pair for pair in kernels.named if pair[0] != "attention" or not has_field)
+    kernels_and_names = tuple(
+        kernel_and_name for kernel_and_name in kernels.named if kernel_and_name[0] != "attention" or not has_field
+    )
     pipeline = PipelinePlan("auto", 1) if plan.pipeline is None else plan.pipeline
     fields |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
-    fields |= {"attention": attention if has_field else "auto", "kernels": str(Kernels(kernels.default, named_pairs))}
+    fields |= {
+        "attention": attention if has_field else "auto",
+        "kernels": str(Kernels(kernels.default, kernels_and_names)),
+    }
     fields |= {name: getattr(pipeline, name) for name in PIPELINE_FIELDS}
     return fields | {"pipeline": None if plan.pipeline is None else pipeline.form}

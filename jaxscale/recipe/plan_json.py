@@ -37,11 +37,11 @@ def upgrade(data: Any) -> Any:
     new_fields = {name: value for name, value in data.items() if name not in old_fields}
     pipeline_text = new_fields.get("pipeline")
     if isinstance(pipeline_text, str):
-        defaults = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
+        default_by_field = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
         option_texts = []
         for name in PIPELINE_FIELDS:
             value = old_fields.get(name)
-            if name in old_fields and value != defaults.get(name):
+            if name in old_fields and value != default_by_field.get(name):
                 value_text = "+".join(map(str, value)) if isinstance(value, list | tuple) else value
                 option_texts.append(f"{name}={value_text}")
         new_fields["pipeline"] = ",".join([pipeline_text, *option_texts])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _OR_STACK = ", or stack the parameters of the blocks by nnx.vmap and run them by nnx.scan"
-"""Way round the limits of blocks that are separate submodules."""
+"""A way around the limits of blocks that are separate submodules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,14 +240,17 @@ def unlike_blocks(facts: Facts) -> str | None:
     """Return the text of a request for a pipeline whose stages have unlike blocks, or blocks that are not stacked."""
     if not facts.has_unlike_blocks:
         return None
-    start, paths = f"pipeline {facts.plan.pipeline.form if facts.plan.pipeline else ''}", facts.separate_blocks
+    pipeline_text, paths = (
+        f"pipeline {facts.plan.pipeline.form if facts.plan.pipeline else ''}",
+        facts.separate_blocks,
+    )
     if not paths:
-        return f"{start} of unlike blocks"
-    return f"{start} of separate submodules ({', '.join(paths[:2])}{', ...' if len(paths) > 2 else ''})"
+        return f"{pipeline_text} of unlike blocks"
+    return f"{pipeline_text} of separate submodules ({', '.join(paths[:2])}{', ...' if len(paths) > 2 else ''})"
 
 
 def asynchronous_unlike_blocks(facts: Facts) -> str | None:
-    """Return the text of a request for an asynchronous pipeline of such blocks."""
+    """Return the text of a request for an asynchronous pipeline of unlike blocks, or of blocks that are not stacked."""
     return unlike_blocks(facts) if asynchronous(facts) else None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale.blocks import Context
 from jaxscale.trees import named_leaves
-from jaxscale.values.user_frames import frames_of, place_in, place_of
+from jaxscale.values.user_frames import frames_and_lines_of, place_in, place_of
 
 MAX_BYTES = 2**28
 """Largest parameters for which the forward pass is run operation by operation."""
@@ -107,7 +107,7 @@ class Causes:
             with jax.debug_nans(True), jax.debug_infs(math.isinf(loss)):
                 float(model.loss(self._step_fn.module(self._state), dict(batch), Context()).total)
         except FloatingPointError as error:
-            frames = frames_of(error.__traceback__)
+            frames = frames_and_lines_of(error.__traceback__)
             if not frames:
                 return ""
             return f"{place_in(error)}the first {loss} of step {step} arises here{_labels_text(frames[-1][0], batch)}"

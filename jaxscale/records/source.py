@@ -33,7 +33,7 @@ from jaxscale.records.sums import check_sums, write_sums
 from jaxscale.records.trusted_sources import check_trust, record_trust
 from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import read_bytes
-from jaxscale.values.user_frames import advice_on, frames_of, place_of
+from jaxscale.values.user_frames import advice_on, frames_and_lines_of, place_of
 
 if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
@@ -397,7 +397,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
 
 def _advice(error: BaseException) -> str:
     """Return what to change after an error in an experiment file, as the end of a line."""
-    frames = frames_of(error.__traceback__)
+    frames = frames_and_lines_of(error.__traceback__)
     return advice_on(error, frames[-1][0] if frames else None)
 
 

@@ -22,7 +22,7 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
 from jaxscale.model_traits import ModelTraits
 from jaxscale.models.scores import RowParts, rows_in_parts
-from jaxscale.recipe.combinations import cut_of_batch
+from jaxscale.recipe.combinations import batch_cut_text
 from jaxscale.recipe.requests import Facts
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.step.planned_model import PlannedModel
@@ -103,7 +103,7 @@ class Coupling:
             make_module: function that returns the module with the weights before the first step.
             batch: device arrays of the first batch.
         """
-        cut_text = cut_of_batch(Facts(self._planned.plan, self._planned.experiment))
+        cut_text = batch_cut_text(Facts(self._planned.plan, self._planned.experiment))
         if cut_text is None or self._declared_over == "rows":
             return
         if self._declared_over == "batch":

@@ -109,7 +109,7 @@ class StuckWatch:
         """Return whether all processes are in a step, and whether all have written a heartbeat since the last call."""
         if self._process_count == 1:
             return True, True
-        peer_beats = heartbeat.peers()
+        peer_beats = heartbeat.peer_heartbeats()
         number_by_rank = {rank: beat.beat for rank, beat in peer_beats.items()}
         earlier_number_by_rank, self._beat_number_by_rank = self._beat_number_by_rank, number_by_rank
         are_all_in_step = len(peer_beats) >= self._process_count and all(

@@ -50,7 +50,7 @@ def _is_open(hint: Any) -> bool:
 
 
 def has_class_in_json(hint: Any) -> bool:
-    """Return whether the JSON of a dataclass in a field of this type gives the dataclass's name, under "type"."""
+    """Return whether the JSON of a dataclass in a field of this type names the dataclass, under the key "type"."""
     record_types = [alternative for alternative in alternatives(hint) if dataclasses.is_dataclass(alternative)]
     return _is_open(hint) or any(map(_is_open, alternatives(hint))) or len(record_types) > 1
 
@@ -90,18 +90,18 @@ def describe(hint: Any) -> str:
         return "a path"
     origin = get_origin(hint) or hint
     if origin in (tuple, list):
-        item_texts = ", ".join("..." if item is Ellipsis else describe(item) for item in get_args(hint))
+        item_texts = ", ".join("..." if item_hint is Ellipsis else describe(item_hint) for item_hint in get_args(hint))
         return f"a list ({item_texts})" if item_texts else "a list"
     if origin in (dict, Mapping):
         return "a dict"
     if origin in (Callable, typing.Callable):
         return "a function"
-    name = getattr(origin, "__name__", str(origin))
-    article = "an" if name[:1] in "AEIO" else "a"
-    return f"{article} {name}" + (" (text such as its str())" if has_text_form(origin) else "")
+    class_name = getattr(origin, "__name__", str(origin))
+    article = "an" if class_name[:1] in "AEIO" else "a"
+    return f"{article} {class_name}" + (" (text such as its str())" if has_text_form(origin) else "")
 
 
-def wrong_type(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:
+def wrong_type_error(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:
     """Return the error for a value that is not of its declared type.
 
     Args:

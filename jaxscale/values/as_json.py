@@ -21,7 +21,7 @@ from jaxscale.values.annotations import (
     is_record,
     item_hints,
     literal_suggestion,
-    wrong_type,
+    wrong_type_error,
 )
 from jaxscale.values.check import check
 from jaxscale.values.read_files import parse_json, read_bytes
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _TYPE = "type"
 
 
-_ONE_WAY = ("callable", "object")
+_ONE_WAY_KEYS = ("callable", "object")
 """Keys of values that are written to JSON but not read."""
 
 
@@ -74,7 +74,7 @@ def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
 def has_code(data: Any) -> bool:
     """Return whether the JSON from `to_json` contains a function, class or other object that cannot be read."""
     if isinstance(data, dict):
-        return any(key in data for key in _ONE_WAY) or any(map(has_code, data.values()))
+        return any(key in data for key in _ONE_WAY_KEYS) or any(map(has_code, data.values()))
     return isinstance(data, list) and any(map(has_code, data))
 
 
@@ -83,7 +83,7 @@ def read_json(path: Any) -> Any:
 
     Raises:
         UserError: there is no such file, or the file is not JSON (because it is truncated or binary, for example), or
-            is larger or nested more deeply than any file of ours.
+            is larger or nested more deeply than any file that jaxscale writes.
     """
     return parse_json(read_bytes(path), str(path))
 
@@ -118,14 +118,14 @@ def _json_of(value: Any, hint: Any) -> Any:
             [get_args(alternative)[1] for alternative in alternatives(hint) if len(get_args(alternative)) == 2] or [Any]
         )[0]
         return {str(key): _json_of(item, item_hint) for key, item in value.items()}
-    scalar: Any = value  # may be an array of rank 0
-    if getattr(scalar, "shape", None) == ():
-        return scalar.item()
+    untyped_value: Any = value  # may be an array of rank 0
+    if getattr(untyped_value, "shape", None) == ():
+        return untyped_value.item()
     return {"object": _code_name(type(value))}
 
 
 def _code_name(code: Any) -> str:
-    """Return a text MODULE:NAME for a function, a class or an object's class, which does not change between runs.
+    """Return MODULE:NAME of a function, a class or an object's class; the text does not change between runs.
 
     Example:
         >>> import json
@@ -170,10 +170,11 @@ def load(data: Any, hint: Any, path: str) -> Any:
         hint: the declared type.
         path: dotted path of the value, for messages.
     """
-    if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
-        code = next(data[key] for key in _ONE_WAY if key in data)
+    if isinstance(data, dict) and any(key in data for key in _ONE_WAY_KEYS):
+        code_name = next(data[key] for key in _ONE_WAY_KEYS if key in data)
         raise UserError(
-            f"{path}: {code} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
+            f"{path}: {code_name} is code, which cannot be read from JSON: rebuild the value from the file that "
+            "defines it"
         )
     if isinstance(data, dict) and _TYPE in data and has_class_in_json(hint):
         json_by_field = {key: item for key, item in data.items() if key != _TYPE}
@@ -193,7 +194,7 @@ def load(data: Any, hint: Any, path: str) -> Any:
     if origin in (tuple, list) and isinstance(data, list):
         hints = item_hints(hint, len(data))
         if len(hints) != len(data):
-            raise wrong_type(path, data, hint)
+            raise wrong_type_error(path, data, hint)
         return origin(
             load(item, item_hint, f"{path}[{index}]")
             for index, (item, item_hint) in enumerate(zip(data, hints, strict=True))
@@ -209,9 +210,9 @@ def load(data: Any, hint: Any, path: str) -> Any:
 
 
 def _class_in_json(name: str, hint: Any, path: str) -> type:
-    """Return the dataclass that JSON gives under "type" in a field of the declared type `hint`.
+    """Return the dataclass that the JSON key "type" names, for a field declared as `hint`.
 
-    Alternatives that the declared type lists need no import: the program's own source names them.
+    Classes that `hint` lists are found without an import.
     """
     for cls in alternatives(hint):
         if isinstance(cls, type) and dataclasses.is_dataclass(cls) and type_name(_code_name(cls)) == type_name(name):
@@ -221,18 +222,19 @@ def _class_in_json(name: str, hint: Any, path: str) -> type:
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
     """Return the value of the dataclass `cls` from a JSON object; `path` is the value's path, for messages."""
-    hints = field_types(cls)  # by field name
+    hint_by_field = field_types(cls)
     upgrade = getattr(cls, "upgraded_json", None)  # for classes that had other fields in earlier versions
     json_by_field = data if upgrade is None else upgrade(data)
     if not isinstance(json_by_field, dict):
-        raise wrong_type(path, json_by_field, cls)
+        raise wrong_type_error(path, json_by_field, cls)
     for name in json_by_field:
-        if name not in hints:
-            user_path = f"{path}.{name}" if path else name
-            fields_text = f"{cls.__name__} has {', '.join(hints)}"
-            raise UserError(f"unknown field {user_path!r}: {fields_text}{near_miss(name, hints)}")
+        if name not in hint_by_field:
+            field_path = f"{path}.{name}" if path else name
+            fields_text = f"{cls.__name__} has {', '.join(hint_by_field)}"
+            raise UserError(f"unknown field {field_path!r}: {fields_text}{near_miss(name, hint_by_field)}")
     field_values = {
-        name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in json_by_field.items()
+        name: load(item, hint_by_field[name], f"{path}.{name}" if path else name)
+        for name, item in json_by_field.items()
     }
     for field in dataclasses.fields(cls):
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
@@ -241,11 +243,11 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
     try:
         return cls(**field_values)
     except UserError as error:
-        raise error_at_path(error, path, list(hints)) from None
+        raise error_at_path(error, path, list(hint_by_field)) from None
 
 
 def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """Return JSON or text as a value of the first alternative of a union that accepts the JSON or text.
+    """Return the value that the first matching alternative of a union makes of JSON or text.
 
     Args:
         load_as: function that returns the value as a given alternative, or raises UserError.
@@ -279,7 +281,7 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
                 text_form_error = error
     suggestion = literal_suggestion(data, hint)
     if text_form_error is None or suggestion:
-        raise wrong_type(path, data, hint, suggestion)
+        raise wrong_type_error(path, data, hint, suggestion)
     literal_text = ", or ".join(
         describe(alternative) for alternative in non_none_types if get_origin(alternative) is Literal
     )

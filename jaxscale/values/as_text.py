@@ -19,7 +19,7 @@ from jaxscale.values.annotations import (
     is_record,
     item_hints,
     literal_suggestion,
-    wrong_type,
+    wrong_type_error,
 )
 from jaxscale.values.as_json import load, load_union, parse_text_form
 from jaxscale.values.read_files import parse_json
@@ -53,11 +53,11 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         path = user_path.replace("-", "_")
         _check_path(value, path, user_path)
         parent_changes = nested_changes
-        *parents, field_name = path.split(".")
-        for index, parent in enumerate(parents):
-            parent_changes = parent_changes.setdefault(parent, {})
+        *parent_names, field_name = path.split(".")
+        for index, parent_name in enumerate(parent_names):
+            parent_changes = parent_changes.setdefault(parent_name, {})
             if isinstance(parent_changes, str):
-                parent_path = ".".join(parents[: index + 1])
+                parent_path = ".".join(parent_names[: index + 1])
                 raise UserError(f"{parent_path} and {path} are both given: set one of them")
         if field_name in parent_changes:
             raise UserError(f"{path} and one of its fields are both given, or {path} is given twice: set one of them")
@@ -95,11 +95,11 @@ def parse(text: str, hint: Any, path: str) -> Any:
         for literal in get_args(hint):
             if str(literal) == text:
                 return literal
-        raise wrong_type(path, text, hint, literal_suggestion(text, hint))
+        raise wrong_type_error(path, text, hint, literal_suggestion(text, hint))
     if hint is bool:
         bool_by_word = {"true": True, "yes": True, "false": False, "no": False}
         if text.lower() not in bool_by_word:
-            raise wrong_type(path, text, hint, near_miss(text.lower(), bool_by_word))
+            raise wrong_type_error(path, text, hint, near_miss(text.lower(), bool_by_word))
         return bool_by_word[text.lower()]
     if hint in (int, float):
         return _number(text, hint, path)
@@ -115,7 +115,7 @@ def parse(text: str, hint: Any, path: str) -> Any:
         item_texts = [] if text.strip() in ("", "()") else [item_text.strip() for item_text in text.split(",")]
         hints = item_hints(hint, len(item_texts))
         if len(hints) != len(item_texts):
-            raise wrong_type(path, text, hint)
+            raise wrong_type_error(path, text, hint)
         return origin(
             parse(item_text, item_hint, f"{path}[{index}]")
             for index, (item_text, item_hint) in enumerate(zip(item_texts, hints, strict=True))
@@ -142,17 +142,17 @@ def spell(value: Any) -> str:
 
 
 def _number(text: str, hint: type, path: str) -> int | float:
-    """Return the number in a text, of type `hint` (int or float); "1e4" is also a whole number."""
+    """Return the number in a text, of type `hint` (int or float); "1e4" is a whole number, too."""
     number = math.nan
     for number_type in (float, hint):
         with contextlib.suppress(ValueError):
             number = number_type(text)
     if isinstance(number, float) and (math.isnan(number) or (hint is int and not number.is_integer())):
-        raise wrong_type(path, text, hint)
+        raise wrong_type_error(path, text, hint)
     try:
         return hint(number)
     except OverflowError:  # a whole number beyond the range of floats
-        raise wrong_type(path, text, hint) from None
+        raise wrong_type_error(path, text, hint) from None
 
 
 def _check_path(value: Any, path: str, user_path: str) -> None:
@@ -164,22 +164,24 @@ def _check_path(value: Any, path: str, user_path: str) -> None:
         user_path: the path as the user wrote it, for messages.
     """
     record, hint = value, Any
-    names = path.split(".")
-    for index, name in enumerate(names):
-        hints = field_types(type(record)) if is_record(record) else {}
-        if name not in hints or (name in getattr(type(record), "moved", {}) and index == len(names) - 1):
-            new_path = getattr(type(record), "moved", {}).get(name)
+    field_names = path.split(".")
+    for index, field_name in enumerate(field_names):
+        hint_by_field = field_types(type(record)) if is_record(record) else {}
+        if field_name not in hint_by_field or (
+            field_name in getattr(type(record), "moved", {}) and index == len(field_names) - 1
+        ):
+            new_path = getattr(type(record), "moved", {}).get(field_name)
             if new_path is not None:
-                raise UserError(f"{user_path} has moved: set {'.'.join([*names[:index], ''])}{new_path}")
+                raise UserError(f"{user_path} has moved: set {'.'.join([*field_names[:index], ''])}{new_path}")
             if index and record is None:
-                raise UserError(f"{user_path}: {'.'.join(names[:index])} is none, so its fields cannot be set")
+                raise UserError(f"{user_path}: {'.'.join(field_names[:index])} is none, so its fields cannot be set")
             if index and isinstance(record, Mapping):
                 raise UserError(
-                    f"{user_path}: {'.'.join(names[:index])} is a table, which is set whole: give it as JSON, such as "
-                    f"""--{".".join(names[:index])} '{{"NAME": {{"FIELD": VALUE}}}}', or in the experiment file"""
+                    f"{user_path}: {'.'.join(field_names[:index])} is a table, set as a whole: give JSON, such as "
+                    f"""--{".".join(field_names[:index])} '{{"NAME": {{"FIELD": VALUE}}}}', or in the experiment file"""
                 )
             raise UserError(f"unknown field {user_path!r}{_near_path(path, list(paths(value)))}")
-        hint, record = hints[name], getattr(record, name)
+        hint, record = hint_by_field[field_name], getattr(record, field_name)
     if is_record(record) and not is_optional(hint):
         raise UserError(f"{user_path} consists of fields: set one of {', '.join(paths(record, path + '.'))}")
 
@@ -201,7 +203,7 @@ def _near_path(path: str, known_paths: Sequence[str]) -> str:
     return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; expected one of {', '.join(known_paths)}"
 
 
-def _narrowed(hint: Any, value: Any) -> Any:
+def _narrow_type(hint: Any, value: Any) -> Any:
     """Return a field's declared type; for `Any`, the type of its value if that is a bool, number or path."""
     return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
 
@@ -211,19 +213,19 @@ def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
 
     Args:
         value: a frozen dataclass.
-        changes: by field name, the field's new text, or for a nested dataclass a dict of changes in the same form.
+        changes: by field name, the field's new text, or for a nested dataclass a dict of the same kind.
         path: dotted path of the value, for messages.
     """
-    hints = field_types(type(value))
+    hint_by_field = field_types(type(value))
     field_values = {}
     for name, change in changes.items():
         field_path = f"{path}.{name}" if path else name
         field_values[name] = (
-            parse(change, _narrowed(hints[name], getattr(value, name)), field_path)
+            parse(change, _narrow_type(hint_by_field[name], getattr(value, name)), field_path)
             if isinstance(change, str)
             else _replace(getattr(value, name), change, field_path)
         )
     try:
         return dataclasses.replace(value, **field_values)
     except UserError as error:
-        raise error_at_path(error, path, list(hints)) from None
+        raise error_at_path(error, path, list(hint_by_field)) from None

@@ -37,8 +37,8 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
     if not unit and number:
         raise UserError(f"{quantity} {text!r}: a unit is missing; write {match[1]}GiB, {match[1]}MiB or {match[1]}B")
     if unit and unit not in UNITS:
-        same_letters = next((known for known in UNITS if known.lower() == unit.lower()), None)
-        suggestion = near_miss(unit, UNITS) if same_letters is None else f"; did you mean {same_letters!r}?"
+        same_letter_unit = next((known_unit for known_unit in UNITS if known_unit.lower() == unit.lower()), None)
+        suggestion = near_miss(unit, UNITS) if same_letter_unit is None else f"; did you mean {same_letter_unit!r}?"
         raise UserError(f"{quantity} {text!r}: unknown unit {unit!r}{suggestion} (B, KiB to PiB, KB to PB)")
     byte_count = number * UNITS[unit or "B"]
     if unit in ("", "B") and byte_count != int(byte_count):

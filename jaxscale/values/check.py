@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError
-from jaxscale.values.annotations import alternatives, field_types, is_record, item_hints, literal_suggestion, wrong_type
+from jaxscale.values.annotations import (
+    alternatives,
+    field_types,
+    is_record,
+    item_hints,
+    literal_suggestion,
+    wrong_type_error,
+)
 from jaxscale.values.limits import MAX_INT_BITS
 
 
@@ -30,7 +37,7 @@ def check(value: Any, hint: Any, path: str) -> None:
                 return check(value, alternative, path)
             except UserError:
                 continue
-        raise wrong_type(path, value, hint, literal_suggestion(value, hint))
+        raise wrong_type_error(path, value, hint, literal_suggestion(value, hint))
     origin = get_origin(hint) or hint
     is_valid = True
     if hint is Any or isinstance(hint, TypeVar):
@@ -40,7 +47,7 @@ def check(value: Any, hint: Any, path: str) -> None:
     elif hint is int:
         is_valid = isinstance(value, int) and not isinstance(value, bool)
         if is_valid and value.bit_length() > MAX_INT_BITS:
-            raise wrong_type(path, value, hint, f" of at most {MAX_INT_BITS:,} bits")
+            raise wrong_type_error(path, value, hint, f" of at most {MAX_INT_BITS:,} bits")
     elif hint is float:
         is_valid = isinstance(value, int | float) and not isinstance(value, bool) and _is_float(value)
     elif origin in (tuple, list):
@@ -65,7 +72,7 @@ def check(value: Any, hint: Any, path: str) -> None:
             for name, field_hint in field_types(type(value)).items():
                 check(getattr(value, name), field_hint, f"{path}.{name}")
     if not is_valid:
-        raise wrong_type(path, value, hint, literal_suggestion(value, hint))
+        raise wrong_type_error(path, value, hint, literal_suggestion(value, hint))
     return None
 
 

@@ -54,19 +54,19 @@ def _align(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
         if is_record(value) and new_fields.get("type") == old_fields.get("type"):
             old_fields |= _missing_defaults(value, old_fields)
             for field in dataclasses.fields(value):
-                name, place = field.name, field.metadata.get("place")
-                if place is not None and _is_path(new_fields.get(name)) and _is_path(old_fields.get(name)):
-                    new_fields[name] = _without_place(new_fields[name], place)
-                    old_fields[name] = _without_place(old_fields[name], place)
+                name, place_kind = field.name, field.metadata.get("place")
+                if place_kind is not None and _is_path(new_fields.get(name)) and _is_path(old_fields.get(name)):
+                    new_fields[name] = _without_place(new_fields[name], place_kind)
+                    old_fields[name] = _without_place(old_fields[name], place_kind)
         for name, inner_value in _inner_values(value).items():
             if name in new_fields and name in old_fields:
                 new_fields[name], old_fields[name] = _align(inner_value, new_fields[name], old_fields[name])
         return new_fields, old_fields
     if isinstance(value, tuple | list) and isinstance(old_json, list) and len(value) == len(old_json):
-        item_pairs = [
+        new_and_old_items = [
             _align(item, new_item, old_item) for item, new_item, old_item in zip(value, new_json, old_json, strict=True)
         ]
-        return [new_item for new_item, _ in item_pairs], [old_item for _, old_item in item_pairs]
+        return [new_item for new_item, _ in new_and_old_items], [old_item for _, old_item in new_and_old_items]
     return new_json, old_json
 
 
@@ -98,10 +98,10 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
-def _without_place(path_or_paths: Any, place: str) -> Any:
-    """Return paths without their folders if `place` is "name", or a constant text if `place` is "content"."""
-    if place == "content":
+def _without_place(path_or_paths: Any, place_kind: str) -> Any:
+    """Return paths without their folders if `place_kind` is "name", or a constant text if it is "content"."""
+    if place_kind == "content":
         return "a place"
     if isinstance(path_or_paths, list):
-        return [_without_place(path, place) for path in path_or_paths]
+        return [_without_place(path, place_kind) for path in path_or_paths]
     return PurePath(path_or_paths).name

@@ -10,7 +10,7 @@ from jaxscale.errors import UserError
 def check_parameters(
     function: Callable[..., Any], name: str, argument_count: int, example: str, keyword: str | None = None
 ) -> None:
-    """Raise UserError if a function cannot be called with a number of positional arguments.
+    """Raise UserError if a function cannot be called with `argument_count` positional arguments.
 
     Functions in C that do not specify their parameters pass.
 
@@ -18,8 +18,8 @@ def check_parameters(
         function: the function.
         name: name of the field that holds the function, for messages.
         argument_count: number of positional arguments.
-        example: source of a function that can be called so.
-        keyword: a parameter that the function may have besides; it is then passed by its name.
+        example: source code of a function that can be called like this.
+        keyword: name of a further parameter that the function may have; its argument is passed by name.
 
     Example:
         >>> check_parameters(lambda: 1, "make", 1, "lambda rngs: nnx.Linear(2, 3, rngs=rngs)")
@@ -45,11 +45,11 @@ such as lambda rngs: nnx.Linear(2, 3, rngs=rngs)
         ) from None
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a parameter of this name.
 
     Example:
-        >>> takes(lambda module, batch, key: 0.0, "key"), takes(lambda module, batch: 0.0, "key")
+        >>> has_parameter(lambda module, batch, key: 0.0, "key"), has_parameter(lambda module, batch: 0.0, "key")
         (True, False)
     """
     try:

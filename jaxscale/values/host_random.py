@@ -27,32 +27,36 @@ def warning_of_host_random(model: Any) -> Iterator[None]:
         model: the model, whose `make` and `score` are the user's functions.
     """
     score, make = getattr(model, "score", None), getattr(model, "make", None)
-    earlier_states = _states(score, make)
+    earlier_state_by_name = _generator_states(score, make)
     yield
-    drawing = [name for name, state in _states(score, make).items() if state != earlier_states.get(name, state)]
-    if drawing:
+    generator_names = [
+        name
+        for name, state in _generator_states(score, make).items()
+        if state != earlier_state_by_name.get(name, state)
+    ]
+    if generator_names:
         warnings.warn(
-            f"{place_of(score)}the score or its model draws random numbers from {' and '.join(drawing)}. The step is "
-            "traced once, so they are constants, the same in every step: keep keys in the module (self.rngs = rngs), "
-            "and draw with jax.random from the key self.rngs.dropout(), which is another one in every step",
+            f"{place_of(score)}the score or its model draws random numbers from {' and '.join(generator_names)}. The "
+            "step is traced once, so they are constants, the same in every step: keep keys in the module (self.rngs = "
+            "rngs), and draw with jax.random from the key self.rngs.dropout(), which is another one in every step",
             stacklevel=2,
         )
 
 
-def _states(*functions: Any) -> dict[str, str]:
-    """Return the states of the generators that functions may read, as texts, by the generators' names."""
-    states = {"np.random": repr(np.random.get_state(legacy=False))}
+def _generator_states(*functions: Any) -> dict[str, str]:
+    """Return the state of each generator that the functions may read, as text, by the generator's name."""
+    state_by_name = {"np.random": repr(np.random.get_state(legacy=False))}
     for function in functions:
         for name, generator in _variables_of(function).items():
             if generator is random and "beartype" not in sys.modules:
-                states["Python's random"] = repr(random.getstate())
+                state_by_name["Python's random"] = repr(random.getstate())
             elif isinstance(generator, np.random.Generator):
-                states[f"the generator {name}"] = repr(generator.bit_generator.state)
+                state_by_name[f"the generator {name}"] = repr(generator.bit_generator.state)
             elif isinstance(generator, np.random.RandomState):
-                states[f"the generator {name}"] = repr(generator.get_state(legacy=False))
+                state_by_name[f"the generator {name}"] = repr(generator.get_state(legacy=False))
             elif isinstance(generator, random.Random):
-                states[f"the generator {name}"] = repr(generator.getstate())
-    return states
+                state_by_name[f"the generator {name}"] = repr(generator.getstate())
+    return state_by_name
 
 
 def _variables_of(function: Any) -> Mapping[str, Any]:
@@ -60,10 +64,10 @@ def _variables_of(function: Any) -> Mapping[str, Any]:
     while isinstance(function, functools.partial):
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    variables = dict(getattr(function, "__globals__", None) or getattr(module, "__dict__", {}))
+    value_by_name = dict(getattr(function, "__globals__", None) or getattr(module, "__dict__", {}))
     cells = getattr(function, "__closure__", None) or ()
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, cells, strict=False):
+    variable_names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(variable_names, cells, strict=False):
         with contextlib.suppress(ValueError):  # a variable that is not set yet
-            variables[name] = cell.cell_contents
-    return variables
+            value_by_name[name] = cell.cell_contents
+    return value_by_name

@@ -11,7 +11,7 @@ MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 """Largest whole number of any field: sizes in bytes are int64 in files and libraries."""
 MAX_INT_BITS = 2**13
-"""Most bits of a whole number of any field; Python writes no number of more than 4,300 digits (14,284 bits)."""
+"""Most bits of a whole number of any field; Python cannot print more than 4,300 digits (14,284 bits)."""
 MAX_WIDTH = 2**24
 """Largest width of a layer, number of heads or of classes: a matrix of two such dims takes 1 PiB."""
 MAX_LAYERS = 2**16

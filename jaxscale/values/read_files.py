@@ -46,7 +46,7 @@ def read_bytes(path: Any, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     except UserError:
         raise
     except ValueError as error:  # a NUL in the path, or a text that has no bytes in the file system's encoding
-        raise UserError(f"cannot read {path}: its name is not that of a file ({error})") from None
+        raise UserError(f"cannot read {path}: it cannot be the name of a file ({error})") from None
     if len(content) > max_bytes:
         raise UserError(f"{path} has {len(content):,} bytes, expected at most {max_bytes:,}")
     return content
@@ -65,8 +65,8 @@ def check_regular(path: Any, max_bytes: int | None = None) -> int:
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
-        raise UserError(f"{path} is {kind}, expected a regular file; copy the content to a file first")
+        kind_text = _KINDS.get(stat.S_IFMT(status.st_mode), "not a file")
+        raise UserError(f"{path} is {kind_text}, expected a regular file; copy the content to a file first")
     if max_bytes is not None and status.st_size > max_bytes:
         raise UserError(f"{path} has {status.st_size:,} bytes, expected at most {max_bytes:,}")
     return status.st_size
@@ -86,7 +86,7 @@ def is_regular(path: Any) -> bool:
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
-    """Return the values of a JSON text.
+    """Return the JSON value in a text.
 
     Args:
         text: the text, or its bytes in UTF-8.
@@ -103,31 +103,35 @@ def parse_json(text: str | bytes, place: str) -> Any:
         jaxscale.errors.UserError: a.json: its JSON is nested too deeply, expected at most 64 levels
     """
     try:
-        values = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        json_value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
-        raise _too_deep(place) from None
+        raise _deep_json_error(place) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         if "integer string conversion" in str(error):
             error = ValueError("a whole number has more than 4,300 digits")
         raise UserError(f"{place} is not JSON: {error}") from None
-    if _is_deeper(values, MAX_JSON_DEPTH):
-        raise _too_deep(place)
-    return values
+    if _is_deeper(json_value, MAX_JSON_DEPTH):
+        raise _deep_json_error(place)
+    return json_value
 
 
-def _too_deep(place: str) -> UserError:
-    """Return the error for JSON of too many levels."""
+def _deep_json_error(place: str) -> UserError:
+    """Return the error for JSON that is nested too deeply."""
     return UserError(f"{place}: its JSON is nested too deeply, expected at most {MAX_JSON_DEPTH} levels")
 
 
-def _is_deeper(values: Any, depth: int) -> bool:
-    """Return whether JSON values have more than `depth` nested levels."""
-    level = [values]
+def _is_deeper(json_value: Any, depth: int) -> bool:
+    """Return whether a JSON value has more than `depth` nested levels."""
+    level_values = [json_value]
     for _ in range(depth + 1):
-        containers = [item for item in level if isinstance(item, dict | list)]
+        containers = [item for item in level_values if isinstance(item, dict | list)]
         if not containers:
             return False
-        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+        level_values = [
+            item
+            for container in containers
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
     return True
 
 
@@ -144,22 +148,22 @@ def whole_number(text: str) -> int | None:
 
 
 def check_own_file(path: Any) -> None:
-    """Refuse to append to what is not a file of its own: a folder, a device, a pipe, or a link to a file beside it.
+    """Raise an error for a path that must not be written to: a folder, a device, a pipe, or a link to a file beside it.
 
     Args:
-        path: local path, at which there need not be a file.
+        path: a local path; the file need not exist.
 
     Raises:
-        UserError: what lies there is no regular file, or is a link into its folder.
-        OSError: it cannot be reached.
+        UserError: the path is not that of a regular file, or is a link to a file in the same folder.
+        OSError: the path cannot be reached.
     """
     if not os.path.lexists(path):
         return
     with contextlib.suppress(FileNotFoundError):
         check_regular(path)
-    folder, target = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
-    if os.path.islink(path) and os.path.commonpath([folder, target]) == folder:
-        raise UserError(f"{path} is a link to {target}, which is not its own; remove the link")
+    folder_path, target_path = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
+    if os.path.islink(path) and os.path.commonpath([folder_path, target_path]) == folder_path:
+        raise UserError(f"{path} is a link to {target_path}, another file beside it; remove the link")
 
 
 def is_folder(path: Any) -> bool:

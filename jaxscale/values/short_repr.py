@@ -16,7 +16,7 @@ def short_repr(self: Any) -> str:
         >>> Plan()
         Plan()
     """
-    settings = []
+    argument_texts = []
     is_keyword = False
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)
@@ -25,12 +25,12 @@ def short_repr(self: Any) -> str:
             continue
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         is_keyword = is_keyword or has_default
-        settings.append(f"{field.name}={_text(value)}" if is_keyword else _text(value))
-    return f"{type(self).__qualname__}({', '.join(settings)})"
+        argument_texts.append(f"{field.name}={_source_text(value)}" if is_keyword else _source_text(value))
+    return f"{type(self).__qualname__}({', '.join(argument_texts)})"
 
 
 def _is_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Return whether a field has its default; a value that cannot be compared, such as an array, has not."""
+    """Return whether a field has its default; false for a value that cannot be compared, such as an array."""
     default = field.default
     if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -42,10 +42,10 @@ def _is_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
         return False
 
 
-def _text(value: Any) -> str:
+def _source_text(value: Any) -> str:
     """Return a field's value as source text."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_source_text(item)}" for key, item in value.items()) + "}"
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if hasattr(type(value), "parse") and dataclasses.is_dataclass(value):  # a text form

@@ -94,8 +94,8 @@ def is_user_module(name: str) -> bool:
     if not isinstance(file, str):
         return False
     path = os.path.realpath(file)
-    is_installed = {"site-packages", "dist-packages"} & set(path.split(os.sep))
-    return not is_installed and not path.startswith(_package_folders())
+    install_folders = {"site-packages", "dist-packages"} & set(path.split(os.sep))
+    return not install_folders and not path.startswith(_package_folders())
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _package_folders() -> tuple[str, ...]:
 
 
 def type_of(name: str, path: str) -> type:
-    """Return the dataclass that JSON gives under "type".
+    """Return the dataclass that the JSON key "type" names.
 
     Args:
         name: a public name, MODULE:CLASS, or a name in an earlier file.
@@ -120,11 +120,11 @@ def type_of(name: str, path: str) -> type:
     public_name = type_name(name)
     if public_name in _MODULE_BY_NAME:
         return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
-    module, _, qualname = public_name.partition(":")
+    module_name, _, qualname = public_name.partition(":")
     # the module, then an object inside it
-    candidate: object = sys.modules.get(module) if is_user_module(module) else None
-    for attribute in qualname.split("."):
-        candidate = getattr(candidate, "__dict__", {}).get(attribute)  # a lazy module may import on `getattr`
+    candidate: object = sys.modules.get(module_name) if is_user_module(module_name) else None
+    for attribute_name in qualname.split("."):
+        candidate = getattr(candidate, "__dict__", {}).get(attribute_name)  # a lazy module may import on `getattr`
     if (
         not isinstance(candidate, type)
         or not dataclasses.is_dataclass(candidate)
@@ -132,7 +132,7 @@ def type_of(name: str, path: str) -> type:
     ):
         expected_text = (
             "expected MODULE:CLASS of a dataclass in a module of yours that this program has imported: import it, in "
-            "Python. A file makes no program import a module or use one that is installed, since that may execute code"
+            "Python. A file cannot make a program import a module, or use an installed one, since that may execute code"
             if qualname
             else f"expected one of {', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )

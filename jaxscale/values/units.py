@@ -23,8 +23,8 @@ def number(value: float | None, digits: int = 4) -> str:
         return "0"
     magnitude = math.floor(math.log10(abs(value)))
     if not -5 <= magnitude < 9:
-        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
-        return f"{_with_minus(mantissa)}e{int(power)}"
+        mantissa, _, exponent_text = f"{value:.{digits - 1}e}".partition("e")
+        return f"{_with_minus(mantissa)}e{int(exponent_text)}"
     rounded_value = round(value, digits - 1 - magnitude)
     decimal_count = max(0, digits - 1 - magnitude)
     return _with_minus(f"{rounded_value:,.{decimal_count}f}")
@@ -39,7 +39,7 @@ def count(value: float) -> str:
     """
     if text := _text_beyond_floats(value):
         return text
-    scaled_value, prefix = _scaled(value, _COUNTS)
+    scaled_value, prefix = _scaled_value_and_unit(value, _COUNTS)
     if prefix:
         return f"{_three_digits(scaled_value)} {prefix}"
     return f"{value / 1e3:.0f} k" if abs(value) >= 1e5 else f"{round(value):,}"
@@ -54,7 +54,7 @@ def size(value: float) -> str:
     """
     if text := _text_beyond_floats(value):
         return f"{text} B"
-    scaled_value, unit = _scaled(value, _BYTES)
+    scaled_value, unit = _scaled_value_and_unit(value, _BYTES)
     return f"{_three_digits(scaled_value)} {unit}" if unit else f"{value:.0f} B"
 
 
@@ -65,7 +65,7 @@ def round_size(value: float) -> str:
         >>> round_size(20 * 2**30), round_size(0)
         ('20 GiB', '0')
     """
-    scaled_value, unit = _scaled(value, _BYTES)
+    scaled_value, unit = _scaled_value_and_unit(value, _BYTES)
     return f"{scaled_value:.4g} {unit or 'B'}" if value else "0"
 
 
@@ -78,7 +78,7 @@ def rate(value: float, unit: str) -> str:
     """
     if text := _text_beyond_floats(value):
         return f"{text} {unit}"
-    scaled_value, prefix = _scaled(value, _DECIMAL)
+    scaled_value, prefix = _scaled_value_and_unit(value, _DECIMAL)
     return f"{_three_digits(scaled_value)} {prefix}{unit}"
 
 
@@ -89,7 +89,7 @@ def short(value: float) -> str:
         >>> short(20_000), short(2.5e9), short(0)
         ('20 k', '2.5 G', '0')
     """
-    scaled_value, prefix = _scaled(value, _DECIMAL)
+    scaled_value, prefix = _scaled_value_and_unit(value, _DECIMAL)
     return f"{_with_minus(f'{scaled_value:.4g}')} {prefix}".rstrip()
 
 
@@ -144,8 +144,8 @@ def _text_beyond_floats(value: float) -> str:
         return _with_minus("inf" if value > 0 else "-inf")
 
 
-def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return a value divided by the largest scale that it reaches, and the scale's unit; below all scales, no unit."""
+def _scaled_value_and_unit(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return a value divided by the largest scale that it reaches, and its unit; (value, "") below all scales."""
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 

@@ -30,7 +30,7 @@ _ADVICE_BY_ERROR = {
     "TracerBoolConversionError": f"{_NO_NUMBERS}, so Python's if, while, and, or and assert cannot read an array: "
     "choose with jnp.where or jax.lax.cond, loop with jax.lax.while_loop",
     "TracerArrayConversionError": f"{_NO_NUMBERS}, so NumPy cannot compute: call jnp instead of np",
-    "TracerIntegerConversionError": f"{_NO_NUMBERS}, so an array is no index of a list, length of a range or shape: "
+    "TracerIntegerConversionError": f"{_NO_NUMBERS}, so an array cannot be a list's index, a range's end or a shape: "
     "index jnp.asarray(numbers)[i], loop with jax.lax.fori_loop",
     "ConcretizationTypeError": f"{_NO_NUMBERS}, so float(), int(), item() and math cannot read an array: compute with "
     "jnp",
@@ -44,14 +44,14 @@ _ADVICE_BY_ERROR = {
 """What to change, by the name of the error's class."""
 
 
-def frames_of(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+def frames_and_lines_of(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
     """Return the frames of the user's code in a traceback, with the number of the line that each was at."""
-    frames = []
+    frames_and_lines = []
     while trace is not None:
         if is_user_code(trace.tb_frame.f_code):
-            frames.append((trace.tb_frame, trace.tb_lineno))
+            frames_and_lines.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    return frames
+    return frames_and_lines
 
 
 def is_user_code(code: CodeType) -> bool:
@@ -62,7 +62,7 @@ def is_user_code(code: CodeType) -> bool:
 
 
 def shown_path(code: CodeType) -> str:
-    """Return the file of code, relative to the current folder if it is in there."""
+    """Return the path of code's file, relative to the current folder if it is below; "a cell of the notebook" for one."""
     file, folder = Path(code.co_filename), Path.cwd()
     if "ipykernel_" in str(file.parent):
         return "a cell of the notebook"
@@ -91,12 +91,12 @@ def place_of(function: Any) -> str:
 
 
 def place_in(error: BaseException) -> str:
-    """Return the file and line of the user's innermost call in an error's traceback, as "FILE:LINE: "; "" if none."""
-    frames = frames_of(error.__traceback__)
-    if not frames:
+    """Return the user's innermost line in an error's traceback, as "FILE:LINE: "; "" if there is none."""
+    frames_and_lines = frames_and_lines_of(error.__traceback__)
+    if not frames_and_lines:
         return ""
-    frame, line = frames[-1]
-    return f"{shown_path(frame.f_code)}:{line}: "
+    frame, line_number = frames_and_lines[-1]
+    return f"{shown_path(frame.f_code)}:{line_number}: "
 
 
 def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
@@ -114,9 +114,13 @@ def advice_on(error: BaseException, frame: FrameType | None = None) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "; install it, or put its file beside this one"
     if isinstance(error, TypeError) and (match := _UNEXPECTED_ARGUMENT.search(str(error))):
-        fields = getattr(public_class(match[1]), "__dataclass_fields__", {})
-        field, hint = _FIELD_BY_OTHER_NAME.get(match[2], ("", ""))
-        return f"; did you mean {field!r}{hint}?" if field in fields else near_miss(match[2], fields)
+        field_by_name = getattr(public_class(match[1]), "__dataclass_fields__", {})
+        field_name, addition = _FIELD_BY_OTHER_NAME.get(match[2], ("", ""))
+        return (
+            f"; did you mean {field_name!r}{addition}?"
+            if field_name in field_by_name
+            else near_miss(match[2], field_by_name)
+        )
     if "subdtype of <class 'numpy.integer'>" in str(error):
         return "; labels are whole numbers: give them as y.astype('int32')"
     if "assigned to static attribute" in str(error):
@@ -147,23 +151,23 @@ _FIELD_BY_OTHER_NAME = {
     "loss": ("score", ""),
     "loss_fn": ("score", ""),
 }
-"""Field, and an addition to the question whether it is meant, by the name that other frameworks have for it."""
+"""Field, and text to append to the suggestion, by the name that other frameworks use for the field."""
 _UNEXPECTED_ARGUMENT = re.compile(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def _advice_on_name(name: str, frame: FrameType) -> str:
-    """Return what a name that is not defined may stand for."""
+    """Return a suggestion for a name that is not defined, to append to an error; "" if there is none."""
     if hasattr(frame.f_locals.get("self"), name):
         return f"; did you mean 'self.{name}'?"
     return near_miss(name, [*frame.f_locals, *frame.f_globals])
 
 
 def _advice_on_attribute(error: AttributeError, frame: FrameType) -> str:
-    """Return what an attribute that does not exist may stand for."""
-    names = [name for name, value in frame.f_locals.items() if value is error.obj]
-    if names and error.obj is None:
-        return f"; {names[0]} is None: a call that gave it returns nothing"
-    if names and isinstance(error.obj, tuple | list):
+    """Return a suggestion for an attribute that does not exist, to append to an error; "" if there is none."""
+    variable_names = [name for name, value in frame.f_locals.items() if value is error.obj]
+    if variable_names and error.obj is None:
+        return f"; {variable_names[0]} is None: a call that gave it returns nothing"
+    if variable_names and isinstance(error.obj, tuple | list):
         return _advice_on_items(frame)
     if "did you mean" in str(error):
         return ""
@@ -171,7 +175,7 @@ def _advice_on_attribute(error: AttributeError, frame: FrameType) -> str:
 
 
 def _advice_on_items(frame: FrameType) -> str:
-    """Return which variable of a frame is a tuple or list, where an array was expected."""
+    """Return advice about the first variable of a frame that is a tuple or list, where an array was expected; or ""."""
     for name, value in frame.f_locals.items():
         if isinstance(value, tuple | list):
             return f"; {name} is a {type(value).__name__} of {len(value)}: take one of its items"
@@ -179,7 +183,7 @@ def _advice_on_items(frame: FrameType) -> str:
 
 
 def add_place(error: BaseException) -> None:
-    """Add the user's line to an error as a note, which ends Python's traceback, hundreds of lines below that line.
+    """Add the user's line to an error as a note, which Python prints at the end of its long traceback.
 
     Example:
         >>> error = ValueError("no line of the user's")
@@ -187,6 +191,8 @@ def add_place(error: BaseException) -> None:
         >>> hasattr(error, "__notes__")
         False
     """
-    frames = frames_of(error.__traceback__)
-    if frames:
-        error.add_note(f"in your code: {place_in(error)}{type(error).__name__}{advice_on(error, frames[-1][0])}")
+    frames_and_lines = frames_and_lines_of(error.__traceback__)
+    if frames_and_lines:
+        error.add_note(
+            f"in your code: {place_in(error)}{type(error).__name__}{advice_on(error, frames_and_lines[-1][0])}"
+        )

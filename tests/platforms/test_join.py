@@ -13,7 +13,7 @@ from quick import environment
 from jaxscale.cli import main
 from jaxscale.errors import UserError
 from jaxscale.heartbeat import Writer, read_heartbeats
-from jaxscale.platforms.join import ProcessPlace, _missing_text, first_host, local_gpus, place_of
+from jaxscale.platforms.join import ProcessPlace, _missing_ranks_text, first_host, local_gpu_numbers, place_of
 from jaxscale.records.metrics import read_metrics
 
 SLURM = {
@@ -135,12 +135,14 @@ def test_malformed_variables_are_refused_by_name(variables, message):
 def test_processes_of_a_host_share_its_gpus(processes, rank, variables, expected, tmp_path):
     for name in [*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"]:
         (tmp_path / name).touch()
-    assert local_gpus(ProcessPlace("x", "a:1", processes, rank, rank, processes), variables, tmp_path) == expected
+    assert (
+        local_gpu_numbers(ProcessPlace("x", "a:1", processes, rank, rank, processes), variables, tmp_path) == expected
+    )
 
 
 def test_gpus_that_cannot_be_shared_evenly_are_refused():
     with pytest.raises(UserError, match="3 processes on this host cannot share 4 GPUs evenly"):
-        local_gpus(ProcessPlace("x", "a:1", 3, 0, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        local_gpu_numbers(ProcessPlace("x", "a:1", 3, 0, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 
 EXPERIMENT = """
@@ -238,9 +240,9 @@ def test_under_a_watchdog_the_missing_ranks_are_named(tmp_path, monkeypatch):
         writer = Writer(tmp_path, rank)
         writer.start()
         writer.close()
-    assert _missing_text(ProcessPlace("Slurm", "a:1", 4, 0)) == f"no heartbeat in {tmp_path} from rank 1, 3"
+    assert _missing_ranks_text(ProcessPlace("Slurm", "a:1", 4, 0)) == f"no heartbeat in {tmp_path} from rank 1, 3"
     monkeypatch.delenv("JAXSCALE_HEARTBEATS")
-    assert "the outputs of the others" in _missing_text(ProcessPlace("Slurm", "a:1", 4, 0))
+    assert "the outputs of the others" in _missing_ranks_text(ProcessPlace("Slurm", "a:1", 4, 0))
 
 
 def test_a_process_whose_peers_are_missing_ends_with_a_message(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import user_frames
-from jaxscale.values.user_frames import add_place, advice_on, frames_of, place_in, place_of
+from jaxscale.values.user_frames import add_place, advice_on, frames_and_lines_of, place_in, place_of
 
 
 class Caller:
@@ -36,11 +36,11 @@ def test_the_place_of_a_function_is_its_first_line():
 def test_an_error_has_the_innermost_line_of_the_user():
     with pytest.raises(KeyError) as caught:
         failing("y")
-    assert len(frames_of(caught.value.__traceback__)) == 2
+    assert len(frames_and_lines_of(caught.value.__traceback__)) == 2
     assert place_in(caught.value).endswith(f"test_user_frames.py:{failing.__code__.co_firstlineno + 2}: ")
     with pytest.raises(UserError) as refused:
         Plan(zero=7)
-    assert place_in(refused.value).endswith(f":{frames_of(refused.value.__traceback__)[-1][1]}: ")
+    assert place_in(refused.value).endswith(f":{frames_and_lines_of(refused.value.__traceback__)[-1][1]}: ")
     add_place(caught.value)
     assert caught.value.__notes__ == [f"in your code: {place_in(caught.value)}KeyError"]
 
