@@ -34,7 +34,7 @@ class Diverged(RuntimeError):
 
 
 class MostlySkipped(RuntimeError):
-    """The run has ended, but over a tenth of its steps were skipped. Starting it again ends the same way. Exit code 6."""
+    """The run has ended, but skipped over a tenth of its steps. Starting it again ends the same way. Exit code 6."""
 
 
 class Stuck(RuntimeError):

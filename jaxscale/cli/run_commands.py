@@ -55,7 +55,7 @@ class Generate:
         _check_run(self.run_dir, self.trust, takes_folder=True)
         from jaxscale.generation.sampling import Sampling
 
-        settings = {
+        sampling_options = {
             "temperature": self.temperature,
             "seed": self.seed,
             "top_k": self.top_k,
@@ -64,7 +64,7 @@ class Generate:
             "stop": () if self.stop is None else (self.stop,),
         }
         try:
-            Sampling(tokens=self.tokens, samples=self.samples, **settings)
+            Sampling(tokens=self.tokens, samples=self.samples, **sampling_options)
         except UserError as error:
             name, _, reason = str(error).partition(":")
             raise UserError(f"--{name.replace('_', '-')}:{reason}") from None
@@ -78,13 +78,13 @@ class Generate:
         model = TextModel.open(self.run_dir, self.best)
         shown_prompt = "" if model.is_chat_message(chat) else self.prompt
         if self.samples == 1:
-            pieces = model_stream(model, self.prompt, make_sampling(self.tokens, settings), chat)
+            text_pieces = model_stream(model, self.prompt, make_sampling(self.tokens, sampling_options), chat)
             print(shown_prompt, end="", flush=True)
-            for piece in pieces:
-                print(piece, end="", flush=True)
+            for text_piece in text_pieces:
+                print(text_piece, end="", flush=True)
             print()
             return
-        sampling = make_sampling(self.tokens, {**settings, "samples": self.samples})
+        sampling = make_sampling(self.tokens, {**sampling_options, "samples": self.samples})
         for number, continuation in enumerate(model_continuations(model, self.prompt, sampling, chat), start=1):
             print(f"--- {number} of {self.samples}\n{shown_prompt}{continuation}")
 
@@ -113,9 +113,9 @@ class Evaluate:
         start_backend()
         from jaxscale.training.evaluate import evaluate
 
-        figures = evaluate(self.run_dir, best=self.best, data=self.data)
-        width = max(10, *map(len, figures))
-        for name, value in figures.items():
+        value_by_name = evaluate(self.run_dir, best=self.best, data=self.data)
+        width = max(10, *map(len, value_by_name))
+        for name, value in value_by_name.items():
             print(f"{name:{width}} {value:.6g}" if isinstance(value, float) else f"{name:{width}} {value}")
 
 
@@ -227,7 +227,7 @@ def _check_run(run_dir: str, is_trusted: bool = False, *, takes_folder: bool = F
         takes_folder: whether the subcommand takes a folder of transformers, too.
 
     Raises:
-        UserError: the directory cannot be, or holds no run; the message suggests similar run directories.
+        UserError: the directory cannot exist, or contains no run; the message suggests similar run directories.
     """
     check_location(run_dir)
     path = Path(run_dir)

@@ -52,62 +52,64 @@ def _first_line(cls: type) -> str:
 
 
 def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
-    """Return a dataclass from which tyro prints a subcommand's help; annotations hold the help of the fields."""
-    type_by_field, descriptions = typing.get_type_hints(command_class), field_help(command_class)
+    """Return a dataclass from which tyro prints a subcommand's help; its annotations contain the help of the fields."""
+    type_by_field, description_by_field = typing.get_type_hints(command_class), field_help(command_class)
     experiment_types = values.field_types(type(experiment))
-    fields: list[Any] = []
+    field_specs: list[Any] = []
     for field in dataclasses.fields(command_class):
         if field.name in experiment_types:
             continue
         is_rest = "rest" in field.metadata
         is_word, default_text = is_rest or "word" in field.metadata, field.metadata.get("default_text")
-        note = (
+        note_text = (
             "(optional)" if is_word and field.default in (None, ()) else default_text and f"(default: {default_text})"
         )
         metavar = field.metadata.get("metavar")
-        argument = tyro.conf.arg(help=descriptions[field.name], metavar=metavar, help_behavior_hint=note)
+        argument = tyro.conf.arg(help=description_by_field[field.name], metavar=metavar, help_behavior_hint=note_text)
         field_type = Annotated[str if is_rest else type_by_field[field.name], argument]
         field_type = tyro.conf.Positional[field_type] if is_word else field_type
-        fields.append((field.name, field_type, dataclasses.field(default=field.default)))
+        field_specs.append((field.name, field_type, dataclasses.field(default=field.default)))
     if experiment is not None:
-        fields += _experiment_fields(experiment)
-    help_class = dataclasses.make_dataclass(command_class.__name__, fields, frozen=True)
+        field_specs += _experiment_field_specs(experiment)
+    help_class = dataclasses.make_dataclass(command_class.__name__, field_specs, frozen=True)
     help_class.__doc__ = (command_class.__doc__ or "").partition("\n\n    Args:")[0]
     return help_class
 
 
-def _experiment_fields(record: Any) -> list[Any]:
+def _experiment_field_specs(record: Any) -> list[Any]:
     """Return fields for `make_dataclass`, as triples of name, type and default.
 
     For a field of `record` that holds a record (a dataclass value), the type is a nested dataclass. For any other
     field, the type is `str`, annotated with the field's help.
     """
-    descriptions, fields = field_help(type(record)), []
+    description_by_field, field_specs = field_help(type(record)), []
     for name, field_type in values.field_types(type(record)).items():
-        value, description = getattr(record, name), descriptions.get(name, "")
+        value, description = getattr(record, name), description_by_field.get(name, "")
         if values.is_record(value):
-            nested_fields = _experiment_fields(value)
-            nested_class = dataclasses.make_dataclass(type(value).__name__, nested_fields, frozen=True)
+            nested_specs = _experiment_field_specs(value)
+            nested_class = dataclasses.make_dataclass(type(value).__name__, nested_specs, frozen=True)
             nested_class.__doc__ = _help_text(_first_line(type(value)) or description)
-            fields.append((name, nested_class, dataclasses.field(default_factory=nested_class)))
+            field_specs.append((name, nested_class, dataclasses.field(default_factory=nested_class)))
         elif not _is_code(field_type):
             default_text = getattr(value, "__qualname__", "code") if callable(value) else values.spell(value)
-            metavar, note = _metavar(field_type), f"(default: {default_text})"
-            argument = tyro.conf.arg(metavar=metavar, help=_help_text(description), help_behavior_hint=note)
-            fields.append((name, Annotated[str, argument], dataclasses.field(default=default_text)))
-    return fields
+            metavar, note_text = _metavar(field_type), f"(default: {default_text})"
+            argument = tyro.conf.arg(metavar=metavar, help=_help_text(description), help_behavior_hint=note_text)
+            field_specs.append((name, Annotated[str, argument], dataclasses.field(default=default_text)))
+    return field_specs
 
 
 def _is_code(hint: Any) -> bool:
     """Return whether a type hint allows classes or functions alone, so that only an experiment file can set it."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = [member for member in typing.get_args(hint) if member is not type(None)] if is_union else [hint]
+    member_types = (
+        [member_type for member_type in typing.get_args(hint) if member_type is not type(None)] if is_union else [hint]
+    )
     return all(
         any(
-            (typing.get_origin(part) or part) in (type, collections.abc.Callable)
-            for part in (member, *typing.get_args(member))
+            (typing.get_origin(type_part) or type_part) in (type, collections.abc.Callable)
+            for type_part in (member_type, *typing.get_args(member_type))
         )
-        for member in members
+        for member_type in member_types
     )
 
 

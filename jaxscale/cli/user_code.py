@@ -1,7 +1,7 @@
 """Errors in the user's own code: the model, the score, the data, a schedule or a callback in the experiment's file.
 
-Between the user's frames lie hundreds of JAX, Flax and jaxscale. This module reports the error at the user's line, with
-the shapes of the function's arrays, and then the user's frames alone.
+Between the user's frames lie hundreds of JAX, Flax and jaxscale. This module reports an error at the user's line, with
+the shapes of the function's arrays, and then only the user's frames.
 """
 
 import os
@@ -22,18 +22,18 @@ def report(error: BaseException) -> str | None:
     Args:
         error: the error, with its traceback.
     """
-    frames = frames_and_lines_of(error.__traceback__)
-    if not frames or os.environ.get(VARIABLE) == "full":
+    frames_and_lines = frames_and_lines_of(error.__traceback__)
+    if not frames_and_lines or os.environ.get(VARIABLE) == "full":
         return None
-    frame, line = frames[-1]
-    text = str(error).partition("\n-----")[0]  # JAX adds a line on its own frames
-    first_line, line_break, other_lines = f"{type(error).__name__}: {text}".partition("\n")
+    frame, line_number = frames_and_lines[-1]
+    error_text = str(error).partition("\n-----")[0]  # JAX adds a line on its own frames
+    first_line, line_break, other_lines = f"{type(error).__name__}: {error_text}".partition("\n")
     message = f"{first_line.rstrip(' .')}{advice_on(error, frame)}{line_break}{other_lines}"
-    entries = traceback.StackSummary.extract((frame, line) for frame, line in frames)
+    stack_summary = traceback.StackSummary.extract((frame, line_number) for frame, line_number in frames_and_lines)
     return (
-        f"{shown_path(frame.f_code)}:{line}: {message}\n"
+        f"{shown_path(frame.f_code)}:{line_number}: {message}\n"
         f"  in {_call_text(frame)}\n"
-        f"Calls in your code, the last one at the end ({VARIABLE}=full shows all):\n{''.join(entries.format())}"
+        f"Calls in your code, the last one at the end ({VARIABLE}=full shows all):\n{''.join(stack_summary.format())}"
     ).rstrip()
 
 

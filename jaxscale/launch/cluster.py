@@ -1,4 +1,4 @@
-"""Cluster: what a launch needs to know about a group of machines, in one checked value.
+"""Cluster: a description of a group of machines for a launch, in one checked value.
 
 A cluster's file, such as tpu_configs/h200_slurm.py, assigns a `Cluster` to the name `cluster`.
 """
@@ -233,16 +233,16 @@ class Cluster:
         if isinstance(self.scheduler, QueuedResource) and not is_tpu:
             raise UserError(f"QueuedResource: got the platform {self.platform!r}, expected a TPU")
         if isinstance(self.scheduler, Local):
-            fields = Cluster.__dataclass_fields__
-            unused = [
+            field_by_name = Cluster.__dataclass_fields__
+            needless_names = [
                 name
                 for name in ("python", "setup", "variables", "interface", "cache")
-                if getattr(self, name) != fields[name].default
+                if getattr(self, name) != field_by_name[name].default
             ]
-            if unused:
+            if needless_names:
                 raise UserError(
-                    f"Cluster.{unused[0]}: expected none with Local, whose processes start with this Python and "
-                    "environment"
+                    f"Cluster.{needless_names[0]}: expected none with Local, whose processes start with this Python "
+                    "and environment"
                 )
         for name in ("shared", "python", "interface", "cache"):
             if "\n" in getattr(self, name) or "\0" in getattr(self, name):
@@ -281,7 +281,7 @@ class Cluster:
         return 0 if platform is None else platform.chips * platform.slices // self.host_count
 
     def run_dir(self, name: str) -> str:
-        """Return the directory of the run with a name."""
+        """Return the directory of the run called `name`."""
         return f"{self.shared.rstrip('/')}/runs/{name}" if self.shared else f"runs/{name}"
 
 
@@ -304,8 +304,8 @@ def read_cluster(text: str | None) -> Cluster:
         return Cluster("local", Local(int(match[1] or 1)))
     path = Path(text)
     if not is_regular(path):
-        known = sorted(str(file) for folder in {path.parent, Path(CONFIGS)} for file in folder.glob("*.py"))
-        hint = near_miss(text, known) or (f"; there are {', '.join(known[:16])}" if known else "")
+        known_files = sorted(str(file) for folder in {path.parent, Path(CONFIGS)} for file in folder.glob("*.py"))
+        hint = near_miss(text, known_files) or (f"; there are {', '.join(known_files[:16])}" if known_files else "")
         raise UserError(f"cluster {text!r} is not a file: expected a cluster's file or local:4{hint}")
     try:
         cluster = runpy.run_path(str(path)).get("cluster")
@@ -318,21 +318,21 @@ def read_cluster(text: str | None) -> Cluster:
     return cluster
 
 
-def check_dns_name(what: str, name: str) -> None:
-    """Raise UserError if a name is not one of DNS: at most 63 lower-case letters, digits and hyphens."""
+def check_dns_name(field_name: str, name: str) -> None:
+    """Raise UserError if a name is not a DNS label: at most 63 lower-case letters, digits and hyphens."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
         raise UserError(
-            f"{what}: got {name!r} ({len(name)} characters), expected at most 63 lower-case letters, digits and "
+            f"{field_name}: got {name!r} ({len(name)} characters), expected at most 63 lower-case letters, digits and "
             "hyphens, first a letter; --name sets the name of a run"
         )
 
 
 def _is_word(text: str) -> bool:
-    """Return whether a text is printable and holds no space."""
+    """Return whether a text is printable and contains no space."""
     return text.isprintable() and not any(character.isspace() for character in text)
 
 
-def _check_word(what: str, text: str, *, required: bool = False) -> None:
+def _check_word(field_name: str, text: str, *, required: bool = False) -> None:
     """Raise UserError if a text holds spaces or characters that cannot be printed, or if it is required and empty."""
     if (required and not text) or not _is_word(text):
-        raise UserError(f"{what}: got {text!r}, expected a word without spaces")
+        raise UserError(f"{field_name}: got {text!r}, expected a word without spaces")

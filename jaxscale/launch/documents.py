@@ -9,7 +9,7 @@ from jaxscale.launch.cluster import Cluster
 from jaxscale.records import trusted_sources
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy")
-"""Variables by which messages between the processes would go to a proxy; they are unset."""
+"""Variables that would send messages between the processes through a proxy; they are unset."""
 
 
 def watch_command(
@@ -28,24 +28,24 @@ def watch_command(
         >>> " ".join(watch_command(Cluster("gpu h200 x 8"), ["train", "a.py"], "/r/a", None))
         'python -m jaxscale watch --out=/r/a -- python -m jaxscale train a.py'
     """
-    program = [cluster.python, "-m", "jaxscale"]
-    flags = [f"--out={run_dir}"]
-    flags += [f"--timeouts={timeouts}"] if timeouts else []
-    flags += [f"--ranks={process_count}"] if process_count > 1 else []
-    return [*program, "watch", *flags, "--", *program, *command]
+    program_words = [cluster.python, "-m", "jaxscale"]
+    flag_words = [f"--out={run_dir}"]
+    flag_words += [f"--timeouts={timeouts}"] if timeouts else []
+    flag_words += [f"--ranks={process_count}"] if process_count > 1 else []
+    return [*program_words, "watch", *flag_words, "--", *program_words, *command]
 
 
 def retry_command(cluster: Cluster, run_dir: str, *flags: str) -> list[str]:
-    """Return the words before the command that `jaxscale retry` repeats."""
+    """Return the words of `jaxscale retry` that precede the command to repeat."""
     return [cluster.python, "-m", "jaxscale", "retry", f"--out={run_dir}", *flags, "--"]
 
 
-def environment(cluster: Cluster, run_dir: str) -> dict[str, str]:
-    """Return the environment variables of a run's hosts: the run is trusted there, and the cluster's facts set others.
+def environment_variables(cluster: Cluster, run_dir: str) -> dict[str, str]:
+    """Return the environment variables of a run's hosts: one that trusts the run, and those that the cluster sets.
 
     Example:
         >>> from jaxscale.launch.cluster import Slurm
-        >>> environment(Cluster("gpu h200 x 8", Slurm(), interface="eth0"), "/r/a")
+        >>> environment_variables(Cluster("gpu h200 x 8", Slurm(), interface="eth0"), "/r/a")
         {'JAXSCALE_TRUST': '/r/a', 'NCCL_SOCKET_IFNAME': 'eth0'}
     """
     variables = {trusted_sources.VARIABLE: run_dir}
@@ -57,27 +57,26 @@ def environment(cluster: Cluster, run_dir: str) -> dict[str, str]:
 
 
 def shell_lines(cluster: Cluster, run_dir: str) -> list[str]:
-    """Return shell lines that prepare a host: the cluster's own, the variables, and no proxy between the processes."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment(cluster, run_dir).items()]
+    """Return shell lines that prepare a host: they run the cluster's setup, set variables, and unset the proxies."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment_variables(cluster, run_dir).items()]
     return [*cluster.setup, *exports, f"unset {' '.join(PROXIES)}"]
 
 
-def present_values(cluster: Cluster) -> dict[str, str]:
-    """Return the values of the environment variables that a cluster's file passes on by name.
+def passed_variables(cluster: Cluster) -> dict[str, str]:
+    """Return the environment variables, by name, whose values the cluster's file passes on to the processes.
 
     Raises:
         UserError: a variable is not set here.
     """
-    missing = [name for name in cluster.variables if name not in os.environ]
-    if missing:
-        raise UserError(f"Cluster.variables: {', '.join(missing)} is not set here: set it before the launch")
+    missing_names = [name for name in cluster.variables if name not in os.environ]
+    if missing_names:
+        raise UserError(f"Cluster.variables: {', '.join(missing_names)} is not set here: set it before the launch")
     return {name: os.environ[name] for name in cluster.variables}
 
 
-def refuse_variables(cluster: Cluster, way_round: str) -> None:
-    """Raise UserError if a cluster passes variables on, and its scheduler could only write their values down."""
+def refuse_variables(cluster: Cluster, advice: str) -> None:
+    """Raise UserError if a cluster passes on variables, whose values its scheduler's document would contain."""
     if cluster.variables:
         raise UserError(
-            f"Cluster.variables: got {', '.join(cluster.variables)}, but a document would hold their values: "
-            f"{way_round}"
+            f"Cluster.variables: got {', '.join(cluster.variables)}, but a document would hold their values: {advice}"
         )

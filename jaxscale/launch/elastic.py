@@ -1,4 +1,4 @@
-"""Elastic runs: after a machine is lost, go on with fewer replicas at the same global batch."""
+"""Elastic runs: after a machine is lost, the run continues with fewer replicas and the same global batch."""
 
 import dataclasses
 import sys
@@ -23,17 +23,17 @@ class Size:
     text: str
 
 
-def sizes(experiment: Any) -> dict[int, Size]:
-    """Return the sizes at which an experiment can go on, by the number of replicas.
+def possible_sizes(experiment: Any) -> dict[int, Size]:
+    """Return the sizes at which an experiment can continue, by the number of replicas.
 
     The global batch stays the same, and a device processes at most as many rows at a time as with all replicas, so that
-    fewer replicas take more microbatches. A number of replicas over which the batch cannot be split so is left out.
+    fewer replicas take more microbatches. Numbers of replicas over which the batch cannot be split are left out.
 
     Args:
         experiment: the experiment, whose mesh has a replica axis.
 
     Raises:
-        UserError: the plan keeps something that belongs to one replica, or has no replicas.
+        UserError: the plan keeps state that belongs to one replica, or has no replicas.
     """
     plan, batch = experiment.plan, experiment.batch
     mesh = plan.mesh
@@ -42,26 +42,33 @@ def sizes(experiment: Any) -> dict[int, Size]:
             f"--elastic replica: got the mesh {mesh or 'auto'}, expected a replica axis, such as --plan.mesh "
             "replica:4,fsdp:8"
         )
-    reasons = {
+    reason_by_field = {
         "plan.pipeline": plan.pipeline is not None and "its schedule fixes the microbatches",
         "plan.diloco": plan.diloco is not None and "each replica has weights of its own",
         "plan.reduce": plan.reduce not in (None, "float32", "bfloat16") and "each replica keeps its rounding errors",
     }
-    for name, reason in reasons.items():
+    for name, reason in reason_by_field.items():
         if reason:
             raise UserError(f"--elastic replica: {name} is set, and {reason}; leave out one of the two")
-    rows = batch // (plan.microbatches * mesh.batch_shards)
+    max_rows = batch // (plan.microbatches * mesh.batch_shards)
     sizes_by_count: dict[int, Size] = {}
     for replica_count in range(1, mesh.replica + 1):
         smaller_mesh = dataclasses.replace(mesh, replica=replica_count)
-        shards = smaller_mesh.batch_shards
-        counts = range(plan.microbatches, batch // shards + 1) if batch % shards == 0 else ()
-        count = next((n for n in counts if batch % (n * shards) == 0 and batch // (n * shards) <= rows), None)
-        if count is not None:
-            fields = {"plan.mesh": str(smaller_mesh), "plan.microbatches": str(count)}
-            plural = "es" if count > 1 else ""
+        shard_count = smaller_mesh.batch_shards
+        microbatch_counts = range(plan.microbatches, batch // shard_count + 1) if batch % shard_count == 0 else ()
+        microbatch_count = next(
+            (
+                possible_count
+                for possible_count in microbatch_counts
+                if batch % (possible_count * shard_count) == 0 and batch // (possible_count * shard_count) <= max_rows
+            ),
+            None,
+        )
+        if microbatch_count is not None:
+            fields = {"plan.mesh": str(smaller_mesh), "plan.microbatches": str(microbatch_count)}
+            plural = "es" if microbatch_count > 1 else ""
             sizes_by_count[replica_count] = Size(
-                replica_count, fields, f"a batch of {batch} in {count} microbatch{plural}"
+                replica_count, fields, f"a batch of {batch} in {microbatch_count} microbatch{plural}"
             )
     if mesh.replica not in sizes_by_count:
         raise UserError(
@@ -83,47 +90,63 @@ class Elastic:
     """
 
     def __init__(self, sizes_by_count: dict[int, Size], process_count: int) -> None:
-        self._sizes, self._all = sizes_by_count, max(sizes_by_count)
-        if process_count % self._all:
+        self._size_by_count, self._full_replica_count = sizes_by_count, max(sizes_by_count)
+        if process_count % self._full_replica_count:
             raise UserError(
-                f"--elastic replica: {process_count} processes cannot be shared evenly by {self._all} replicas"
+                f"--elastic replica: {process_count} processes cannot be shared evenly by {self._full_replica_count} "
+                "replicas"
             )
-        self._processes_each = process_count // self._all
-        self._replicas = list(range(self._all))
-        self.size = sizes_by_count[self._all]
+        self._processes_per_replica = process_count // self._full_replica_count
+        self._remaining_replicas = list(range(self._full_replica_count))
+        self.size = sizes_by_count[self._full_replica_count]
 
     @property
     def slots(self) -> list[int]:
-        """The processes that the next attempt starts, by their numbers among those of all replicas."""
-        used_replicas = self._replicas[: self.size.replicas]
+        """Numbers of the processes that the next attempt starts, among the processes of all replicas."""
+        used_replicas = self._remaining_replicas[: self.size.replicas]
         return [
-            replica * self._processes_each + index for replica in used_replicas for index in range(self._processes_each)
+            replica * self._processes_per_replica + index
+            for replica in used_replicas
+            for index in range(self._processes_per_replica)
         ]
 
     def note(self, ending: Ending | None) -> None:
-        """Take note of how an attempt ended: a machine counts as lost if a process on it was killed, or is frozen.
+        """Record how an attempt ended: a machine counts as lost if a process on it was killed, or is frozen.
 
-        Where too few replicas are left, the next attempt waits for all machines again.
+        If too few replicas are left, the next attempt waits for all machines again.
 
         Args:
             ending: the first failure of the attempt; `None` if there was none.
         """
         if ending is None or not (ending.code < 0 or ending.cause in ("frozen", "missing")):
             return
-        lost_replica = self.slots[ending.rank] // self._processes_each
-        self._replicas.remove(lost_replica)
-        smaller = [size for count, size in self._sizes.items() if count <= len(self._replicas)]
-        if smaller:
-            self.size = max(smaller, key=lambda size: size.replicas)
-            text = f"goes on with {self.size.replicas} of {self._all} replicas, and with {self.size.text}"
+        lost_replica = self.slots[ending.rank] // self._processes_per_replica
+        self._remaining_replicas.remove(lost_replica)
+        remaining_sizes = [
+            size
+            for replica_count, size in self._size_by_count.items()
+            if replica_count <= len(self._remaining_replicas)
+        ]
+        if remaining_sizes:
+            self.size = max(remaining_sizes, key=lambda size: size.replicas)
+            outcome_text = (
+                f"goes on with {self.size.replicas} of {self._full_replica_count} replicas, and with {self.size.text}"
+            )
         else:
-            self._replicas, self.size = list(range(self._all)), self._sizes[self._all]
-            text = f"cannot go on with fewer replicas, and starts all {self._all} again"
-        print(f"jaxscale: replica {lost_replica} ({ending.host}) was lost; the run {text}", file=sys.stderr, flush=True)
+            self._remaining_replicas, self.size = (
+                list(range(self._full_replica_count)),
+                self._size_by_count[self._full_replica_count],
+            )
+            outcome_text = f"cannot go on with fewer replicas, and starts all {self._full_replica_count} again"
+        print(
+            f"jaxscale: replica {lost_replica} ({ending.host}) was lost; the run {outcome_text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def with_fields(command: list[str], fields: dict[str, str]) -> list[str]:
-    """Return a train command with other values of some fields.
+    """Return a train command in which some fields have new values.
 
     Example:
         >>> with_fields(["train", "e.py", "--plan.mesh=replica:4", "--out=run"], {"plan.mesh": "replica:3"})

@@ -10,7 +10,7 @@ from jaxscale import heartbeat
 from jaxscale.errors import CRASHED, GAVE_UP, PREEMPTED, UserError
 from jaxscale.heartbeat import read_heartbeats
 from jaxscale.launch import watch
-from jaxscale.launch.retry import ended_attempt, launch_name
+from jaxscale.launch.retry import attempt_record, launch_name
 from jaxscale.launch.rules import decide
 from jaxscale.launch.verdict import exit_code
 from jaxscale.launch.watch import Watchdog, Watched
@@ -59,31 +59,33 @@ def watch_host(
 
 
 def record_earlier_attempt(folder: Path, attempt: int) -> str:
-    """Record the attempt before this one, where a scheduler restarts the run and no `jaxscale retry` keeps the record.
+    """Record the previous attempt, for a scheduler that restarts the run without `jaxscale retry`.
 
     Args:
-        folder: folder of the run's heartbeats, which hold what the earlier attempt left.
+        folder: folder of the run's heartbeats, which still contains those of the earlier attempt.
         attempt: number of the attempt that starts; 0 for the first one of a launch.
 
     Returns:
-        Why no further attempt should start; "" if one should.
+        The reason why no further attempt should start; "" if one should.
     """
     folder.mkdir(parents=True, exist_ok=True)
     launch_file = folder / LAUNCH
     if attempt == 0:
         launch_file.write_text(launch_name({}))
         return ""
-    launch = launch_file.read_text("utf-8", "replace") if launch_file.exists() else launch_name({})
-    beats = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == attempt - 1}
-    if beats:
-        end_times = {rank: watch.heartbeat_file(folder, rank).stat().st_mtime for rank in beats}
-        start_time = min(end_times[rank] - beats[rank].uptime for rank in beats)
-        ending = watch.read_ending(Watched(folder, len(beats), attempt - 1))
-        is_stopped = any(beat.failure.startswith(("Preempted", "KeyboardInterrupt")) for beat in beats.values())
+    name_of_launch = launch_file.read_text("utf-8", "replace") if launch_file.exists() else launch_name({})
+    heartbeat_by_rank = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == attempt - 1}
+    if heartbeat_by_rank:
+        end_time_by_rank = {rank: watch.heartbeat_file(folder, rank).stat().st_mtime for rank in heartbeat_by_rank}
+        start_time = min(end_time_by_rank[rank] - heartbeat_by_rank[rank].uptime for rank in heartbeat_by_rank)
+        ending = watch.read_ending(Watched(folder, len(heartbeat_by_rank), attempt - 1))
+        is_stopped = any(
+            beat.failure.startswith(("Preempted", "KeyboardInterrupt")) for beat in heartbeat_by_rank.values()
+        )
         code = PREEMPTED if is_stopped else CRASHED if ending is None else exit_code(ending)
-        record = ended_attempt(folder, attempt - 1, launch, code, start_time)
-        write_attempt(folder, dataclasses.replace(record, end_time=max(end_times.values())))
-    attempts = [earlier for earlier in read_attempts(folder) if earlier.launch == launch]
+        earlier_record = attempt_record(folder, attempt - 1, name_of_launch, code, start_time)
+        write_attempt(folder, dataclasses.replace(earlier_record, end_time=max(end_time_by_rank.values())))
+    attempts = [other_attempt for other_attempt in read_attempts(folder) if other_attempt.launch == name_of_launch]
     return decide(attempts).reason if attempts else ""
 
 
@@ -92,8 +94,8 @@ def host_variables(
 ) -> dict[int, dict[str, str]]:
     """Return the environment variables of each process of a host, by the process's rank.
 
-    A single process reads its place from the scheduler's variables, as the watchdog did. Several ones get jaxscale's
-    own variables, in which the watchdog's place counts the hosts.
+    A single process reads its place from the scheduler's variables, as the watchdog did. If there are several, they get
+    jaxscale's own variables; the rank in the watchdog's place is then the number of the host.
 
     Args:
         place: place of the watchdog among those of the run; `None` if there is one host.

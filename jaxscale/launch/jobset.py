@@ -11,7 +11,7 @@ from typing import Any
 from jaxscale.errors import DIVERGED, GAVE_UP, INTERRUPTED, MISTAKE, PREEMPTED, SKIPPED, UserError
 from jaxscale.heartbeat import ATTEMPT_VARIABLE
 from jaxscale.launch.cluster import Cluster, JobSet
-from jaxscale.launch.documents import environment, refuse_variables, shell_lines, watch_command
+from jaxscale.launch.documents import environment_variables, refuse_variables, shell_lines, watch_command
 from jaxscale.records.storage import is_remote
 
 TPU_ACCELERATORS = {
@@ -62,7 +62,7 @@ def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str
         timeouts: text of the watchdogs' timeouts.
 
     Raises:
-        UserError: the pods could not reach the run's directory, or their chips have no label of nodes.
+        UserError: the pods could not reach the run's directory, or GKE has no nodes with the chip.
     """
     scheduler = cluster.scheduler
     assert isinstance(scheduler, JobSet)
@@ -75,10 +75,10 @@ def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str
     chip_count = cluster.chips_per_host
     name = Path(run_dir).name
     is_tpu = platform.chip.kind == "tpu"
-    accelerators = TPU_ACCELERATORS if is_tpu else GPU_ACCELERATORS
-    if platform.chip.name not in accelerators:
-        raise UserError(f"GKE has no nodes with {platform.chip.name}: expected one of {', '.join(accelerators)}")
-    node_labels = {f"cloud.google.com/gke-{'tpu-' if is_tpu else ''}accelerator": accelerators[platform.chip.name]}
+    label_by_chip = TPU_ACCELERATORS if is_tpu else GPU_ACCELERATORS
+    if platform.chip.name not in label_by_chip:
+        raise UserError(f"GKE has no nodes with {platform.chip.name}: expected one of {', '.join(label_by_chip)}")
+    node_labels = {f"cloud.google.com/gke-{'tpu-' if is_tpu else ''}accelerator": label_by_chip[platform.chip.name]}
     if platform.topology is not None:
         node_labels["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, platform.topology))
     script = "\n".join([*shell_lines(cluster, run_dir), 'exec "$@"'])
@@ -86,7 +86,7 @@ def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str
         "name": CONTAINER,
         "image": scheduler.image,
         "command": ["bash", "-c", script, "bash", *watch_command(cluster, command, run_dir, timeouts)],
-        "env": _variables(cluster, run_dir, name, host_count, platform.slices),
+        "env": _variable_entries(cluster, run_dir, name, host_count, platform.slices),
         "ports": [{"containerPort": port} for port in COORDINATOR_PORTS],
         "resources": {"limits": {"google.com/tpu" if is_tpu else "nvidia.com/gpu": chip_count}},
         "securityContext": {"privileged": is_tpu},
@@ -149,39 +149,41 @@ def _check_folder(cluster: Cluster, scheduler: JobSet, run_dir: str) -> None:
         )
 
 
-def _variables(cluster: Cluster, run_dir: str, name: str, host_count: int, slice_count: int) -> list[dict[str, Any]]:
-    """Return the environment variables of a pod, some of which Kubernetes fills in from its labels."""
-    values = {
-        **environment(cluster, run_dir),
+def _variable_entries(
+    cluster: Cluster, run_dir: str, name: str, host_count: int, slice_count: int
+) -> list[dict[str, Any]]:
+    """Return the `env` entries of a pod's variables, some of which Kubernetes fills in from the pod's labels."""
+    value_by_variable = {
+        **environment_variables(cluster, run_dir),
         "PODS_PER_JOB": str(host_count),
         "JOB_COUNT": str(slice_count),
         "JOBSET_SUBDOMAIN": name,
     }
-    labels = {
+    label_by_variable = {
         "JOBSET_NAME": "jobset-name",
         "REPLICATED_JOB_NAME": "replicatedjob-name",
         "JOB_INDEX": "job-index",
         ATTEMPT_VARIABLE: "restart-attempt",
     }
     if slice_count > 1:
-        values |= {
+        value_by_variable |= {
             "MEGASCALE_NUM_SLICES": str(slice_count),
             "MEGASCALE_COORDINATOR_ADDRESS": f"{name}-{REPLICATED_JOB}-0-0.{name}",
         }
-        labels["MEGASCALE_SLICE_ID"] = "job-index"
-    from_labels = [
+        label_by_variable["MEGASCALE_SLICE_ID"] = "job-index"
+    label_entries = [
         {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": _LABEL.format(label)}}}
-        for variable, label in labels.items()
+        for variable, label in label_by_variable.items()
     ]
-    return [*({"name": variable, "value": value} for variable, value in values.items()), *from_labels]
+    return [*({"name": variable, "value": value} for variable, value in value_by_variable.items()), *label_entries]
 
 
 def _pod_rules() -> list[dict[str, Any]]:
     """Return the rules by which a pod's end fails its job; the job's message then names the exit code."""
-    codes = [MISTAKE, DIVERGED, GAVE_UP, SKIPPED, PREEMPTED, INTERRUPTED]
+    exit_codes = [MISTAKE, DIVERGED, GAVE_UP, SKIPPED, PREEMPTED, INTERRUPTED]
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}},
+        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": exit_codes}},
     ]
 
 
@@ -194,7 +196,7 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
     policy: dict[str, Any] = {"maxRestarts": scheduler.restarts}
     if scheduler.has_message_patterns:
 
-        def pattern(*codes: int) -> list[str]:
+        def code_patterns(*codes: int) -> list[str]:
             """Return the patterns of the messages about exit codes."""
             return [f".*exit code ({'|'.join(map(str, codes))}) matching.*"]
 
@@ -203,14 +205,14 @@ def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
                 "name": "finalCode",
                 "action": "FailJobSet",
                 "onJobFailureReasons": ["PodFailurePolicy"],
-                "onJobFailureMessagePatterns": pattern(MISTAKE, DIVERGED, GAVE_UP, SKIPPED),
+                "onJobFailureMessagePatterns": code_patterns(MISTAKE, DIVERGED, GAVE_UP, SKIPPED),
             },
             {
                 "name": "stopSignal",
                 "action": "RestartJobSetAndIgnoreMaxRestarts",
                 "onJobFailureReasons": ["PodFailurePolicy"],
                 "onJobFailureMessagePatterns": [
-                    *pattern(PREEMPTED, INTERRUPTED),
+                    *code_patterns(PREEMPTED, INTERRUPTED),
                     ".*condition DisruptionTarget matching.*",
                 ],
             },

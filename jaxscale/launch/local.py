@@ -10,7 +10,7 @@ from jaxscale.launch.retry import launch_name, retry
 from jaxscale.launch.watch import Watchdog, Watched, read_ending
 
 ALONE = {"JAXSCALE_COORDINATOR": "127.0.0.1:61440", "JAXSCALE_PROCESSES": "1", "JAXSCALE_RANK": "0"}
-"""Variables of a process that joins no other, even inside of a scheduler's job."""
+"""Variables of a process that runs alone, even inside a scheduler's job."""
 
 
 def launch_local(
@@ -34,11 +34,11 @@ def launch_local(
     """
 
     def run(attempt: int) -> tuple[int, bool]:
-        """Run one attempt."""
+        """Run one attempt; return its exit code, and whether the watchdog received a stop signal."""
         words = list(command) if elastic is None else with_fields(list(command), elastic.size.fields)
-        count = process_count if elastic is None else len(elastic.slots)
-        watched = Watched(folder, count, attempt, timeouts)
-        watchdog = Watchdog(watched, words, host_variables(None, count, {**os.environ, **ALONE}))
+        attempt_process_count = process_count if elastic is None else len(elastic.slots)
+        watched = Watched(folder, attempt_process_count, attempt, timeouts)
+        watchdog = Watchdog(watched, words, host_variables(None, attempt_process_count, {**os.environ, **ALONE}))
         code = watchdog.run()
         if elastic is not None:
             elastic.note(read_ending(watched))

@@ -18,7 +18,7 @@ TYPE_NAMES = {"v4": "v4", "v5e": "v5litepod", "v5p": "v5p", "v6e": "v6e", "7x": 
 
 
 def accelerator_type(cluster: Cluster) -> str:
-    """Return the type of a slice in Cloud TPU's words.
+    """Return the accelerator type of a slice, as Cloud TPU names it.
 
     Example:
         >>> accelerator_type(Cluster("tpu v5p:4x4x4", QueuedResource("p", "z", "r")))
@@ -108,7 +108,7 @@ def submit_request(
     Raises:
         UserError: the client is not installed, or Cloud TPU refuses the request.
     """
-    content = request(cluster, command, run_dir, timeouts)
+    request_json = request(cluster, command, run_dir, timeouts)
     try:
         from google.api_core.exceptions import GoogleAPICallError  # pyright: ignore[reportMissingImports]
         from google.cloud import tpu_v2alpha1  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
@@ -118,11 +118,11 @@ def submit_request(
         ) from None
     client = client or tpu_v2alpha1.TpuClient()
     try:
-        client.create_queued_resource(request=content)
+        client.create_queued_resource(request=request_json)
         resource = client.get_queued_resource(
-            name=f"{content['parent']}/queuedResources/{content['queued_resource_id']}"
+            name=f"{request_json['parent']}/queuedResources/{request_json['queued_resource_id']}"
         )
     except GoogleAPICallError as error:
-        status = "" if error.grpc_status_code is None else error.grpc_status_code.name
-        raise UserError(f"Cloud TPU refused the request: {status}: {error.message}") from None
+        status_name = "" if error.grpc_status_code is None else error.grpc_status_code.name
+        raise UserError(f"Cloud TPU refused the request: {status_name}: {error.message}") from None
     return f"{resource.name} is {resource.state.state.name.lower().replace('_', ' ')}"

@@ -21,7 +21,7 @@ from jaxscale.launch.verdict import Cause
 FAILED_GRACE = 15
 """Seconds that a process may still run after it wrote that an error ended its work."""
 PATIENCE: Mapping[str, float] = {"evaluating": 5, "saving": 5}
-"""How many times as long as ever before a phase may take, even beyond its timeout."""
+"""Factor by which a phase may take longer than ever before in the process, even beyond its timeout."""
 CODES = {error_type.__name__: code for error_type, code in EXIT_CODES.items()}
 """The exit codes of errors, by the name of the error's type."""
 _DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -63,15 +63,15 @@ class RankProcess:
         is_shown: bool,
     ) -> None:
         self.rank, self.attempt, self._folder, self._is_shown = rank, attempt, folder, is_shown
-        self._beat: Heartbeat | None = None
+        self._last_heartbeat: Heartbeat | None = None
         self._change_time = self._start_time = time.monotonic()
         self._failure_time: float | None = None
-        library = ctypes.CDLL(None) if sys.platform == "linux" else None
+        c_library = ctypes.CDLL(None) if sys.platform == "linux" else None
 
         def end_with_watchdog() -> None:
             """Make Linux kill this process when the watchdog ends, whatever ends it."""
-            if library is not None:
-                library.prctl(_DEATH_SIGNAL_OPTION, signal.SIGKILL)
+            if c_library is not None:
+                c_library.prctl(_DEATH_SIGNAL_OPTION, signal.SIGKILL)
 
         try:
             self.process = subprocess.Popen(
@@ -99,7 +99,7 @@ class RankProcess:
         """The exit code, or minus the number of the signal that ended the process; `None` while it runs.
 
         JAX may abort a process that is about to end, because the first process and its service ended a moment before.
-        What the process reported of its work counts then: that it was stopped and has saved, or that it is finished.
+        In that case, the last heartbeat decides: the process was stopped and has saved, or it has finished.
         """
         code = self.process.poll()
         if code != -signal.SIGABRT or self.rank == 0 or (beat := self.read_heartbeat()) is None:
@@ -115,10 +115,13 @@ class RankProcess:
             path = heartbeat.heartbeat_file(self._folder, self.rank)
             beat = Heartbeat.parse(path.read_text()) if path.exists() else self._find_heartbeat()
             if beat is not None and beat.attempt == self.attempt and beat.host == socket.gethostname():
-                if self._beat is None or (beat.beat, beat.pid) != (self._beat.beat, self._beat.pid):
+                if self._last_heartbeat is None or (beat.beat, beat.pid) != (
+                    self._last_heartbeat.beat,
+                    self._last_heartbeat.pid,
+                ):
                     self._change_time = time.monotonic()
-                self._beat = beat
-        return self._beat
+                self._last_heartbeat = beat
+        return self._last_heartbeat
 
     def _find_heartbeat(self) -> Heartbeat | None:
         """Return the heartbeat of this process under another rank, which JAX may take from a cloud's metadata."""
@@ -129,8 +132,8 @@ class RankProcess:
                     return beat
         return None
 
-    def overdue(self, timeouts: Mapping[str, float]) -> tuple[Cause, float] | None:
-        """Return the cause and the seconds if this process hangs: its phase takes too long, or its heartbeats stopped.
+    def hang_cause_and_seconds(self, timeouts: Mapping[str, float]) -> tuple[Cause, float] | None:
+        """Return the cause and the seconds of a hang; `None` if the phase is in time and heartbeats arrive.
 
         A phase in `PATIENCE` may take that many times as long as it ever took in this process, beyond its timeout, too.
 
@@ -138,17 +141,17 @@ class RankProcess:
             timeouts: seconds by phase, and under "frozen" the seconds without a heartbeat.
         """
         beat, now = self.read_heartbeat(), time.monotonic()
-        silence = now - self._change_time
+        silent_seconds = now - self._change_time
         if beat is None:
-            return ("timeout", silence) if silence > timeouts["starting"] else None
+            return ("timeout", silent_seconds) if silent_seconds > timeouts["starting"] else None
         if beat.failure:
             return None
-        if beat.phase != "finished" and silence > timeouts["frozen"]:
-            return "frozen", silence
-        since = beat.since + silence
-        longest = beat.longest_by_phase.get(beat.phase, 0.0)
-        timeout = max(timeouts[beat.phase], PATIENCE.get(beat.phase, 0.0) * longest)
-        return ("timeout", since) if since > timeout else None
+        if beat.phase != "finished" and silent_seconds > timeouts["frozen"]:
+            return "frozen", silent_seconds
+        phase_seconds = beat.since + silent_seconds
+        longest_seconds = beat.longest_by_phase.get(beat.phase, 0.0)
+        timeout_seconds = max(timeouts[beat.phase], PATIENCE.get(beat.phase, 0.0) * longest_seconds)
+        return ("timeout", phase_seconds) if phase_seconds > timeout_seconds else None
 
     def failed_code(self) -> int | None:
         """Return the code of a process that wrote its failure but does not end, as in JAX's shutdown barrier."""
@@ -187,10 +190,10 @@ class RankProcess:
 
     def _copy_output(self, output: IO[bytes]) -> None:
         """Append each line of the output, with the time, to the log; lines that a full disk does not take are shown."""
-        with contextlib.ExitStack() as files:
+        with contextlib.ExitStack() as file_stack:
             log = None
             with contextlib.suppress(OSError):
-                log = files.enter_context(log_file(self._folder, self.rank).open("ab", buffering=0))
+                log = file_stack.enter_context(log_file(self._folder, self.rank).open("ab", buffering=0))
                 log.write(
                     f"--- attempt {self.attempt} on {socket.gethostname()}, process {self.process.pid}\n".encode()
                 )

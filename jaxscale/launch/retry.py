@@ -19,7 +19,7 @@ from jaxscale.records.attempts import Attempt, read_attempts, write_attempt
 from jaxscale.records.directory import lock_run
 
 RunAttempt = Callable[[int], tuple[int, bool]]
-"""Runs the attempt with a number; returns its exit code, and whether the launcher itself received a stop signal."""
+"""Runs the attempt with this number; returns its exit code, and whether the launcher itself received a stop signal."""
 
 
 def launch_name(variables: Mapping[str, str]) -> str:
@@ -29,8 +29,8 @@ def launch_name(variables: Mapping[str, str]) -> str:
         >>> launch_name({"SLURM_JOB_ID": "17"})
         'slurm-17'
     """
-    job = variables.get("SLURM_ARRAY_JOB_ID") or variables.get("SLURM_JOB_ID")
-    return f"slurm-{job}" if job else f"{os.getpid()}-{time.time():.0f}"
+    job_id = variables.get("SLURM_ARRAY_JOB_ID") or variables.get("SLURM_JOB_ID")
+    return f"slurm-{job_id}" if job_id else f"{os.getpid()}-{time.time():.0f}"
 
 
 def retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: bool = False) -> int:
@@ -65,7 +65,7 @@ def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: b
         watch.clear(folder)
         start_time = time.time()
         code, was_interrupted = run(number)
-        attempts.append(ended_attempt(folder, number, launch, code, start_time))
+        attempts.append(attempt_record(folder, number, launch, code, start_time))
         write_attempt(folder, attempts[-1])
         is_stopped = code in STOP_CODES and (was_interrupted or ends_when_preempted or (folder / watch.STOP).exists())
         if is_stopped or was_interrupted:
@@ -85,24 +85,24 @@ def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: b
             return code
 
 
-def ended_attempt(folder: Path, number: int, launch: str, code: int, start_time: float) -> Attempt:
+def attempt_record(folder: Path, number: int, launch: str, code: int, start_time: float) -> Attempt:
     """Return the record of an attempt that has ended, whose heartbeats are in the folder."""
-    beats = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == number}
-    step = max((beat.step for beat in beats.values()), default=0)
-    watched = watch.Watched(folder, max(beats, default=0) + 1, number)
+    heartbeat_by_rank = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == number}
+    step = max((beat.step for beat in heartbeat_by_rank.values()), default=0)
+    watched = watch.Watched(folder, max(heartbeat_by_rank, default=0) + 1, number)
     ending = watch.read_ending(watched)
-    verdict = "" if ending is None else str(judge(beats, watched.process_count, number, ending))
-    seconds_by_phase = dict(beats[0].seconds_by_phase) if 0 in beats else {}
+    verdict = "" if ending is None else str(judge(heartbeat_by_rank, watched.process_count, number, ending))
+    seconds_by_phase = dict(heartbeat_by_rank[0].seconds_by_phase) if 0 in heartbeat_by_rank else {}
     return Attempt(number, launch, code, step, start_time, time.time(), verdict, seconds_by_phase)
 
 
 def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
     """Sleep, and return whether a stop signal arrived meanwhile, or `jaxscale stop` was called."""
     end_time = time.monotonic() + seconds
-    with received_signals() as received:
-        while time.monotonic() < end_time and not received and not (folder / watch.STOP).exists():
+    with received_signals() as signal_numbers:
+        while time.monotonic() < end_time and not signal_numbers and not (folder / watch.STOP).exists():
             time.sleep(0.1)
-    return bool(received) or (folder / watch.STOP).exists()
+    return bool(signal_numbers) or (folder / watch.STOP).exists()
 
 
 def run_command(command: Sequence[str]) -> RunAttempt:
@@ -119,8 +119,8 @@ def run_command(command: Sequence[str]) -> RunAttempt:
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r}: {error.strerror}") from None
         is_srun = Path(command[0]).name == "srun"
-        with received_signals(lambda: None if is_srun else process.send_signal(signal.SIGTERM)) as received:
+        with received_signals(lambda: None if is_srun else process.send_signal(signal.SIGTERM)) as signal_numbers:
             code = process.wait()
-        return (128 - code if code < 0 else code), bool(received)
+        return (128 - code if code < 0 else code), bool(signal_numbers)
 
     return run

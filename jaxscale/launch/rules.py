@@ -49,13 +49,13 @@ def decide(attempts: Sequence[Attempt]) -> NextStep:
         return NextStep(code)
     if code in STOP_CODES:
         return NextStep(None, FIRST_DELAY)
-    failures = [attempt for attempt in attempts if attempt.code not in STOP_CODES]
-    last_steps = [attempt.step for attempt in failures[-SAME_STEP_LIMIT:]]
+    failed_attempts = [attempt for attempt in attempts if attempt.code not in STOP_CODES]
+    last_steps = [attempt.step for attempt in failed_attempts[-SAME_STEP_LIMIT:]]
     if len(last_steps) == SAME_STEP_LIMIT and len(set(last_steps)) == 1:
-        where = f"at step {last_steps[0]}" if last_steps[0] else "before the first step"
-        return NextStep(GAVE_UP, reason=f"three attempts in a row failed {where}")
+        place_text = f"at step {last_steps[0]}" if last_steps[0] else "before the first step"
+        return NextStep(GAVE_UP, reason=f"three attempts in a row failed {place_text}")
     farthest_step, idle_count = 0, 0
-    for attempt in failures:
+    for attempt in failed_attempts:
         idle_count = 0 if attempt.step > farthest_step else idle_count + 1
         farthest_step = max(farthest_step, attempt.step)
     if idle_count >= NO_PROGRESS_LIMIT:

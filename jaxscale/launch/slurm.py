@@ -34,8 +34,8 @@ def sbatch_script(
     assert isinstance(queue, Slurm)
     if not run_dir.isprintable():
         raise UserError(f"--out: got {run_dir!r}, expected printable characters")
-    heartbeats = heartbeat_folder(run_dir)
-    options = {
+    heartbeats_path = heartbeat_folder(run_dir)
+    value_by_option = {
         "--job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", Path(run_dir).name) or "jaxscale",
         "--nodes": str(cluster.host_count),
         "--ntasks-per-node": "1",
@@ -48,10 +48,10 @@ def sbatch_script(
     }
     platform = cluster.parsed
     if platform is not None and platform.chip.kind == "gpu" and queue.gpus:
-        gpus = cluster.chips_per_host
-        options[f"--{queue.gpus}"] = f"gpu:{gpus}" if queue.gpus == "gres" else str(gpus)
+        gpu_count = cluster.chips_per_host
+        value_by_option[f"--{queue.gpus}"] = f"gpu:{gpu_count}" if queue.gpus == "gres" else str(gpu_count)
     lines = ["#!/usr/bin/env bash", f"# jaxscale launch: {cluster.platform}, {cluster.host_count} nodes"]
-    lines += [f"#SBATCH {name}={_quote_option(value)}" for name, value in options.items() if value]
+    lines += [f"#SBATCH {name}={_quote_option(value)}" for name, value in value_by_option.items() if value]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", *(f"#SBATCH {option}" for option in queue.options)]
     if queue.is_exclusive:
         lines += ["#SBATCH --exclusive", "#SBATCH --mem=0"]
@@ -59,11 +59,18 @@ def sbatch_script(
         lines.append("#SBATCH --dependency=singleton")
     lines += ["", "set -u", f"cd {shlex.quote(folder)}", *shell_lines(cluster, run_dir), ""]
     # the watchdogs end their own tasks, so that processes that are saving are not killed
-    step = ["srun", "--kill-on-bad-exit=0", f"--wait={cluster.grace}", "--cpu-bind=none"]
+    srun_words = ["srun", "--kill-on-bad-exit=0", f"--wait={cluster.grace}", "--cpu-bind=none"]
     if queue.container:
-        step += [f"--container-image={queue.container}", f"--container-mounts={_mounts(cluster, run_dir, folder)}"]
-    words = [*retry_command(cluster, run_dir, "--requeue"), *step, *watch_command(cluster, command, run_dir, timeouts)]
-    stop_file = shlex.quote(str((heartbeats or Path(".")) / STOP))
+        srun_words += [
+            f"--container-image={queue.container}",
+            f"--container-mounts={_mounts_text(cluster, run_dir, folder)}",
+        ]
+    words = [
+        *retry_command(cluster, run_dir, "--requeue"),
+        *srun_words,
+        *watch_command(cluster, command, run_dir, timeouts),
+    ]
+    stop_file = shlex.quote(str((heartbeats_path or Path(".")) / STOP))
     lines += [
         "code=0",
         f"{shlex.join(words)} || code=$?",
@@ -82,17 +89,17 @@ def log_pattern(run_dir: str) -> str:
         >>> log_pattern("/shared/runs/plays")
         '/shared/runs/plays/processes/slurm-%j.log'
     """
-    heartbeats = heartbeat_folder(run_dir)
-    folder = str(Path.home() if heartbeats is None else heartbeats)
+    heartbeats_path = heartbeat_folder(run_dir)
+    folder = str(Path.home() if heartbeats_path is None else heartbeats_path)
     return f"{folder.replace('%', '%%')}/slurm-%j.log"
 
 
-def _mounts(cluster: Cluster, run_dir: str, folder: str) -> str:
-    """Return the folders that a container sees: the folder of the launch, and that of the runs."""
-    folders = dict.fromkeys([folder, cluster.shared or str(Path(run_dir).parent)])
-    return ",".join(f"{path}:{path}" for path in folders)
+def _mounts_text(cluster: Cluster, run_dir: str, folder: str) -> str:
+    """Return the option that mounts the folder of the launch, and that of the runs, in a container."""
+    folder_paths = dict.fromkeys([folder, cluster.shared or str(Path(run_dir).parent)])
+    return ",".join(f"{path}:{path}" for path in folder_paths)
 
 
 def _quote_option(value: str) -> str:
-    """Return the value of an option as sbatch reads it from a comment: in double quotes if it holds other signs."""
+    """Return an option's value as sbatch reads it from a comment: in double quotes if it has special characters."""
     return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

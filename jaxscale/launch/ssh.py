@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxscale import heartbeat
 from jaxscale.errors import PREEMPTED, UserError
 from jaxscale.launch.cluster import Cluster, Ssh
-from jaxscale.launch.documents import present_values, shell_lines, watch_command
+from jaxscale.launch.documents import passed_variables, shell_lines, watch_command
 from jaxscale.launch.elastic import Elastic, with_fields
 from jaxscale.launch.retry import launch_name, retry
 from jaxscale.launch.verdict import Ending
@@ -19,7 +19,7 @@ from jaxscale.launch.watch import Watched, heartbeats_folder, read_ending, write
 PORT_COUNT = 64
 """Number of ports that attempts take in turn."""
 SSH_FAILED = 255
-"""Exit code of ssh itself, as when a host is not reached; watchdogs end with smaller ones."""
+"""Exit code of ssh itself, for example if a host is not reached; watchdogs end with smaller codes."""
 ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 """Options by which ssh ends when a host has not answered for half a minute."""
 
@@ -74,7 +74,7 @@ def ssh_commands(
     return commands
 
 
-def unreachable(processes: Sequence[subprocess.Popen[str]], attempt: int) -> Ending | None:
+def unreachable_ending(processes: Sequence[subprocess.Popen[str]], attempt: int) -> Ending | None:
     """Return the ending of the first host that ssh did not reach, or lost; `None` if there is none.
 
     Args:
@@ -103,39 +103,39 @@ def launch_ssh(
         UserError: ssh is missing, or a variable that the cluster passes on is not set.
     """
     folder = heartbeats_folder(run_dir)
-    exports = "".join(f"{name}={shlex.quote(value)}\n" for name, value in present_values(cluster).items())
+    exports_text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in passed_variables(cluster).items())
 
     def run(attempt: int) -> tuple[int, bool]:
-        """Run one attempt; the code is that of the first host that failed."""
+        """Run one attempt; return the code of the first host that failed, and whether Ctrl-C interrupted it."""
         processes: list[subprocess.Popen[str]] = []
-        attempt_command, hosts = list(command), None
+        attempt_command, host_numbers = list(command), None
         if elastic is not None:
-            attempt_command, hosts = with_fields(attempt_command, elastic.size.fields), elastic.slots
-        for words in ssh_commands(cluster, attempt_command, run_dir, timeouts, attempt, os.getcwd(), hosts):
+            attempt_command, host_numbers = with_fields(attempt_command, elastic.size.fields), elastic.slots
+        for words in ssh_commands(cluster, attempt_command, run_dir, timeouts, attempt, os.getcwd(), host_numbers):
             try:
                 process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
             except OSError as error:
                 raise UserError(f"cannot run ssh: {error.strerror}; --dry-run prints the commands") from None
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # ssh may have ended already
-                process.stdin.write(exports)
+                process.stdin.write(exports_text)
                 process.stdin.close()
             processes.append(process)
         failed_codes: list[int] = []
         watched = Watched(folder, len(processes), attempt)
         try:
             while any(process.poll() is None for process in processes):
-                if read_ending(watched) is None and (lost := unreachable(processes, attempt)) is not None:
-                    write_ending(watched, lost)  # so that the watchdogs of the other hosts do not wait for it
+                if read_ending(watched) is None and (lost_ending := unreachable_ending(processes, attempt)) is not None:
+                    write_ending(watched, lost_ending)  # so that the watchdogs of the other hosts do not wait for it
                 failed_codes += [code for process in processes if (code := process.poll()) and not failed_codes]
                 time.sleep(0.1)
         except KeyboardInterrupt:  # ssh has passed Ctrl-C on, and the hosts save
             for process in processes:
                 process.wait()
             return PREEMPTED, True
-        codes = failed_codes or [process.wait() for process in processes]
+        exit_codes = failed_codes or [process.wait() for process in processes]
         if elastic is not None:
             elastic.note(read_ending(watched))
-        return next((code for code in codes if code), 0), False
+        return next((code for code in exit_codes if code), 0), False
 
     return retry(folder, run, launch_name({}))

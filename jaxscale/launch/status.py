@@ -29,20 +29,20 @@ def status(folder: Path) -> str:
     Raises:
         UserError: no process has written a heartbeat.
     """
-    beats = read_heartbeats(folder)
+    heartbeat_by_rank = read_heartbeats(folder)
     attempts = read_attempts(folder)
-    if not beats and not attempts:
+    if not heartbeat_by_rank and not attempts:
         raise UserError(f"{folder} holds no heartbeats: expected a run that was started by train or launch")
-    ages = heartbeat_ages(folder, beats)
-    attempt = max((beat.attempt for beat in beats.values()), default=0)
+    age_by_rank = heartbeat_ages(folder, heartbeat_by_rank)
+    attempt_number = max((beat.attempt for beat in heartbeat_by_rank.values()), default=0)
     rows = [("rank", "host", "process", "phase", "step", "in it for", "heartbeat", "")]
-    for rank, beat in beats.items():
+    for rank, beat in heartbeat_by_rank.items():
         note = beat.failure or ("" if beat.phase == "finished" else beat.place)
-        if beat.attempt < attempt:
+        if beat.attempt < attempt_number:
             note = f"of attempt {beat.attempt}"
-        elif not beat.failure and beat.phase != "finished" and ages[rank] > LOST_SECONDS:
+        elif not beat.failure and beat.phase != "finished" and age_by_rank[rank] > LOST_SECONDS:
             note = "lost or frozen"
-        age_text = f"{duration(ages[rank])} ago"
+        age_text = f"{duration(age_by_rank[rank])} ago"
         rows.append(
             (str(rank), beat.host, str(beat.pid), beat.phase, str(beat.step), duration(beat.since), age_text, note)
         )
@@ -50,31 +50,34 @@ def status(folder: Path) -> str:
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if (folder / STOP).exists():
         lines.append("the run was asked to stop")
-    watched = Watched(folder, max(beats, default=0) + 1, attempt)
+    watched = Watched(folder, max(heartbeat_by_rank, default=0) + 1, attempt_number)
     ending = read_ending(watched)
     if ending is not None:
-        lines.append(str(judge(beats, watched.process_count, attempt, ending)))
-    for earlier in attempts:
-        verdict = f": {earlier.verdict}" if earlier.verdict else ""
-        seconds = duration(earlier.end_time - earlier.start_time)
-        lines.append(f"attempt {earlier.number}: code {earlier.code} after {seconds}, step {earlier.step}{verdict}")
+        lines.append(str(judge(heartbeat_by_rank, watched.process_count, attempt_number, ending)))
+    for past_attempt in attempts:
+        verdict_text = f": {past_attempt.verdict}" if past_attempt.verdict else ""
+        duration_text = duration(past_attempt.end_time - past_attempt.start_time)
+        lines.append(
+            f"attempt {past_attempt.number}: code {past_attempt.code} after {duration_text}, step "
+            f"{past_attempt.step}{verdict_text}"
+        )
     return "\n".join(lines)
 
 
-def heartbeat_ages(folder: Path, beats: dict[int, Heartbeat]) -> dict[int, float]:
+def heartbeat_ages(folder: Path, heartbeat_by_rank: dict[int, Heartbeat]) -> dict[int, float]:
     """Return the seconds since each heartbeat file was written, by the clock of the file system."""
     now = time.time()
     with contextlib.suppress(OSError):  # a file server's clock may differ from this host's
-        probe = folder / f".now-{os.getpid()}"
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink()
-    ages: dict[int, float] = {}
-    for rank in beats:
-        ages[rank] = float("inf")
+        probe_file = folder / f".now-{os.getpid()}"
+        probe_file.touch()
+        now = probe_file.stat().st_mtime
+        probe_file.unlink()
+    age_by_rank: dict[int, float] = {}
+    for rank in heartbeat_by_rank:
+        age_by_rank[rank] = float("inf")
         with contextlib.suppress(OSError):
-            ages[rank] = max(0.0, now - heartbeat_file(folder, rank).stat().st_mtime)
-    return ages
+            age_by_rank[rank] = max(0.0, now - heartbeat_file(folder, rank).stat().st_mtime)
+    return age_by_rank
 
 
 def show_log(folder: Path, rank: int) -> None:
@@ -95,21 +98,21 @@ def show_log(folder: Path, rank: int) -> None:
 
 
 def follow(path: Path, position: int, is_growing: Callable[[], bool], interval: float = 0.5) -> None:
-    """Print what is added to a text file.
+    """Print what other processes add to a text file, until no more is added.
 
     Args:
         path: the file, which need not exist yet.
         position: number of bytes of the file to leave out.
-        is_growing: whether more may be added.
+        is_growing: function that returns whether more may be added.
         interval: seconds between two looks.
     """
     is_last_look = False
     while True:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(position)
-            added = file.read()
-            position += len(added)
-            sys.stdout.write(added.decode(errors="replace"))
+            added_bytes = file.read()
+            position += len(added_bytes)
+            sys.stdout.write(added_bytes.decode(errors="replace"))
             sys.stdout.flush()
         if is_last_look:
             return
@@ -120,21 +123,21 @@ def follow(path: Path, position: int, is_growing: Callable[[], bool], interval: 
 
 def is_running(folder: Path, rank: int) -> bool:
     """Return whether a process has written a heartbeat lately and still works."""
-    beats = read_heartbeats(folder)
-    if rank not in beats or beats[rank].failure or beats[rank].phase == "finished":
+    heartbeat_by_rank = read_heartbeats(folder)
+    if rank not in heartbeat_by_rank or heartbeat_by_rank[rank].failure or heartbeat_by_rank[rank].phase == "finished":
         return False
-    if beats[rank].host == socket.gethostname():
+    if heartbeat_by_rank[rank].host == socket.gethostname():
         try:
-            os.kill(beats[rank].pid, 0)
+            os.kill(heartbeat_by_rank[rank].pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
             pass  # it is another user's
-    return heartbeat_ages(folder, {rank: beats[rank]})[rank] < LOST_SECONDS
+    return heartbeat_ages(folder, {rank: heartbeat_by_rank[rank]})[rank] < LOST_SECONDS
 
 
 def stop(folder: Path) -> str:
-    """Ask a run to save and stop, and return a sentence on what happens.
+    """Ask a run to save and stop, and return a sentence about what happens.
 
     The watchdogs of a launched run find the request in the folder. The only process of a run without a watchdog gets
     SIGTERM, if it runs on this machine.
@@ -145,19 +148,19 @@ def stop(folder: Path) -> str:
     Raises:
         UserError: no process of the run works, or the run has no watchdog and works on another machine.
     """
-    working = [rank for rank in read_heartbeats(folder) if is_running(folder, rank)]
-    beats = read_heartbeats(folder)
+    working_ranks = [rank for rank in read_heartbeats(folder) if is_running(folder, rank)]
+    heartbeat_by_rank = read_heartbeats(folder)
     is_launched = any(folder.glob("rank-*.log"))
-    if not working and not (is_launched and is_locked(folder)):
+    if not working_ranks and not (is_launched and is_locked(folder)):
         raise UserError(f"no process of the run in {folder.parent} works: there is nothing to stop")
     if is_launched:
         (folder / STOP).touch()
         return "the run saves after its step and stops; start it again to continue it"
-    rank = working[0]
-    if beats[rank].host != socket.gethostname():
+    rank = working_ranks[0]
+    if heartbeat_by_rank[rank].host != socket.gethostname():
         raise UserError(
-            f"the run was started without a watchdog on {beats[rank].host}: call `jaxscale stop` or "
-            f"`kill -TERM {beats[rank].pid}` there"
+            f"the run was started without a watchdog on {heartbeat_by_rank[rank].host}: call `jaxscale stop` or "
+            f"`kill -TERM {heartbeat_by_rank[rank].pid}` there"
         )
-    os.kill(beats[rank].pid, signal.SIGTERM)
-    return f"process {beats[rank].pid} saves after its step and stops; start the run again to continue it"
+    os.kill(heartbeat_by_rank[rank].pid, signal.SIGTERM)
+    return f"process {heartbeat_by_rank[rank].pid} saves after its step and stops; start the run again to continue it"

@@ -16,19 +16,19 @@ def received_signals(react: Callable[[], None] = lambda: None) -> Iterator[list[
         >>> received == [signal.SIGTERM]
         True
     """
-    received: list[int] = []
+    received_numbers: list[int] = []
 
     def collect(signal_number: int, frame: FrameType | None) -> None:
-        """Take note of a signal."""
-        received.append(signal_number)
+        """Append the number of a signal to the list, and call `react`."""
+        received_numbers.append(signal_number)
         react()
 
-    numbers = [signal.SIGTERM, signal.SIGINT]
+    signal_numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
-    previous_handlers = {number: signal.signal(number, collect) for number in numbers}
+        signal_numbers.append(signal.SIGHUP)
+    previous_handlers = {number: signal.signal(number, collect) for number in signal_numbers}
     try:
-        yield received
+        yield received_numbers
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxscale.errors import CRASHED, UserError
 from jaxscale.launch.cluster import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh, check_dns_name
-from jaxscale.launch.documents import present_values
-from jaxscale.launch.elastic import Elastic, sizes
+from jaxscale.launch.documents import passed_variables
+from jaxscale.launch.elastic import Elastic, possible_sizes
 from jaxscale.launch.status import follow
 from jaxscale.launch.watch import STOP, heartbeats_folder, parse_timeouts
 from jaxscale.records import directory as run_files
@@ -21,7 +21,7 @@ from jaxscale.records.storage import check_location, is_remote
 FOLLOW_SECONDS = 5.0
 """Seconds between two looks at a job and its log."""
 FAILED_LOOKS = 12
-"""Number of looks in a row without an answer of Slurm, after which a job is taken for ended."""
+"""Number of looks in a row without an answer from Slurm, after which a job counts as ended."""
 
 
 def check_mesh(cluster: Cluster, experiment: Any) -> None:
@@ -42,12 +42,13 @@ def check_mesh(cluster: Cluster, experiment: Any) -> None:
             f"{platform.devices}: set --plan.mesh to a mesh of that many, or to none for data parallelism"
         )
     if platform.slices > 1:
-        counts = dict(zip(mesh.sizes, mesh.across(platform.slices), strict=True))
+        slice_count_by_axis = dict(zip(mesh.sizes, mesh.across(platform.slices), strict=True))
         for axis in ("expert", "sequence", "tensor"):
-            if counts[axis] > 1:
+            if slice_count_by_axis[axis] > 1:
                 raise UserError(
-                    f"plan.mesh: got {mesh}, whose {axis} axis spans {counts[axis]} slices of {cluster.platform!r}, "
-                    f"expected {axis} shards within a slice: use --plan.mesh replica:{platform.slices},..."
+                    f"plan.mesh: got {mesh}, whose {axis} axis spans {slice_count_by_axis[axis]} slices of "
+                    f"{cluster.platform!r}, expected {axis} shards within a slice: use --plan.mesh "
+                    f"replica:{platform.slices},..."
                 )
 
 
@@ -70,7 +71,7 @@ def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
 
 
 def check_copies(cluster: Cluster, experiment: Any) -> None:
-    """Refuse copies in the memory of pods, which a JobSet replaces at each restart.
+    """Refuse copies of the state in the memory of pods, since a JobSet replaces the pods at each restart.
 
     Raises:
         UserError: the experiment keeps such copies.
@@ -83,7 +84,7 @@ def check_copies(cluster: Cluster, experiment: Any) -> None:
 
 
 def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic | None:
-    """Return the replicas of a launch with --elastic; `None` without.
+    """Return the replicas of a launch with --elastic; `None` without that flag.
 
     Raises:
         UserError: the flag has another value, the scheduler starts all machines again, or the plan has no replicas.
@@ -98,8 +99,8 @@ def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic |
             f"--elastic: {type(scheduler).__name__} restarts all machines when one is lost; expected ssh or local, "
             "which keep the others: choose one of these, or omit --elastic"
         )
-    count = scheduler.processes if isinstance(scheduler, Local) else len(scheduler.hosts)
-    return Elastic(sizes(experiment), count)
+    process_count = scheduler.processes if isinstance(scheduler, Local) else len(scheduler.hosts)
+    return Elastic(possible_sizes(experiment), process_count)
 
 
 def prepare_directory(run_dir: str, experiment: Any, resume: str, *, is_returning: bool = False) -> None:
@@ -168,18 +169,21 @@ def launch(
         if is_dry_run:
             print(script, end="")
             return 0
-        present_values(cluster)  # sbatch passes the environment on
+        passed_variables(cluster)  # sbatch passes the environment on
         folder = heartbeats_folder(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         script_file = folder / "job.sbatch"
         script_file.write_text(script)
         (folder / STOP).unlink(missing_ok=True)
-        answers = [submit(["sbatch", str(script_file)], f"sbatch {script_file}") for _ in range(scheduler.jobs)]
-        print("".join(answers), end="")
+        sbatch_outputs = [submit(["sbatch", str(script_file)], f"sbatch {script_file}") for _ in range(scheduler.jobs)]
+        print("".join(sbatch_outputs), end="")
         follow_text = f"follow it: jaxscale status {shlex.quote(run_dir)} --log 0"
-        if sys.stdout.isatty() and (job := re.search(r"Submitted batch job (\d+)", answers[0])) is not None:
-            log = Path(log_pattern(run_dir).replace("%j", job[1]).replace("%%", "%"))
-            return follow_job(job[1], log, folder, follow_text)
+        if (
+            sys.stdout.isatty()
+            and (job_match := re.search(r"Submitted batch job (\d+)", sbatch_outputs[0])) is not None
+        ):
+            log_path = Path(log_pattern(run_dir).replace("%j", job_match[1]).replace("%%", "%"))
+            return follow_job(job_match[1], log_path, folder, follow_text)
         print(follow_text)
         return 0
     if isinstance(scheduler, JobSet):
@@ -216,12 +220,12 @@ def launch(
     return launch_ssh(cluster, command, run_dir, timeouts, elastic)
 
 
-def follow_job(job: str, log: Path, folder: Path, detached_text: str) -> int:
+def follow_job(job_id: str, log_path: Path, folder: Path, detached_text: str) -> int:
     """Print a Slurm job's log until the job ends, which Ctrl-C does not change; return the launch's exit code.
 
     Args:
-        job: number of the job.
-        log: file of its output.
+        job_id: number of the job.
+        log_path: file of its output.
         folder: folder of the run's heartbeats and attempts.
         detached_text: line to print after Ctrl-C.
     """
@@ -231,7 +235,7 @@ def follow_job(job: str, log: Path, folder: Path, detached_text: str) -> int:
         """Return whether the job is in the queue; Slurm forgets it some minutes after its end, and may be busy."""
         nonlocal failed_count
         try:
-            is_queued = bool(submit(["squeue", "--noheader", "--job", job], "squeue"))
+            is_queued = bool(submit(["squeue", "--noheader", "--job", job_id], "squeue"))
         except UserError as error:
             failed_count += 1
             return failed_count < FAILED_LOOKS and "Invalid job id" not in str(error)
@@ -239,14 +243,14 @@ def follow_job(job: str, log: Path, folder: Path, detached_text: str) -> int:
         return is_queued
 
     try:
-        follow(log, 0, is_running, FOLLOW_SECONDS)
+        follow(log_path, 0, is_running, FOLLOW_SECONDS)
     except KeyboardInterrupt:
-        print(f"\njob {job} goes on, and scancel {job} ends it; {detached_text}")
+        print(f"\njob {job_id} goes on, and scancel {job_id} ends it; {detached_text}")
         return 0
-    codes = [attempt.code for attempt in read_attempts(folder) if attempt.launch == f"slurm-{job}"]
-    if not codes:
-        print(f"job {job} has ended, and recorded no attempt: see {log}")
-    return codes[-1] if codes else CRASHED
+    exit_codes = [attempt.code for attempt in read_attempts(folder) if attempt.launch == f"slurm-{job_id}"]
+    if not exit_codes:
+        print(f"job {job_id} has ended, and recorded no attempt: see {log_path}")
+    return exit_codes[-1] if exit_codes else CRASHED
 
 
 def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:
@@ -261,12 +265,12 @@ def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:
         UserError: the program is missing or fails; the message quotes it.
     """
     try:
-        result = subprocess.run(command, input=text, capture_output=True, text=True)
+        process = subprocess.run(command, input=text, capture_output=True, text=True)
     except OSError as error:
         raise UserError(
             f"cannot run {command[0]} ({error.strerror}): write the document with --dry-run, and run `{advice}` where "
             f"{command[0]} is"
         ) from None
-    if result.returncode:
-        raise UserError(f"{command[0]} refused the document: {(result.stderr or result.stdout).strip()}")
-    return result.stdout
+    if process.returncode:
+        raise UserError(f"{command[0]} refused the document: {(process.stderr or process.stdout).strip()}")
+    return process.stdout

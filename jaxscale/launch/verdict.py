@@ -47,7 +47,7 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The processes that a failure is due to.
+    """The processes that caused a failure.
 
     Args:
         ranks: numbers of these processes.
@@ -86,53 +86,65 @@ def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int,
         >>> print(judge(beats, 3, 1, Ending(0, "node1", 1, "timeout", seconds=60)))
         rank 2 on node1 never entered step 5: it has been in stepping, step 4 for 61 s, and 2 others wait
     """
-    current = {rank: beat for rank, beat in heartbeats.items() if beat.attempt == attempt and rank < process_count}
-    if ending is not None and ending.cause == "exit" and ending.code == STUCK and len(current) > 1:
+    beat_by_rank = {rank: beat for rank, beat in heartbeats.items() if beat.attempt == attempt and rank < process_count}
+    if ending is not None and ending.cause == "exit" and ending.code == STUCK and len(beat_by_rank) > 1:
         verdict = judge(heartbeats, process_count, attempt, dataclasses.replace(ending, cause="timeout"))
-        failure = next((beat.failure for beat in current.values() if beat.failure), f"code {STUCK}")
-        return dataclasses.replace(verdict, text=f"{verdict.text} ({failure})")
+        failure_text = next((beat.failure for beat in beat_by_rank.values() if beat.failure), f"code {STUCK}")
+        return dataclasses.replace(verdict, text=f"{verdict.text} ({failure_text})")
     if ending is not None and ending.cause in ("exit", "frozen"):
-        beat = current.get(ending.rank)
-        where = "before its first heartbeat" if beat is None else f"in {_place(beat)}"
-        who = f"rank {ending.rank} on {ending.host}"
-        failure = f": {beat.failure}" if beat is not None and beat.failure else ""
+        beat = beat_by_rank.get(ending.rank)
+        place_text = "before its first heartbeat" if beat is None else f"in {_place_text(beat)}"
+        subject = f"rank {ending.rank} on {ending.host}"
+        failure_text = f": {beat.failure}" if beat is not None and beat.failure else ""
         if ending.cause == "frozen":
-            text = f"{who} is frozen {where}: no heartbeat for {ending.seconds:.0f} s"
+            text = f"{subject} is frozen {place_text}: no heartbeat for {ending.seconds:.0f} s"
         elif ending.code < 0:
-            text = f"{who} was ended by {_signal_name(-ending.code)} {where}{_memory_hint(ending.code)}{failure}"
+            text = (
+                f"{subject} was ended by {_signal_name(-ending.code)} {place_text}{_memory_hint(ending.code)}"
+                f"{failure_text}"
+            )
         else:
-            text = f"{who} ended with code {ending.code} {where}{failure}"
+            text = f"{subject} ended with code {ending.code} {place_text}{failure_text}"
         phase, step = ("", 0) if beat is None else (beat.phase, beat.step)
         return Verdict((ending.rank,), ending.cause, phase, step, text)
-    missing = sorted(set(range(process_count)) - set(current))
-    positions = {rank: _position(beat) for rank, beat in current.items()}
-    is_joined = any(beat.phase not in ("starting", "joining") for beat in current.values())
-    if missing and not is_joined:
-        waiting = f", and {len(current)} of {process_count} wait to join" if current else ""
-        return Verdict(tuple(missing), "missing", "", 0, f"{_ranks(missing)} wrote no heartbeat{waiting}")
-    first = min(positions.values())
-    behind = [rank for rank in sorted(positions) if positions[rank] == first]
-    busy = [rank for rank in behind if not current[rank].is_waiting]
-    behind = busy or behind
-    beat = current[behind[0]]
+    missing_ranks = sorted(set(range(process_count)) - set(beat_by_rank))
+    position_by_rank = {rank: _position(beat) for rank, beat in beat_by_rank.items()}
+    is_joined = any(beat.phase not in ("starting", "joining") for beat in beat_by_rank.values())
+    if missing_ranks and not is_joined:
+        waiting_text = f", and {len(beat_by_rank)} of {process_count} wait to join" if beat_by_rank else ""
+        return Verdict(
+            tuple(missing_ranks), "missing", "", 0, f"{_ranks_text(missing_ranks)} wrote no heartbeat{waiting_text}"
+        )
+    first_position = min(position_by_rank.values())
+    last_ranks = [rank for rank in sorted(position_by_rank) if position_by_rank[rank] == first_position]
+    busy_ranks = [rank for rank in last_ranks if not beat_by_rank[rank].is_waiting]
+    last_ranks = busy_ranks or last_ranks
+    beat = beat_by_rank[last_ranks[0]]
     cause: Cause = "timeout" if ending is None else ending.cause
-    hosts = sorted({current[rank].host for rank in behind})
-    who = f"{_ranks(behind)} on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}"
-    since = max(current[rank].since for rank in behind)
-    if len(behind) == len(current):
-        lost = f" ({_ranks(missing)} left no heartbeat file)" if missing else ""
-        text = f"all processes are in {_place(beat)} for up to {since:.0f} s, and none is behind{lost}"
-        if len(current) == 1:
-            text = f"{who} has been in {_place(beat)} for {since:.0f} s"
-        return Verdict(tuple(behind), cause, beat.phase, beat.step, text)
-    last_step = max(beat.step for beat in current.values())
-    never = f"never entered step {beat.step + 1}" if beat.step < last_step else f"did not leave {beat.phase}"
-    it, has = ("it", "has") if len(behind) == 1 else ("they", "have")
-    others = len(current) - len(behind)
-    waiting = "another one waits" if others == 1 else f"{others} others wait"
-    line = f" ({beat.place})" if beat.place else ""
-    text = f"{who} {never}: {it} {has} been in {_place(beat)}{line} for {since:.0f} s, and {waiting}"
-    return Verdict(tuple(behind), cause, beat.phase, beat.step, text)
+    host_names = sorted({beat_by_rank[rank].host for rank in last_ranks})
+    subject = (
+        f"{_ranks_text(last_ranks)} on {', '.join(host_names[:4])}{' and other_count' if len(host_names) > 4 else ''}"
+    )
+    phase_seconds = max(beat_by_rank[rank].since for rank in last_ranks)
+    if len(last_ranks) == len(beat_by_rank):
+        lost_text = f" ({_ranks_text(missing_ranks)} left no heartbeat file)" if missing_ranks else ""
+        text = (
+            f"all processes are in {_place_text(beat)} for up to {phase_seconds:.0f} s, and none is behind{lost_text}"
+        )
+        if len(beat_by_rank) == 1:
+            text = f"{subject} has been in {_place_text(beat)} for {phase_seconds:.0f} s"
+        return Verdict(tuple(last_ranks), cause, beat.phase, beat.step, text)
+    last_step = max(beat.step for beat in beat_by_rank.values())
+    progress_text = f"never entered step {beat.step + 1}" if beat.step < last_step else f"did not leave {beat.phase}"
+    pronoun, auxiliary = ("it", "has") if len(last_ranks) == 1 else ("they", "have")
+    other_count = len(beat_by_rank) - len(last_ranks)
+    waiting_text = "another one waits" if other_count == 1 else f"{other_count} others wait"
+    line_text = f" ({beat.place})" if beat.place else ""
+    text = (
+        f"{subject} {progress_text}: {pronoun} {auxiliary} been in {_place_text(beat)}{line_text} for "
+        f"{phase_seconds:.0f} s, and {waiting_text}"
+    )
+    return Verdict(tuple(last_ranks), cause, beat.phase, beat.step, text)
 
 
 def exit_code(ending: Ending) -> int:
@@ -150,22 +162,24 @@ def _position(beat: Heartbeat) -> tuple[int, int]:
     return beat.step, ORDER.index(beat.phase)  # pyright: ignore[reportArgumentType]
 
 
-def _place(beat: Heartbeat) -> str:
+def _place_text(beat: Heartbeat) -> str:
     """Return phase and step of a heartbeat as text."""
     return f"{beat.phase}, step {beat.step}" if beat.step else beat.phase
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Return numbers of processes as text, such as "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
+    rank_runs: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if rank_runs and rank == rank_runs[-1][-1] + 1:
+            rank_runs[-1].append(rank)
         else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    shown = ", ".join(texts[:8]) + (f" and {len(texts) - 8} more ranges" if len(texts) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+            rank_runs.append([rank])
+    range_texts = [f"{rank_run[0]}-{rank_run[-1]}" if len(rank_run) > 1 else f"{rank_run[0]}" for rank_run in rank_runs]
+    shown_text = ", ".join(range_texts[:8]) + (
+        f" and {len(range_texts) - 8} more ranges" if len(range_texts) > 8 else ""
+    )
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown_text}"
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""The watchdog of one host: starts the host's processes, and ends all of them when one of the run fails or hangs.
+"""The watchdog of one host: starts the host's processes, and ends all of them when any process of the run fails.
 
 It uses neither JAX nor a network. It waits on the processes that it started, reads their heartbeats, and compares the
 seconds in each phase with a timeout. The first failure goes to a file in the run's folder, so that the watchdogs of the
@@ -46,7 +46,7 @@ PREEMPTION_GRACE = 120
 STACK_SECONDS = 1.0
 """Seconds that processes have to write their stacks."""
 LOST_SECONDS = 15
-"""Age of a heartbeat file, relative to the newest one, by which its process is taken for lost."""
+"""Age of a heartbeat file, relative to the newest one, from which on its process counts as lost."""
 FAILURE, STOP = "failure.json", "stop"
 """Files in the folder of heartbeats: the first failure of an attempt, and a user's request to stop the run."""
 SHOWN_LINES = 40
@@ -54,7 +54,7 @@ SHOWN_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What the watchdogs of a run's hosts watch.
+    """The attempt of a run that the watchdogs of its hosts watch.
 
     Args:
         folder: folder of the heartbeats, which all hosts share.
@@ -81,10 +81,10 @@ def parse_timeouts(text: str | None) -> dict[str, float]:
         120.0
     """
     timeouts = dict(TIMEOUTS)
-    for item in (text or "").split(","):
-        if not item.strip():
+    for entry in (text or "").split(","):
+        if not entry.strip():
             continue
-        phase, _, seconds_text = (part.strip() for part in item.partition("="))
+        phase, _, seconds_text = (part.strip() for part in entry.partition("="))
         if phase not in TIMEOUTS:
             raise unknown("phase in --timeouts", phase, TIMEOUTS)
         try:
@@ -92,7 +92,7 @@ def parse_timeouts(text: str | None) -> dict[str, float]:
         except ValueError:
             seconds = 0.0
         if not 0 < seconds < float("inf"):
-            raise UserError(f"--timeouts: got {item.strip()!r}, expected PHASE=SECONDS, such as stepping=120")
+            raise UserError(f"--timeouts: got {entry.strip()!r}, expected PHASE=SECONDS, such as stepping=120")
         timeouts[phase] = seconds
     return timeouts
 
@@ -115,7 +115,7 @@ class Watchdog:
         self._deadline = float("inf")
         self._received_signals: list[int] = []
         self._is_stopped = False
-        self._stale_times: dict[str, int] = {}  # when files that an earlier launch left were written
+        self._stale_times: dict[str, int] = {}  # change times of the files that an earlier launch left, by name
 
     @property
     def was_interrupted(self) -> bool:
@@ -135,14 +135,14 @@ class Watchdog:
         with received_signals() as self._received_signals:
             try:
                 self._start()
-                while (running := [process for process in self._processes if process.code is None]) and (
+                while (running_processes := [process for process in self._processes if process.code is None]) and (
                     time.monotonic() < self._deadline
                 ):
-                    self._look(running)
+                    self._look(running_processes)
                     time.sleep(0.05)
                 self._notice_ends()
                 self._end_the_rest()
-                return self._code()
+                return self._exit_code()
             finally:
                 for process in self._processes:
                     process.kill()
@@ -174,10 +174,10 @@ class Watchdog:
             process.follow()
         self._next_look_time = 0.0
 
-    def _look(self, running: Sequence[RankProcess]) -> None:
+    def _look(self, running_processes: Sequence[RankProcess]) -> None:
         """Look at the running processes once: signals, ends, timeouts, and the other hosts' failures."""
         if self._received_signals:
-            self._stop(running)
+            self._stop(running_processes)
         if len(self._received_signals) > 1:
             self._deadline = 0.0
         self._notice_ends()
@@ -185,14 +185,14 @@ class Watchdog:
             return
         self._next_look_time = time.monotonic() + 0.5
         if self._is_fresh(STOP):
-            self._stop(running)
+            self._stop(running_processes)
         if self._ending is not None:
             return
-        for process in running:
-            overdue = process.overdue(self._watched.timeouts)
+        for process in running_processes:
+            cause_and_seconds = process.hang_cause_and_seconds(self._watched.timeouts)
             failed_code = process.failed_code()
-            if overdue is not None:
-                self._fail(self._ending_of(process, overdue[0], 1, overdue[1]))
+            if cause_and_seconds is not None:
+                self._fail(self._ending_of(process, cause_and_seconds[0], 1, cause_and_seconds[1]))
                 break
             if failed_code is not None and failed_code not in STOP_CODES:
                 self._fail(self._ending_of(process, "exit", failed_code))
@@ -210,15 +210,15 @@ class Watchdog:
         change_time = _change_time(self._watched.folder / name)
         return change_time > 0 and change_time != self._stale_times.get(name)
 
-    def _stop(self, running: Sequence[RankProcess]) -> None:
+    def _stop(self, running_processes: Sequence[RankProcess]) -> None:
         """Pass a stop signal on to the processes, once."""
         if not self._is_stopped:
             self._is_stopped = True
-            for process in running:
+            for process in running_processes:
                 process.interrupt()
 
     def _notice_ends(self) -> None:
-        """Take note of the processes that have ended, in the order in which they are noticed."""
+        """Record the processes that have ended, in the order in which they are noticed."""
         for process in self._processes:
             code = process.code
             if code is None or code == 0 or process.rank in self._noticed_ranks:
@@ -243,8 +243,8 @@ class Watchdog:
         process whose heartbeat file is old.
         """
         watched, rank, host = self._watched, process.rank, socket.gethostname()
-        if code == -signal.SIGABRT and (lost := lost_processes(watched)):
-            rank, (host, seconds) = next(iter(lost.items()))
+        if code == -signal.SIGABRT and (host_and_silence_by_rank := lost_processes(watched)):
+            rank, (host, seconds) = next(iter(host_and_silence_by_rank.items()))
             cause, code = "frozen", 1
         return Ending(rank, host, watched.attempt, cause, code, seconds)  # pyright: ignore[reportArgumentType]
 
@@ -274,13 +274,13 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end_the_rest(self) -> None:
-        """End the processes that are left; after a hang, they write their stacks first, to their logs alone."""
-        running = [process for process in self._processes if process.code is None]
-        if running and self._ending is not None and self._ending.cause != "exit":
-            for process in running:
+        """End the remaining processes; after a hang, they first write their stacks to their logs only."""
+        running_processes = [process for process in self._processes if process.code is None]
+        if running_processes and self._ending is not None and self._ending.cause != "exit":
+            for process in running_processes:
                 process.dump_stacks()
             time.sleep(STACK_SECONDS)
-        for process in running:
+        for process in running_processes:
             process.kill()
         for process in self._processes:
             process.close()
@@ -303,18 +303,22 @@ class Watchdog:
 
     def verdict(self) -> Verdict:
         """Return the verdict on the failure of this attempt."""
-        watched, beats = self._watched, read_heartbeats(self._watched.folder)
-        process_count = max(watched.process_count, *(rank + 1 for rank in beats)) if beats else watched.process_count
-        return judge(beats, process_count, watched.attempt, self._ending)
+        watched, heartbeat_by_rank = self._watched, read_heartbeats(self._watched.folder)
+        process_count = (
+            max(watched.process_count, *(rank + 1 for rank in heartbeat_by_rank))
+            if heartbeat_by_rank
+            else watched.process_count
+        )
+        return judge(heartbeat_by_rank, process_count, watched.attempt, self._ending)
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         """Return the exit code of the run on this host."""
         if self._ending is not None:
             return exit_code(self._ending)
-        codes = [process.code for process in self._processes]
-        if PREEMPTED in codes:
+        exit_codes = [process.code for process in self._processes]
+        if PREEMPTED in exit_codes:
             return PREEMPTED
-        return DONE if all(code == DONE for code in codes) else INTERRUPTED
+        return DONE if all(code == DONE for code in exit_codes) else INTERRUPTED
 
 
 def _change_time(path: Path) -> int:
@@ -344,22 +348,26 @@ def write_ending(watched: Watched, ending: Ending) -> None:
 
 def lost_processes(watched: Watched) -> dict[int, tuple[str, float]]:
     """Return host and silence in seconds of each process whose heartbeat file is much older than the newest one."""
-    beats = read_heartbeats(watched.folder)
-    times: dict[int, float] = {}
-    for rank, beat in beats.items():
+    heartbeat_by_rank = read_heartbeats(watched.folder)
+    write_time_by_rank: dict[int, float] = {}
+    for rank, beat in heartbeat_by_rank.items():
         if beat.attempt == watched.attempt and not beat.failure and beat.phase != "finished":
             with contextlib.suppress(OSError):
-                times[rank] = heartbeat_file(watched.folder, rank).stat().st_mtime
-    newest = max(times.values(), default=0.0)
-    return {rank: (beats[rank].host, newest - time) for rank, time in times.items() if newest - time > LOST_SECONDS}
+                write_time_by_rank[rank] = heartbeat_file(watched.folder, rank).stat().st_mtime
+    newest_time = max(write_time_by_rank.values(), default=0.0)
+    return {
+        rank: (heartbeat_by_rank[rank].host, newest_time - write_time)
+        for rank, write_time in write_time_by_rank.items()
+        if newest_time - write_time > LOST_SECONDS
+    }
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a text file; none if it cannot be read."""
+def last_lines(path: Path, line_count: int) -> list[str]:
+    """Return the last lines of a text file; `[]` if it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 200 * count))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            file.seek(max(0, path.stat().st_size - 200 * line_count))
+            return file.read().decode(errors="replace").splitlines()[-line_count:]
     except OSError:
         return []
 
@@ -372,7 +380,7 @@ def clear(folder: Path) -> None:
 
 
 def heartbeats_folder(run_dir: str | None) -> Path:
-    """Return the folder of a run's heartbeats: a new temporary one for a run in a bucket, and without a run."""
+    """Return the folder of a run's heartbeats; for a run in a bucket, or without a run, a new temporary folder."""
     from jaxscale.records.directory import heartbeat_folder
 
     folder = None if run_dir is None else heartbeat_folder(run_dir)

@@ -184,15 +184,8 @@ def _jobset_coordinator(variables: Variables) -> str:
 
 def _jobset_place(variables: Variables) -> ProcessPlace | None:
     """Return the place of a pod: the pods of all child jobs are numbered job by job."""
-    variable_names = (
-        "JOBSET_NAME",
-        "REPLICATED_JOB_NAME",
-        "JOB_INDEX",
-        "JOB_COUNT",
-        "JOB_COMPLETION_INDEX",
-        "PODS_PER_JOB",
-    )
-    if any(variable_name not in variables for variable_name in variable_names):
+    names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX", "JOB_COUNT", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
+    if any(name not in variables for name in names):
         return None
     pod_count = _number(variables, "PODS_PER_JOB")
     process_count = _number(variables, "JOB_COUNT") * pod_count
@@ -353,9 +346,7 @@ def join() -> ProcessPlace | None:
     _bypass_proxy(place.coordinator)
     options: dict[str, object] = {}
     if gpu_numbers := local_gpu_numbers(place, os.environ):
-        options["local_device_ids"] = (
-            gpu_numbers  # JAX under Slurm would take one GPU, even where a host runs one process
-        )
+        options["local_device_ids"] = gpu_numbers  # JAX under Slurm would take one GPU, even for a host's only process
     # JAX waits longer, so that this message comes first
     timer = threading.Timer(timeout_seconds, _end_for_missing_ranks, (place, timeout_seconds))
     timer.daemon = True

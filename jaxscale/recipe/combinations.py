@@ -39,7 +39,7 @@ class Incompatible(UserError):
 
 
 def batch_cut_text(facts: Facts) -> str | None:
-    """Return the text of the first request that cuts the batch over which the loss is computed; `None` if there is none."""
+    """Return the text of the first request that cuts the batch on which the loss is computed; `None` if none does."""
     return next((text for request in CUTS_THE_BATCH if (text := request(facts)) is not None), None)
 
 

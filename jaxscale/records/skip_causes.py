@@ -107,10 +107,13 @@ class Causes:
             with jax.debug_nans(True), jax.debug_infs(math.isinf(loss)):
                 float(model.loss(self._step_fn.module(self._state), dict(batch), Context()).total)
         except FloatingPointError as error:
-            frames = frames_and_lines_of(error.__traceback__)
-            if not frames:
+            frames_and_lines = frames_and_lines_of(error.__traceback__)
+            if not frames_and_lines:
                 return ""
-            return f"{place_in(error)}the first {loss} of step {step} arises here{_labels_text(frames[-1][0], batch)}"
+            return (
+                f"{place_in(error)}the first {loss} of step {step} arises here"
+                f"{_labels_text(frames_and_lines[-1][0], batch)}"
+            )
         except Exception:  # the model runs only under jit
             return ""
         return ""

@@ -397,8 +397,8 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
 
 def _advice(error: BaseException) -> str:
     """Return what to change after an error in an experiment file, as the end of a line."""
-    frames = frames_and_lines_of(error.__traceback__)
-    return advice_on(error, frames[-1][0] if frames else None)
+    frames_and_lines = frames_and_lines_of(error.__traceback__)
+    return advice_on(error, frames_and_lines[-1][0] if frames_and_lines else None)
 
 
 def _error_location(error: BaseException, file: str) -> tuple[str, str]:

@@ -62,7 +62,7 @@ def is_user_code(code: CodeType) -> bool:
 
 
 def shown_path(code: CodeType) -> str:
-    """Return the path of code's file, relative to the current folder if it is below; "a cell of the notebook" for one."""
+    """Return the path of code's file, relative to the current folder if it lies below; for a cell, a description."""
     file, folder = Path(code.co_filename), Path.cwd()
     if "ipykernel_" in str(file.parent):
         return "a cell of the notebook"

@@ -14,7 +14,7 @@ import jaxscale
 from jaxscale.errors import UserError
 from jaxscale.launch import Cluster, JobSet, Local, QueuedResource, Slurm, Ssh
 from jaxscale.launch.cluster import read_cluster
-from jaxscale.launch.documents import PROXIES, present_values
+from jaxscale.launch.documents import PROXIES, passed_variables
 from jaxscale.launch.jobset import jobset
 from jaxscale.launch.queued_resource import accelerator_type, request
 from jaxscale.launch.slurm import sbatch_script
@@ -231,10 +231,10 @@ def test_variables_are_passed_on_by_name_alone(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "do-not-print")
     cluster = Cluster("gpu h200 x 16", Ssh(("n1", "n2")), variables=("MY_TOKEN",))
     assert "do-not-print" not in str(ssh_commands(cluster, COMMAND, "runs/x", None, 1))
-    assert present_values(cluster) == {"MY_TOKEN": "do-not-print"}
+    assert passed_variables(cluster) == {"MY_TOKEN": "do-not-print"}
     monkeypatch.delenv("MY_TOKEN")
     with pytest.raises(UserError, match="MY_TOKEN is not set here"):
-        present_values(cluster)
+        passed_variables(cluster)
     pods = Cluster("tpu v5e:4x4", POD, shared="gs://b", variables=("MY_TOKEN",))
     with pytest.raises(UserError, match=r"put them into a Kubernetes secret, and name it in JobSet\.secrets"):
         jobset(pods, COMMAND, "gs://b/runs/x", None)

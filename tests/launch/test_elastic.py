@@ -11,8 +11,8 @@ import pytest
 from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.launch import Cluster, JobSet, Local, Slurm, Ssh
-from jaxscale.launch.elastic import Elastic, sizes, with_fields
-from jaxscale.launch.ssh import launch_ssh, ssh_commands, unreachable
+from jaxscale.launch.elastic import Elastic, possible_sizes, with_fields
+from jaxscale.launch.ssh import launch_ssh, ssh_commands, unreachable_ending
 from jaxscale.launch.submit import check_copies, elastic_of
 from jaxscale.launch.verdict import Ending
 from jaxscale.models.decoder import Decoder
@@ -33,7 +33,7 @@ def test_every_size_has_the_same_batch_and_no_more_rows_at_a_time(batch, microba
         return
     experiment = _experiment(batch, microbatches=microbatches)
     rows = batch // (8 * microbatches)
-    sizes_by_count = sizes(experiment)
+    sizes_by_count = possible_sizes(experiment)
     assert sizes_by_count[4].fields == {"plan.mesh": "replica:4,fsdp:2", "plan.microbatches": str(microbatches)}
     for replicas, size in sizes_by_count.items():
         count = int(size.fields["plan.microbatches"])
@@ -55,7 +55,7 @@ def test_every_size_has_the_same_batch_and_no_more_rows_at_a_time(batch, microba
 )
 def test_a_plan_that_belongs_to_its_replicas_is_refused(plan, message):
     with pytest.raises(UserError, match=message):
-        sizes(_experiment(**plan))
+        possible_sizes(_experiment(**plan))
 
 
 def _killed(rank: int) -> Ending:
@@ -63,7 +63,7 @@ def _killed(rank: int) -> Ending:
 
 
 def test_lost_replicas_are_left_out_until_none_can_go_on(capsys):
-    elastic = Elastic(sizes(_experiment()), 8)
+    elastic = Elastic(possible_sizes(_experiment()), 8)
     assert elastic.slots == list(range(8))
     elastic.note(None)
     elastic.note(Ending(3, "node3", 1, "exit", 1))  # an error of the program is no lost machine
@@ -87,17 +87,17 @@ def test_a_host_that_ssh_does_not_reach_is_lost(tmp_path):
     processes = [subprocess.Popen(["sh", "-c", f"exit {code}"], text=True) for code in (1, 255, 0)]
     for process in processes:
         process.wait()
-    assert unreachable(processes, 2) == Ending(1, "the host of rank 1", 2, "missing")
-    assert unreachable(processes[::2], 2) is None
+    assert unreachable_ending(processes, 2) == Ending(1, "the host of rank 1", 2, "missing")
+    assert unreachable_ending(processes[::2], 2) is None
 
 
 def test_a_batch_that_cannot_be_split_is_refused():
     with pytest.raises(UserError, match="batch 12 cannot be split into 1 microbatches over mesh replica:4,fsdp:2"):
-        sizes(_experiment(batch=12))
+        possible_sizes(_experiment(batch=12))
 
 
 def test_a_size_that_does_not_divide_the_batch_leaves_a_machine_idle():
-    elastic = Elastic(sizes(_experiment(batch=16)), 4)
+    elastic = Elastic(possible_sizes(_experiment(batch=16)), 4)
     elastic.note(_killed(0))
     assert elastic.slots == [1, 2]  # 16 rows cannot be split over 3 replicas
     elastic.note(_killed(0))
@@ -156,7 +156,7 @@ def test_a_run_over_ssh_goes_on_without_a_host_that_is_not_reached(tmp_path, mon
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     cluster = Cluster("cpu x 2", Ssh(("127.0.0.1", "dead")), hosts=2, python=sys.executable)
-    elastic = Elastic(sizes(_experiment(8, mesh="replica:2,fsdp:2")), 2)
+    elastic = Elastic(possible_sizes(_experiment(8, mesh="replica:2,fsdp:2")), 2)
     file = Path(__file__).with_name("faulty.py")
     command = ["train", str(file), "--plan.mesh=replica:2,fsdp:2", f"--out={tmp_path / 'run'}"]
     code = launch_ssh(cluster, command, str(tmp_path / "run"), None, elastic)
