@@ -74,7 +74,7 @@ def _main(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's exit writes nothing more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python writes nothing more at its exit
         return UNREAD
     except tuple(EXIT_CODES) as error:
         heartbeat.fail(error)

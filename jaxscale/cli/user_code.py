@@ -26,7 +26,7 @@ def report(error: BaseException) -> str | None:
     if not frames_and_lines or os.environ.get(VARIABLE) == "full":
         return None
     frame, line_number = frames_and_lines[-1]
-    error_text = str(error).partition("\n-----")[0]  # JAX adds a line on its own frames
+    error_text = str(error).partition("\n-----")[0]  # JAX adds a line about its own frames
     first_line, line_break, other_lines = f"{type(error).__name__}: {error_text}".partition("\n")
     message = f"{first_line.rstrip(' .')}{advice_on(error, frame)}{line_break}{other_lines}"
     stack_summary = traceback.StackSummary.extract((frame, line_number) for frame, line_number in frames_and_lines)

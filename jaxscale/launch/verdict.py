@@ -122,9 +122,7 @@ def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int,
     beat = beat_by_rank[last_ranks[0]]
     cause: Cause = "timeout" if ending is None else ending.cause
     host_names = sorted({beat_by_rank[rank].host for rank in last_ranks})
-    subject = (
-        f"{_ranks_text(last_ranks)} on {', '.join(host_names[:4])}{' and other_count' if len(host_names) > 4 else ''}"
-    )
+    subject = f"{_ranks_text(last_ranks)} on {', '.join(host_names[:4])}{' and others' if len(host_names) > 4 else ''}"
     phase_seconds = max(beat_by_rank[rank].since for rank in last_ranks)
     if len(last_ranks) == len(beat_by_rank):
         lost_text = f" ({_ranks_text(missing_ranks)} left no heartbeat file)" if missing_ranks else ""

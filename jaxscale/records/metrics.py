@@ -333,7 +333,7 @@ class _EventFile:
         self._folder = run_path(directory) / "tensorboard"
         self._rows: list[dict[str, Any]] = []  # the buffered rows
         self._last_flush_time = time.monotonic()
-        self._purge_step: int | None = None  # step from which on TensorBoard must drop its events, if it must
+        self._purge_step: int | None = None  # first step whose events TensorBoard must drop, if any
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:

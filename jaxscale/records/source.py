@@ -147,7 +147,7 @@ class Source:
                 )
             text = read_bytes(folder / file_name, MAX_SOURCE_BYTES).decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
-        if source.file != file_name:  # messages name the one, and the other is executed
+        if source.file != file_name:  # messages show one of the names, and the file with the other one is executed
             raise UserError(
                 f"{folder / SOURCE_JSON}: file: got {file_name!r:.200}, expected {source.file!r:.200}, the name in path"
             )
@@ -383,7 +383,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
         if isinstance(error, ImportError) and (new_path := new_import_path(error)) is not None:
             raise UserError(f"{location or file}: {error.name} has moved: import {new_path}") from None
         error_text = f"{type(error).__name__}: {error}{_advice(error)}"
-        place = place_of(definition) or f"{file}: "  # it cannot be called without arguments
+        place = place_of(definition) or f"{file}: "  # no line of the file ran: the call itself failed
         raise UserError(f"{f'{location}: ' if location else place}{action} raised {error_text}{code_text}") from error
     finally:
         sys.path.remove(str(origin.parent))

@@ -114,8 +114,8 @@ def wrong_type_error(path: str, value: Any, hint: Any, suggestion: str = "") -> 
         value_text = f"the class {value.__qualname__}"
     else:
         try:
-            full_text = " ".join(repr(value).split())  # an array's has several lines
-        except ValueError:  # Python writes no number of more than 4,300 digits
+            full_text = " ".join(repr(value).split())  # the text of an array has several lines
+        except ValueError:  # Python cannot print a number of more than 4,300 digits
             full_text = "a number of more than 4,300 digits"
         except RecursionError:
             full_text = "a value that is nested too deeply"

@@ -45,7 +45,7 @@ def read_bytes(path: Any, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         ) from None
     except UserError:
         raise
-    except ValueError as error:  # a NUL in the path, or a text that has no bytes in the file system's encoding
+    except ValueError as error:  # a NUL in the path, or a character that the file system's encoding lacks
         raise UserError(f"cannot read {path}: it cannot be the name of a file ({error})") from None
     if len(content) > max_bytes:
         raise UserError(f"{path} has {len(content):,} bytes, expected at most {max_bytes:,}")
