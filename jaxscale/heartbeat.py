@@ -108,8 +108,8 @@ class Heartbeat:
     def parse(cls, text: str) -> "Heartbeat | None":
         """Return the heartbeat that a file's text holds; `None` if the text is torn or not a heartbeat."""
         try:
-            content = json.loads(text)
-            heartbeat = cls(**content)
+            heartbeat_json = json.loads(text)
+            heartbeat = cls(**heartbeat_json)
             whole_numbers = [heartbeat.rank, heartbeat.pid, heartbeat.attempt, heartbeat.step, heartbeat.beat]
             second_counts = [heartbeat.since, heartbeat.uptime, *heartbeat.seconds_by_phase.values()]
             second_counts += heartbeat.longest_by_phase.values()
@@ -285,7 +285,7 @@ def fail(error: BaseException) -> None:
         _writer.close()
 
 
-def now() -> tuple[Heartbeat, float]:
+def own_heartbeat() -> tuple[Heartbeat, float]:
     """Return this process's current heartbeat, and the time at which its uptime began, in seconds since 1970."""
     return _writer.heartbeat(), _writer.start_time
 
@@ -299,8 +299,8 @@ def peer_heartbeats() -> dict[int, Heartbeat]:
     return {rank: heartbeat for rank, heartbeat in heartbeat_by_rank.items() if heartbeat.attempt == _writer.attempt}
 
 
-def awaited() -> tuple[int, int] | None:
-    """Return the step that the main thread waits for, and the number of the wait; `None` if it waits for none."""
+def awaited_step() -> tuple[int, int] | None:
+    """Return the step that the main thread waits for, and the number of that wait; `None` if it waits for no step."""
     step, wait_number = _writer.awaited_step, _writer.wait_count
     return None if step is None else (step, wait_number)
 

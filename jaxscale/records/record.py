@@ -161,8 +161,12 @@ class RunRecord:
     @property
     def own_metric_names(self) -> list[str]:
         """Names of the numbers that evaluations report beside `measure`, such as "accuracy" or "news/loss"."""
-        names = {name for row in self.rows("eval") for name, value in row.items() if isinstance(value, int | float)}
-        return sorted(name for name in names - {"step", "time", self.measure} if name.rpartition("/")[2] != "targets")
+        metric_names = {
+            name for row in self.rows("eval") for name, value in row.items() if isinstance(value, int | float)
+        }
+        return sorted(
+            name for name in metric_names - {"step", "time", self.measure} if name.rpartition("/")[2] != "targets"
+        )
 
     def _held_out_losses(self) -> list[tuple[int, float]]:
         """Return pairs of the step and the value of each held-out loss, in the order of their rows."""

@@ -119,14 +119,14 @@ def write_whole(path: Any, content: str | bytes) -> None:
         >>> path.read_text(), len(list(path.parent.iterdir()))
         ('new', 1)
     """
-    data = content.encode() if isinstance(content, str) else content
+    content_bytes = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        path.write_bytes(data)
+        path.write_bytes(content_bytes)
         return
     temporary_path = path.with_name(f"{path.name}.half")
     try:
         with _add_path_to_errors(path), temporary_path.open("wb") as file:
-            file.write(data)
+            file.write(content_bytes)
             file.flush()
             os.fsync(file.fileno())
         temporary_path.replace(path)

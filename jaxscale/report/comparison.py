@@ -121,16 +121,16 @@ def _check_runs(run_dirs: Sequence[Any]) -> None:
 
 def comparison_html(runs: Sequence[RunRecord]) -> str:
     """Return the page of several runs."""
-    names = _run_names(runs)
+    run_names = _run_names(runs)
     with np.errstate(all="ignore"):  # a damaged row may hold any number
         sections = {
-            "Training": _chart_panels(runs, names),
-            "What differs": _difference_table(runs, names),
-            "Where the time went": _time_sheets(runs, names),
-            "Where they ran": _origin_table(runs, names),
+            "Training": _chart_panels(runs, run_names),
+            "What differs": _difference_table(runs, run_names),
+            "Where the time went": _time_sheets(runs, run_names),
+            "Where they ran": _origin_table(runs, run_names),
         }
-        header = element("header", element("h1", f"{len(runs)} runs"), _figure_table(runs, names))
-    return page_of(", ".join(names), header, sections, ", ".join(run.directory for run in runs))
+        header = element("header", element("h1", f"{len(runs)} runs"), _figure_table(runs, run_names))
+    return page_of(", ".join(run_names), header, sections, ", ".join(run.directory for run in runs))
 
 
 def _run_names(runs: Sequence[RunRecord]) -> list[str]:
@@ -144,7 +144,7 @@ def _legend_key(index: int, name: str) -> Markup:
     return element("span", element("i", class_=f"c{index + 1}"), name, class_="key run")
 
 
-def _figure_table(runs: Sequence[RunRecord], names: list[str]) -> Markup:
+def _figure_table(runs: Sequence[RunRecord], run_names: list[str]) -> Markup:
     """Return a table with a row for each run and its most important figures."""
     metric_names = list(dict.fromkeys(name for run in runs for name in run.own_metric_names))
     format_by_title: dict[str, Callable[[RunRecord], str]] = {
@@ -162,7 +162,7 @@ def _figure_table(runs: Sequence[RunRecord], names: list[str]) -> Markup:
         "Parameters": lambda run: "" if run.parameters is None else count(run.parameters),
     }
     texts_by_title = {title: [text_of(run) for run in runs] for title, text_of in format_by_title.items()}
-    return _run_table({title: texts for title, texts in texts_by_title.items() if any(texts)}, names)
+    return _run_table({title: texts for title, texts in texts_by_title.items() if any(texts)}, run_names)
 
 
 def _last_value_text(rows: MetricsRows, name: str) -> str:
@@ -172,13 +172,16 @@ def _last_value_text(rows: MetricsRows, name: str) -> str:
     return number(float(values[-1])) if len(values) else ""
 
 
-def _run_table(texts_by_title: dict[str, list[str]], names: list[str]) -> Markup:
+def _run_table(texts_by_title: dict[str, list[str]], run_names: list[str]) -> Markup:
     """Return a sheet with a row for each figure, and a column for each run; narrow windows stack the columns."""
-    headings = ("", *(_legend_key(index, name) for index, name in enumerate(names)))
+    headings = ("", *(_legend_key(index, name) for index, name in enumerate(run_names)))
     rows = [
         (
             title,
-            *(element("span", text, class_="value", data_run=name) for text, name in zip(texts, names, strict=True)),
+            *(
+                element("span", text, class_="value", data_run=name)
+                for text, name in zip(texts, run_names, strict=True)
+            ),
         )
         for title, texts in texts_by_title.items()
     ]
@@ -207,21 +210,21 @@ def _x_by_button(run: RunRecord, rows: MetricsRows) -> dict[str, np.ndarray]:
     return {"Steps": row_steps, "Target tokens": row_tokens, "Seconds": row_seconds}
 
 
-def _chart_panels(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
+def _chart_panels(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | None:
     """Return the charts of the runs over each axis, with a button for each axis."""
-    panels, buttons = [], []
+    panel_elements, button_elements = [], []
     for index, (button_text, axis) in enumerate(_AXES.items()):
-        charts = _charts(runs, names, button_text, axis)
+        charts = _charts(runs, run_names, button_text, axis)
         if charts:
             identifier = f"axis{index}"
-            checked = "checked" if not panels else None
-            buttons.append(element("input", type="radio", name="axis", id=identifier, checked=checked))
-            buttons.append(element("label", button_text, for_=identifier))
-            panels.append(element("div", charts, class_="panel"))
-    return element("div", buttons, panels, class_="axes") if panels else None
+            checked = "checked" if not panel_elements else None
+            button_elements.append(element("input", type="radio", name="axis", id=identifier, checked=checked))
+            button_elements.append(element("label", button_text, for_=identifier))
+            panel_elements.append(element("div", charts, class_="panel"))
+    return element("div", button_elements, panel_elements, class_="axes") if panel_elements else None
 
 
-def _charts(runs: Sequence[RunRecord], names: list[str], button_text: str, axis: Axis) -> list[Markup]:
+def _charts(runs: Sequence[RunRecord], run_names: list[str], button_text: str, axis: Axis) -> list[Markup]:
     """Return the charts over one axis: the held-out and the training loss as wide as the page, then the others."""
     metric_names = list(dict.fromkeys(name for run in runs for name in run.own_metric_names))
     unit = runs[0].loss_unit if len({run.loss_unit for run in runs}) == 1 else ""
@@ -229,7 +232,7 @@ def _charts(runs: Sequence[RunRecord], names: list[str], button_text: str, axis:
     def chart(kind: str, field: str, title: str, **options: Any) -> Markup:
         """Return the chart of one field of one kind of rows."""
         curves = []
-        for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for index, (run, name) in enumerate(zip(runs, run_names, strict=True)):
             rows = run.rows(kind)
             x, values = _x_by_button(run, rows)[button_text], rows.column(field)
             if kind == "train" and field != "learning_rate" and len(values) > 20:
@@ -264,7 +267,7 @@ def _charts(runs: Sequence[RunRecord], names: list[str], button_text: str, axis:
     return wide_sheets + ([element("div", narrow_sheets, class_="pair")] if narrow_sheets else [])
 
 
-def _difference_table(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
+def _difference_table(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | None:
     """Return a table of the fields of experiment and plan that differ between the runs."""
     fields_by_run = [flatten({**run.experiment, "plan": run.plan}) for run in runs]
     field_paths = list(dict.fromkeys(path for fields in fields_by_run for path in fields))
@@ -278,21 +281,21 @@ def _difference_table(runs: Sequence[RunRecord], names: list[str]) -> Markup | N
     shown_texts = dict(list(texts_by_path.items())[:_MAX_DIFFERENCES])
     hidden_count = len(texts_by_path) - len(shown_texts)
     note = element("p", f"and {hidden_count} more fields", class_="faint") if hidden_count else None
-    return element("div", _run_table(shown_texts, names), note)
+    return element("div", _run_table(shown_texts, run_names), note)
 
 
-def _time_sheets(runs: Sequence[RunRecord], names: list[str]) -> Markup | None:
+def _time_sheets(runs: Sequence[RunRecord], run_names: list[str]) -> Markup | None:
     """Return a sheet for each run with its seconds by phase, as a bar and a table; `None` if nothing is recorded."""
     sheets = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for index, (run, name) in enumerate(zip(runs, run_names, strict=True)):
         run_hours = hours(run.directory)
         bar = None if run_hours is None else hours_bar(run_hours)
         sheets += [sheet(None, element("h3", _legend_key(index, name)), bar)] if bar else []
     return element("div", sheets, class_="pair top") if sheets else None
 
 
-def _origin_table(runs: Sequence[RunRecord], names: list[str]) -> Markup:
+def _origin_table(runs: Sequence[RunRecord], run_names: list[str]) -> Markup:
     """Return a table with the folder, file, commit, devices and versions of each run."""
     facts_by_run = [run.origin for run in runs]
     titles = list(dict.fromkeys(title for facts in facts_by_run for title in facts))
-    return _run_table({title: [facts.get(title, "") for facts in facts_by_run] for title in titles}, names)
+    return _run_table({title: [facts.get(title, "") for facts in facts_by_run] for title in titles}, run_names)

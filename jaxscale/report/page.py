@@ -224,10 +224,10 @@ def _own_metric_charts(run: RunRecord, set_names: list[str]) -> list[Markup]:
     for metric_name in dict.fromkeys(name.rpartition("/")[2] for name in run.own_metric_names):
         if metric_name == "loss":
             continue
-        columns = {"held out": metric_name} | {name: f"{name}/{metric_name}" for name in set_names}
+        column_by_label = {"held out": metric_name} | {name: f"{name}/{metric_name}" for name in set_names}
         curves = [
             Series(label, rows.column("step"), rows.column(column), "line", 2 + index % 6)
-            for index, (label, column) in enumerate(columns.items())
+            for index, (label, column) in enumerate(column_by_label.items())
         ]
         charts.append(line_chart(f"Held-out {metric_name}", curves))
     return charts
@@ -294,12 +294,14 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
     topic_list = element(
         "dl", [(element("dt", topic), element("dd", text)) for topic, text in topics_and_sentences], class_="words"
     )
-    columns = [sheet("The plan", topic_list, warning)] if topics_and_sentences else []
-    columns += [element("div", pictures, class_="stack")] if pictures else []
-    content = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
+    column_elements = [sheet("The plan", topic_list, warning)] if topics_and_sentences else []
+    column_elements += [element("div", pictures, class_="stack")] if pictures else []
+    content_elements = (
+        [element("div", column_elements, class_="pair top")] if len(column_elements) == 2 else column_elements
+    )
     entries = run.layout.get("parameters")
     parameter_grid = parameter_table(entries, axis_sizes) if isinstance(entries, list) else None
-    return content + ([sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
+    return content_elements + ([sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
 
 
 def _time_sheet(run: RunRecord) -> Markup | None:
@@ -425,13 +427,13 @@ def _reproduction_sheet(run: RunRecord) -> Markup | None:
     sha256 = run.source.get("sha256")
     source_facts = {"SHA-256 of the file": sha256} if sha256 else {}
     source_facts |= run.origin
-    content = [element("pre", run.command, class_="command")] if run.command else []
-    content += [_fact_table(source_facts)] if source_facts else []
+    content_elements = [element("pre", run.command, class_="command")] if run.command else []
+    content_elements += [_fact_table(source_facts)] if source_facts else []
     for name, fields in (("experiment", run.experiment), ("plan", run.plan)):
         if fields:
             summary = element("summary", f"The {name}, field by field")
-            content.append(element("details", summary, _fact_table(flatten(fields))))
-    return sheet(None, content) if content else None
+            content_elements.append(element("details", summary, _fact_table(flatten(fields))))
+    return sheet(None, content_elements) if content_elements else None
 
 
 def _fact_table(facts: dict[str, Any]) -> Markup:

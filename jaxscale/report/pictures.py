@@ -155,7 +155,7 @@ def parameter_table(entries: Sequence[Any], axis_sizes: dict[str, int], max_rows
         shape, axes_by_dim = list(entry["shape"]), _axes_by_dim(entry.get("spec"), len(entry["shape"]))
         shard_counts = [math.prod(axis_sizes.get(axis, 1) for axis in axes) for axes in axes_by_dim]
         cells = [shard_picture(shape, shard_counts), _breakable_name(str(entry.get("name")))]
-        cells += [" \N{MULTIPLICATION SIGN} ".join(f"{length:,}" for length in shape) or "scalar"]
+        cells += [" \N{MULTIPLICATION SIGN} ".join(f"{dim_size:,}" for dim_size in shape) or "scalar"]
         tags, dtype = _axis_tags(axes_by_dim, axis_sizes), str(entry.get("dtype") or "")
         rows.append([*cells, tags, dtype, *_byte_texts([entry])])
     other_entries = valid_entries[max_rows:]

@@ -129,7 +129,7 @@ def _end_stuck(
             seconds.
     """
     step, waited_seconds, limit_seconds = step_wait_and_limit
-    beat, _ = heartbeat.now()
+    beat, _ = heartbeat.own_heartbeat()
     text = (
         f"step {step} is stuck: it has waited {waited_seconds:.0f} s for its devices, and the limit is "
         f"{limit_seconds:.0f} s (30 s or 20 median steps). The main thread is in {beat.place or 'C++'}"
@@ -189,7 +189,7 @@ def _end_process(exit_code: int, finish: Callable[[], None], finish_seconds: flo
         return
     import jax
 
-    if jax.distributed.is_initialized() and heartbeat.now()[0].rank == 0:
+    if jax.distributed.is_initialized() and heartbeat.own_heartbeat()[0].rank == 0:
         time.sleep(1)
     os._exit(exit_code)
 

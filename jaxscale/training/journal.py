@@ -82,7 +82,7 @@ class Journal:
 
     def log_hours(self, step: int, moment: str) -> None:
         """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
-        beat, start_time = heartbeat.now()
+        beat, start_time = heartbeat.own_heartbeat()
         seconds_by_phase = {phase: round(phase_seconds, 3) for phase, phase_seconds in beat.seconds_by_phase.items()}
         self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds_by_phase)
 

@@ -90,7 +90,7 @@ class StuckWatch:
         """Check once whether the step is stuck; if it is, call the function that ends the process."""
         now = self._clock()
         counted_seconds, self._last_look_time = min(now - self._last_look_time, 2 * LOOK_SECONDS), now
-        wait, limit_seconds = heartbeat.awaited(), self.limit_seconds()
+        wait, limit_seconds = heartbeat.awaited_step(), self.limit_seconds()
         are_peers_in_step, are_peers_alive = self._look_at_peers()
         if wait is None or wait != self._last_wait or limit_seconds is None or _is_compiling() or not are_peers_in_step:
             self._last_wait, self._waited_seconds = wait, 0.0

@@ -269,8 +269,12 @@ def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -
                 return load_as(non_none_types[0])
             except UserError as error:
                 message = str(error)
-                start, expected_text, end = message.partition(f", expected {describe(non_none_types[0])}")
-                raise UserError(f"{start}{expected_text}, or none{end}" if expected_text else message) from None
+                message_start, expected_text, message_end = message.partition(
+                    f", expected {describe(non_none_types[0])}"
+                )
+                raise UserError(
+                    f"{message_start}{expected_text}, or none{message_end}" if expected_text else message
+                ) from None
     text_form_error: UserError | None = None
     for alternative in non_none_types:
         try:
