@@ -299,7 +299,7 @@ def grouping(layer_counts: tuple[int, ...]) -> contextlib.AbstractContextManager
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
-    """Return the number of layers in each group of a stack of `layers` blocks, by the grouping in force.
+    """Return the number of layers in each group of a stack of `layers` blocks, as the enclosing `grouping` sets them.
 
     The result is `(layers,)` if the grouping is for another number of layers, or if there is none.
     """

@@ -116,7 +116,7 @@ def all_gather_invarying(value: Any, axis: str) -> Any:
 
 
 def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of matrices for which `jax.vmap` on a CPU runs one matrix after another.
+    """Return `function` changed so that `jax.vmap` on a CPU runs it on one matrix after another.
 
     The LAPACK kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel waits
     for the pool on one of the pool's threads, so as many kernels as threads deadlock. A single matrix is not

@@ -186,7 +186,7 @@ class Cluster:
         platform: text of the platform, such as "gpu h200 x 32" or "tpu v6e:16x16 x 2".
         scheduler: what starts the processes.
         hosts: number of machines; `None` takes it from the platform.
-        shared: folder that all machines share, in which the runs are; "" for the folder of the launch.
+        shared: folder of the runs, which all machines share; "" for the folder of the launch.
         python: Python on the machines.
         setup: shell lines to run before Python, such as "module load cuda".
         variables: names of environment variables whose values are passed on from the launch; secrets belong into the

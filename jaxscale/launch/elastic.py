@@ -82,7 +82,7 @@ class Elastic:
     """The replicas that are left of a launch.
 
     Args:
-        sizes_by_count: sizes at which the run can go on, by the number of replicas.
+        sizes_by_count: sizes at which the run can continue, by the number of replicas.
         process_count: number of processes of all replicas.
 
     Raises:

@@ -179,7 +179,7 @@ def _variable_entries(
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    """Return the rules by which a pod's end fails its job; the job's message then names the exit code."""
+    """Return the rules for pods that fail their job when they end; the job's message then names the exit code."""
     exit_codes = [MISTAKE, DIVERGED, GAVE_UP, SKIPPED, PREEMPTED, INTERRUPTED]
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -188,7 +188,7 @@ def _pod_rules() -> list[dict[str, Any]]:
 
 
 def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
-    """Return the rules by which a failed job fails or restarts the set.
+    """Return the rules for failed jobs: some fail the set, and others restart it.
 
     Each pod rule that fails a job gives it the reason PodFailurePolicy, so patterns of the job's message distinguish
     them. A controller without such patterns counts every restart, and restarts after mistakes, too.

@@ -97,7 +97,7 @@ def attempt_record(folder: Path, number: int, launch: str, code: int, start_time
 
 
 def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
-    """Sleep, and return whether a stop signal arrived meanwhile, or `jaxscale stop` was called."""
+    """Sleep until the seconds have passed or a stop is requested, and return whether a stop was requested."""
     end_time = time.monotonic() + seconds
     with received_signals() as signal_numbers:
         while time.monotonic() < end_time and not signal_numbers and not (folder / watch.STOP).exists():

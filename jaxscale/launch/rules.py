@@ -1,4 +1,4 @@
-"""The rules by which another attempt of a run starts after one has ended."""
+"""The rules that decide whether and when another attempt of a run starts after one has ended."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class NextStep:
     Args:
         code: exit code of the launch; `None` if another attempt starts.
         delay: seconds before that attempt.
-        reason: why there is no other attempt, or "".
+        reason: why no other attempt starts; "" if one starts, or if the run is done.
     """
 
     code: int | None
@@ -28,7 +28,7 @@ class NextStep:
 
 
 def decide(attempts: Sequence[Attempt]) -> NextStep:
-    """Return what follows the last one of a launch's attempts.
+    """Return whether and when another attempt follows the last one of a launch.
 
     A run that was stopped by a signal is started again, and this does not count. A mistake, a loss that diverged and a
     finished run, even one with many skipped steps, are final. Other failures count: three in a row at the same step, or

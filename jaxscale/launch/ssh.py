@@ -21,7 +21,7 @@ PORT_COUNT = 64
 SSH_FAILED = 255
 """Exit code of ssh itself, for example if a host is not reached; watchdogs end with smaller codes."""
 ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
-"""Options by which ssh ends when a host has not answered for half a minute."""
+"""Options that make ssh end when a host has not answered for half a minute."""
 
 
 def ssh_commands(

@@ -52,7 +52,7 @@ class Verdict:
     Args:
         ranks: numbers of these processes.
         cause: "exit", "timeout", "frozen" or "missing".
-        phase: the phase in which they are; "" if they wrote no heartbeat.
+        phase: their current phase; "" if they wrote no heartbeat.
         step: the step that they entered last.
         text: one sentence for the user.
     """
@@ -156,12 +156,12 @@ def exit_code(ending: Ending) -> int:
 
 
 def _position(beat: Heartbeat) -> tuple[int, int]:
-    """Return a value by which heartbeats are ordered: the step, and the number of the phase within a step."""
+    """Return the sort key of a heartbeat: its step, and the number of its phase within a step."""
     return beat.step, ORDER.index(beat.phase)  # pyright: ignore[reportArgumentType]
 
 
 def _place_text(beat: Heartbeat) -> str:
-    """Return phase and step of a heartbeat as text."""
+    """Return the phase and the step of a heartbeat as text."""
     return f"{beat.phase}, step {beat.step}" if beat.step else beat.phase
 
 
@@ -189,5 +189,5 @@ def _signal_name(number: int) -> str:
 
 
 def _memory_hint(code: int) -> str:
-    """Return a hint for the signal by which Linux ends a process when the memory is exhausted."""
+    """Return a hint about exhausted memory if the exit code is that of SIGKILL; "" for other codes."""
     return " (by a user, or by Linux when the host's memory was exhausted)" if code == -signal.SIGKILL else ""

@@ -22,7 +22,7 @@ from jaxscale.platforms.detect import accelerators
 FIRST_PORT, PORT_COUNT = 61440, 4096
 """Range of the ports that are computed from a job's number; it lies above the ports that Linux gives to clients."""
 HEARTBEAT_TIMEOUT = 30
-"""Seconds without a sign of life from a process after which JAX ends the others; JAX's own default is 100."""
+"""Seconds without a heartbeat from a process after which JAX ends the others; JAX's own default is 100."""
 PREFIX = "JAXSCALE_"
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
 _EXEMPT_FROM_GRPC, _EXEMPT = "no_grpc_proxy", "no_proxy"  # gRPC reads the second one if the first is not set
@@ -242,7 +242,7 @@ ENVIRONMENTS = (
         needs=("TPU_WORKER_HOSTNAMES",),
     ),
 )
-"""The schedulers, the first of which that is present counts; JobSets and Cloud TPU's metadata come after them."""
+"""The schedulers; the first one that is present is used. JobSets and Cloud TPU's metadata come after them."""
 
 
 def first_host(nodelist: str) -> str:

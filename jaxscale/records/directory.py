@@ -41,7 +41,7 @@ MAY_CHANGE_ON_RETURN = (
 )  # fmt: skip
 """Fields that may change, too, when a run returns to a checkpoint; no array of the train state depends on them."""
 _GROUPS = "optimizer.groups."
-"""Start of the path of a setting of a group of the optimizer, whose learning rate and schedule may change likewise."""
+"""Start of the paths of the settings of optimizer groups, whose learning rate and schedule may change, too."""
 
 
 def default_directory(experiment: "Experiment") -> Path:
@@ -172,7 +172,7 @@ def existing_run(directory: Any) -> Any:
     """Return the path object of a run directory that holds a run.
 
     Raises:
-        UserError: the directory holds no run.
+        UserError: the directory does not contain a run.
     """
     check_location(directory)
     path = run_path(directory)
@@ -184,7 +184,7 @@ def existing_run(directory: Any) -> Any:
 def check_same_experiment(
     directory: Any, experiment: "Experiment", *, is_returning: bool = False
 ) -> dict[str, Any] | None:
-    """Check that a directory holds no run of another experiment, and return the content of experiment.json.
+    """Check that a directory does not contain a run of another experiment, and return the content of experiment.json.
 
     Paths of files, and new fields with their default values, do not count as differences.
 
@@ -194,7 +194,7 @@ def check_same_experiment(
         is_returning: whether the run returns to a checkpoint, so that the fields in `MAY_CHANGE_ON_RETURN` may differ.
 
     Returns:
-        The content of experiment.json; `None` if the directory holds no run.
+        The content of experiment.json; `None` if the directory does not contain a run.
 
     Raises:
         UserError: the run's experiment differs in a field that may not change, or experiment.json is damaged.
@@ -262,7 +262,7 @@ def set_aside(directory: Any) -> Any:
     """Rename the directory of a run to the first of NAME.1, NAME.2, ... that does not exist.
 
     Returns:
-        The new path; `None` if the directory holds no run, and is therefore not renamed.
+        The new path; `None` if the directory does not contain a run, and is therefore not renamed.
     """
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
@@ -284,5 +284,5 @@ def write_values(directory: Any, experiment: "Experiment", plan: "Plan") -> None
 
 
 def write_json(path: Any, content: Any) -> None:
-    """Write a JSON file; if the process is killed meanwhile, the path holds either the whole old or new content."""
+    """Write a JSON file; a process that is killed meanwhile leaves the whole old or the whole new content."""
     write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -289,7 +289,7 @@ def drop_torn_line(path: Any) -> int:
         The number of removed bytes.
 
     Raises:
-        UserError: there is no regular file, or its last line is longer than any line of a log.
+        UserError: the path is not that of a regular file, or the last line is longer than any line of a log.
     """
     if is_remote(path) or not path.exists():
         return 0  # an object in a bucket is stored whole or not at all

@@ -1,4 +1,4 @@
-"""Why a step was skipped: what is not finite, in which array of the batch, parameter or line of the user's code.
+"""Why a step was skipped: the array of the batch, the parameter or the line of the user's code that is not finite.
 
 A loss that is NaN from the first step has a cause that no learning rate removes: a label outside of the classes,
 weights that are drawn as NaN, a file with gaps. The forward pass of that batch, run operation by operation, finds it.
@@ -16,7 +16,7 @@ from jaxscale.trees import named_leaves
 from jaxscale.values.user_frames import frames_and_lines_of, place_in, place_of
 
 MAX_BYTES = 2**28
-"""Largest parameters for which the forward pass is run operation by operation."""
+"""Most bytes of parameters for which the forward pass is run operation by operation."""
 
 
 class Causes:

@@ -269,7 +269,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
     copied repository). Without a file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory holds no run, its file is not trusted or raises an error, or the experiment holds code
+        UserError: the directory contains no run, its file is not trusted or raises an error, or the experiment has code
             that no file defines.
     """
     from jaxscale.recipe.experiment import Experiment

@@ -26,7 +26,7 @@ from jaxscale.values.limits import MAX_NAME_BYTES
 from jaxscale.values.read_files import check_own_file
 
 BUCKET_SCHEMES = ("gs", "s3")
-"""Schemes of the buckets in which a run can be."""
+"""URL schemes of the buckets that can contain a run."""
 UPLOAD_SECONDS = 30.0
 """Seconds between two uploads of a growing file to a bucket."""
 
@@ -104,7 +104,7 @@ def check_location(path: Any) -> None:
 
 
 def write_whole(path: Any, content: str | bytes) -> None:
-    """Write a file so that it has the whole old content or the whole new one, whatever happens meanwhile.
+    """Write a file so that it has either the whole old or the whole new content, even if the process is killed.
 
     The content is written to another file, forced to the disk, and given the file's name. A full disk leaves the old
     file, and a loss of power does, too. A bucket stores an object whole or not at all.

@@ -39,7 +39,7 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _FOR_DEVELOPERS = ("compile", "kernels", "predicted", "hours")
-"""Events whose facts are shown elsewhere on the page, or that only help to mend jaxscale."""
+"""Events whose facts are shown elsewhere on the page, or that only help developers of jaxscale."""
 _SAMPLE_CHARACTERS = 4000
 """Largest number of characters that the page shows of a sample."""
 _MAX_EVENT_ROWS = 60

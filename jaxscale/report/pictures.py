@@ -199,7 +199,7 @@ def _axis_tags(axes_by_dim: list[list[str]], axis_sizes: dict[str, int]) -> list
 
 
 def _breakable_name(name: str) -> list[Any]:
-    """Return the HTML of a name in which lines may break after a separator."""
+    """Return a name as HTML that may be wrapped after each separator."""
     return [[part, element("wbr") if part in "./_" else None] for part in re.split("([./_])", name) if part]
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def override(value: T, changes: Mapping[str, str]) -> T:
-    """Return a value in which the fields at some dotted paths have new values, which are written as texts.
+    """Return a value with new values, given as texts, of the fields at some dotted paths.
 
     Each dataclass on a path is replaced once, with all its changes. So a dataclass never checks a mixture of old and
     new values.

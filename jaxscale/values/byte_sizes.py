@@ -18,7 +18,7 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
 
     Args:
         text: a number and a unit; "0" needs no unit.
-        quantity: name of the quantity, with which error messages begin.
+        quantity: name of the quantity, for the beginning of error messages.
 
     Raises:
         UserError: the text is not a number >= 0 with a known unit, or gives a fraction of a byte.

@@ -39,7 +39,7 @@ def difference(first: Any, second: Any, path: str = "") -> list[Difference]:
     Args:
         first: a JSON value.
         second: another JSON value.
-        path: dotted path of both values, with which the paths of the differences begin.
+        path: dotted path of both values, a prefix of the paths of the differences.
 
     Example:
         >>> [str(change) for change in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]

@@ -90,7 +90,7 @@ def parse_json(text: str | bytes, place: str) -> Any:
 
     Args:
         text: the text, or its bytes in UTF-8.
-        place: name of the file, with which messages begin.
+        place: name of the file, for the beginning of messages.
 
     Raises:
         UserError: the text is not JSON in UTF-8, is nested too deeply, or has a whole number of thousands of digits.
