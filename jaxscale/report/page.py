@@ -95,7 +95,7 @@ def page_of(title: str, header: Markup, sections: Mapping[str, Any], directories
     body = element(
         "main",
         header,
-        [element("section", element("h2", title), content) for title, content in sections.items() if content],
+        [element("section", element("h2", heading), content) for heading, content in sections.items() if content],
         element("footer", f"Written {time_text} by jaxscale from the files in {directories_text}."),
     )
     return page(f"{title} · jaxscale", body, style=style, script=script)

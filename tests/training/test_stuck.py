@@ -92,7 +92,7 @@ def test_with_several_processes_all_must_be_in_the_step(tmp_path, monkeypatch):
             now[0] += 1
             watch.look()
 
-    monkeypatch.setattr(heartbeat, "peers", read)
+    monkeypatch.setattr(heartbeat, "peer_heartbeats", read)
     watch.note_step()
     with heartbeat.awaiting(2):
         look(100)
