@@ -143,7 +143,9 @@ class Assembly:
         plan, stages, update = self.resolved_plan.plan, self.resolved_plan.stages, self.update
         has_partial_updates = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
         mixing_operation = (
-            first_mixing_primitive(update.float32_rule, self.pure_model.abstract_params) if has_partial_updates else None
+            first_mixing_primitive(update.float32_rule, self.pure_model.abstract_params)
+            if has_partial_updates
+            else None
         )
         state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owner_names = self.layout.owner_names(update.clipped_rule)

@@ -128,7 +128,9 @@ def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateV
         """Return whether the update after `state.watch.good` updates may be applied."""
         clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
         rate_estimates = [
-            _rate_estimate(member, experiment.steps, state.watch.good, mask_other_groups(state.params, index_tree, index))
+            _rate_estimate(
+                member, experiment.steps, state.watch.good, mask_other_groups(state.params, index_tree, index)
+            )
             for index, member in member_by_index.items()
         ]
         return guard.allows_rates(rate_estimates, clipped_norm, are_params_read=has_device_weights)

@@ -70,7 +70,9 @@ class PlatformComparison:
         names = [str(choice.platform) for choice in self.choices]
         if self.prices is None:
             return choice_table("platform", names, self.choices)
-        bought_counts = [f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "" for choice in self.choices]
+        bought_counts = [
+            f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "" for choice in self.choices
+        ]
         return choice_table("platform", names, self.choices, bought_counts)
 
     __repr__ = __str__
@@ -88,7 +90,15 @@ def choice_table(
         bought_positions: cells of a column with the positions that a unit of money buys; without them, no column.
     """
     unit = "tokens" if choices[0].positions > 1 else "rows"
-    headings = [heading, "fits", "bytes", "step", f"{unit}/s", "of peak", *([f"{unit} for 1"] if bought_positions else [])]
+    headings = [
+        heading,
+        "fits",
+        "bytes",
+        "step",
+        f"{unit}/s",
+        "of peak",
+        *([f"{unit} for 1"] if bought_positions else []),
+    ]
     rows = [[*headings, "plan"]]
     for index, (name, choice) in enumerate(zip(names, choices, strict=True)):
         cells = [
