@@ -11,6 +11,7 @@ References:
 
 import ctypes
 import os
+from typing import Any
 
 import jax
 
@@ -46,5 +47,6 @@ def _computes_on_cpu() -> bool:
     """Return whether JAX's default backend is the CPU, or will be."""
     if is_backend_started():
         return jax.default_backend() == "cpu"
-    platforms = jax.config.jax_platforms
+    config: Any = jax.config
+    platforms = config.jax_platforms
     return platforms == "cpu" or (not platforms and not accelerators())
