@@ -102,9 +102,9 @@ class SameCuts(FolderImages):
 
     cuts: np.ndarray
 
-    def _pixels(self, row: int) -> np.ndarray:
-        left, top, is_mirrored = self.cuts[row % len(self)]
-        pixels = np.asarray(decoded_image(self.files[row % len(self)]))[top : top + 224, left : left + 224]
+    def _pixels(self, row_index: int) -> np.ndarray:
+        left, top, is_mirrored = self.cuts[row_index % len(self)]
+        pixels = np.asarray(decoded_image(self.files[row_index % len(self)]))[top : top + 224, left : left + 224]
         return pixels[:, ::-1] if is_mirrored else pixels
 
 

@@ -126,7 +126,7 @@ def compiled(recipe: Any, is_judged: bool) -> tuple[Any, Any, dict[str, float]]:
 
     verdict = UpdateGuard._allows_squares
     if not is_judged:
-        UpdateGuard._allows_squares = lambda self, update_squares, param_squares, count: jnp.array(True)
+        UpdateGuard._allows_squares = lambda self, update_squares, param_squares, number_count: jnp.array(True)
     try:
         step = jx.build(recipe, devices=jax.devices()[:1])
         batches = recipe.data.open(recipe.batch, recipe.seed).train(None)

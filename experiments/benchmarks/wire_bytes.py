@@ -277,7 +277,8 @@ def counted(case: Case, platform: Platform) -> Counted:
     assert stage is not None, "the plan has a codec"
     single = [one for one in report.collectives if one.bytes < NUMBERS]
     slow, numbers = (
-        bytes_over(sends, stage.axis, stage.replicas, slices=platform.slices) for sends in (report.collectives, single)
+        bytes_over(sends, stage.axis, stage.replicas, slice_count=platform.slices)
+        for sends in (report.collectives, single)
     )
     return Counted(step, slow, stage.wire_bytes, numbers, within(report.collectives))
 
