@@ -13,9 +13,10 @@ from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import of_step
 from jaxscale.planning.program import described_step
+from jaxscale.planning.search.processor import rated_processor
 from jaxscale.planning.search.traffic import Sizes, sizes_of
 from jaxscale.planning.stage_prices import gradient_seconds, head_price
-from jaxscale.platforms.platform import Chip, Link, Platform, chips
+from jaxscale.platforms.platform import Chip, Platform, chips
 from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
@@ -27,8 +28,6 @@ from jaxscale.step.memory_resolve import traced_blocks
 
 STAND_IN = "v5e"
 """Chip whose rates and links are assumed if those of a GPU or TPU are unknown; only their proportions matter."""
-PROCESSOR_FLOP_RATE, PROCESSOR_BANDWIDTH = 1e11, 1e10
-"""Assumed FLOP/s and bytes/s of a processor core, of which only the proportion matters."""
 _STATIC_KINDS = ("kept activations", "gradients", "compute copy", "gathered weights")
 
 
@@ -154,16 +153,13 @@ def rated(platform: Platform) -> Platform:
 
     Example:
         >>> rated(Platform.parse("cpu x 8")).chip.peak("float32")
-        100000000000.0
+        350000000000.0
     """
     chip = platform.chip
     if has_rates(platform):  # without bfloat16, XLA converts the operands of products to float32
         return platform if chip.bfloat16 is not None else replaced(platform, bfloat16=chip.float32)
-    if chip.kind == "cpu":  # devices of a process, which communicate through memory
-        memory = Link("pcie", "devices of a process", PROCESSOR_BANDWIDTH, "chip", "assumed")
-        dtypes = ("bfloat16", "float16", "tf32", "float32", "float8", "int8")
-        rates = dict.fromkeys(dtypes, PROCESSOR_FLOP_RATE)
-        return replaced(platform, memory_bandwidth=PROCESSOR_BANDWIDTH, links=(memory,), **rates)
+    if chip.kind == "cpu":
+        return rated_processor(platform)
     rated_chip = chips()[STAND_IN]
     names = ("bfloat16", "float16", "tf32", "float32", "float8", "int8", "memory_bandwidth", "links")
     rates = {name: getattr(rated_chip, name) for name in names}

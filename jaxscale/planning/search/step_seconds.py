@@ -25,6 +25,9 @@ from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.search.links import collective_seconds, route
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
+from jaxscale.planning.search.processor import FORMAT_OPERATIONS as PROCESSOR_FORMAT_OPERATIONS
+from jaxscale.planning.search.processor import MEMORY_BANDWIDTH, memory_seconds
+from jaxscale.planning.search.processor import SUM_BYTES as PROCESSOR_SUM_BYTES
 from jaxscale.planning.search.space import Variant
 from jaxscale.planning.search.traffic import Transfer, transfers
 from jaxscale.platforms.platform import Platform
@@ -162,9 +165,23 @@ def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, p
         "head": head_passes(variant) * costs.head_seconds * rows / costs.rows,
         "bubble": bubble / (1 - bubble) * (forward + backward + recomputation),
         "launches": launch_count * LAUNCH_SECONDS,
+        "memory": _processor_memory_seconds(layout, variant, kept, costs, platform),
         "update": update,
         "host copies": copies,
     }
+
+
+def _processor_memory_seconds(
+    layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform
+) -> float:
+    """Return the seconds of a step in which a processor's memory moves what its cache cannot hold; else 0."""
+    if platform.chip.kind != "cpu":
+        return 0.0
+    mesh = layout.mesh
+    assert mesh is not None
+    scale = costs.batch / mesh.batch_shards / layout.microbatches / costs.rows
+    chunk_share = 1.0 if variant.loss_chunk is None else min(1.0, variant.loss_chunk / costs.positions)
+    return memory_seconds(kept.kept_bytes / mesh.pipe, scale * costs.loss_bytes, chunk_share, layout.microbatches)
 
 
 def head_passes(variant: Variant) -> int:
@@ -235,17 +252,20 @@ def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Pla
     assert layout.mesh is not None
     shard_count = (layout.mesh.fsdp if layout.zero else 1) * layout.mesh.pipe
     weights, state_bytes = costs.weights / shard_count, costs.state_bytes / shard_count
-    bandwidth, device_count = platform.chip.device_bandwidth, platform.chip.devices
+    is_processor, device_count = platform.chip.kind == "cpu", platform.chip.devices
+    bandwidth = MEMORY_BANDWIDTH if is_processor else platform.chip.device_bandwidth
+    format_operations = PROCESSOR_FORMAT_OPERATIONS if is_processor else FORMAT_OPERATIONS
     assert bandwidth is not None, "the platform's rates are known"
     # state and float32 weights are read and written, gradients are read, and the compute copy is written
     update_bytes = 2 * state_bytes + (4 + 4 + 4 + 2) * weights
-    operations = (UPDATE_OPERATIONS + 2 * FORMAT_OPERATIONS[layout.state.moments]) * weights
+    operations = (UPDATE_OPERATIONS + 2 * format_operations[layout.state.moments]) * weights
     vector_rate = VECTOR_SHARE * (platform.chip.peak("float32") or 0.0) / device_count
     vector_seconds = operations / vector_rate if vector_rate and offload.optimizer_state != "host" else 0.0
     # several microbatches each read their gradients, and read and write the sum of the earlier ones
     gradient_shards = layout.mesh.fsdp if layout.zero >= 2 else 1
     summed_count = layout.microbatches - 1
-    sum_bytes = summed_count * 3 * 4 * costs.weights / gradient_shards / layout.mesh.pipe
+    weight_bytes = PROCESSOR_SUM_BYTES if is_processor else 3 * 4
+    sum_bytes = summed_count * weight_bytes * costs.weights / gradient_shards / layout.mesh.pipe
     link = next((link for link in platform.links if link.name == "pcie"), None)
     copied_bytes = host_seconds = 0.0
     if offload.optimizer_state == "streamed":
