@@ -1,11 +1,13 @@
 """Names of a package that load at their first use, so that importing the package does not import JAX."""
 
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxscale.errors import near_miss
+from jaxscale.errors import UserError, near_miss
 
 
 def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
@@ -27,6 +29,8 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
             message = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(message + near_miss(name, [*module_by_name, *packages]))
         attribute = getattr(importlib.import_module(module_by_name[name]), name)
+        if isinstance(attribute, type):
+            suggest_arguments(attribute)
         setattr(sys.modules[package], name, attribute)
         return attribute
 
@@ -36,3 +40,31 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
 
     setattr(sys.modules[package], "__dir__", names)  # noqa: B010
     return load
+
+
+def suggest_arguments(cls: type) -> None:
+    """Make a class refuse an unknown keyword argument with the most similar one, instead of Python's error."""
+    init = cls.__dict__.get("__init__")
+    is_of_flax = any(base.__module__.startswith("flax.") for base in cls.__mro__)  # its metaclass calls the method
+    if init is None or is_of_flax or hasattr(init, "suggests_arguments"):
+        return
+    parameters = inspect.signature(init).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    parameter_names = list(parameters)[1:]
+
+    @functools.wraps(init)
+    def suggesting_init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        """Initialize the value, or name the argument that is most similar to an unknown one."""
+        try:
+            init(self, *arguments, **keywords)
+        except TypeError:
+            unknown_names = [name for name in keywords if name not in parameter_names]
+            if not unknown_names:
+                raise
+            name = unknown_names[0]
+            hint = near_miss(name, parameter_names) or f"; there are {', '.join(parameter_names)}"
+            raise UserError(f"{cls.__name__} has no argument {name!r}{hint}") from None
+
+    suggesting_init.suggests_arguments = True  # type: ignore[attr-defined]
+    cls.__init__ = suggesting_init

@@ -27,6 +27,7 @@ from jaxscale.data.stream import Stream
 from jaxscale.data.table import Table
 from jaxscale.data.text import Mixture, Text
 from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.lazy import suggest_arguments
 
 __all__ = [
     "Arrays",
@@ -43,3 +44,6 @@ __all__ = [
     "Text",
     "Tokenizer",
 ]
+
+for _source in (Arrays, Chats, ImageFolder, Images, Mixture, Rows, Stream, Table, Text):
+    suggest_arguments(_source)
