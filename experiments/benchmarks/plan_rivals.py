@@ -25,9 +25,9 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning.program import step_recipe
-from jaxscale.planning.search.choice import summary
+from jaxscale.planning.search.choice import plan_summary
 from jaxscale.planning.search.compiler_seconds import compiler_seconds
-from jaxscale.planning.search.search import NEAR
+from jaxscale.planning.search.search import NEAR_SHARE
 from jaxscale.planning.search.step_seconds import StepSeconds, modeled_seconds
 
 FOLDER = Path(__file__).parent
@@ -53,7 +53,7 @@ def row_of(
     limit = usable_bytes(platform)
     return {
         "pair": name_of(pair),
-        "plan": summary(plan),
+        "plan": plan_summary(plan),
         "fits": report.oom is None and report.crashed is None and report.fits(limit or 0),
         "bytes": report.device_bytes,
         "modeled": modeled.total,
@@ -133,7 +133,9 @@ def main() -> bool:
         group = [row for row in rows if row["pair"] == name]
         searched = [row for row in group if row["rival"] is None]
         fastest = min((row["modeled"] for row in searched if row["fits"]), default=math.inf)
-        near = [row for row in searched if row["modeled"] <= (1 + NEAR) * fastest]  # the clock decides among these
+        near = [
+            row for row in searched if row["modeled"] <= (1 + NEAR_SHARE) * fastest
+        ]  # the clock decides among these
         choice = min(near, key=_order)
         print(f"\n{name}{'':20}GiB   modeled   by the compiler")
         for row in sorted(group, key=_order):

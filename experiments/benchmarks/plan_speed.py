@@ -14,7 +14,7 @@ from pathlib import Path
 from figures import Figure, show
 
 import jaxscale as jx
-from jaxscale.planning.search.choice import summary
+from jaxscale.planning.search.choice import plan_summary
 
 EXPERIMENTS = Path(__file__).parents[1]
 PAIRS = (
@@ -39,7 +39,9 @@ def main() -> bool:
         wall, processor = time.perf_counter(), time.process_time()
         choice = jx.choose_plan(experiment, platform)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        print(f"{experiment.name} on {platform}: {summary(choice.plan)}, {choice.outcome.candidate_count} candidates")
+        print(
+            f"{experiment.name} on {platform}: {plan_summary(choice.plan)}, {choice.outcome.candidate_count} candidates"
+        )
         label = f"{experiment.name}_{platform.replace(' ', '_')}"
         figures += [
             Figure(f"{label}_processor_seconds", processor, "s", BAR if "70b" in name else None),

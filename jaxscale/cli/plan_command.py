@@ -53,7 +53,7 @@ class ChoosePlan:
         save: file to write the plan to, for train --plan-file.
         lock: file to write the plan to, with the bytes and collectives of its compiled step, for check; the plan is
             compiled.
-        plan_file: plan.json file whose number formats and codecs are taken.
+        plan_file: plan.json file whose number formats and codecs are used.
         batch: number of rows in the global batch; with free, the smallest batch whose rows per second are within 3 % of
             the most.
     """
@@ -84,8 +84,8 @@ class ChoosePlan:
         from jaxscale.planning.search.comparison import PlatformComparison
         from jaxscale.planning.search.prices import read_prices
 
-        is_free = self.batch == "free"
-        experiment, source = load_experiment(dataclasses.replace(self, batch=None) if is_free else self, fields)
+        is_batch_free = self.batch == "free"
+        experiment, source = load_experiment(dataclasses.replace(self, batch=None) if is_batch_free else self, fields)
         options: dict[str, Any] = {
             "fixed": fixed,
             "forbidden": forbidden,
@@ -96,23 +96,25 @@ class ChoosePlan:
         }
 
         def choose(platform: Any) -> PlanChoice:
-            """Return the choice for a platform; with a free batch, print those for other batches, too."""
-            if not is_free:
+            """Return the choice for a platform. If the batch is free, first print the choices for all batches."""
+            if not is_batch_free:
                 return choose_plan(experiment, platform, make=source.remake, **options)
-            batches = choose_batch(experiment, platform, make=lambda rows: source.with_batch(rows).remake, **options)
-            print(f"batches on {platform}:\n{batches}", end="\n\n")
-            return batches.best
+            batch_comparison = choose_batch(
+                experiment, platform, make=lambda rows: source.with_batch(rows).remake, **options
+            )
+            print(f"batches on {platform}:\n{batch_comparison}", end="\n\n")
+            return batch_comparison.best
 
         if self.platforms is None:
             choice = choose(platform_of(self.platform))
         else:
             prices = None if self.prices is None else read_prices(self.prices)
-            texts = [text for text in self.platforms.split(",") if text.strip()]
-            comparison = PlatformComparison.of([platform_of(text) for text in texts], choose, prices)
+            platform_texts = [text for text in self.platforms.split(",") if text.strip()]
+            comparison = PlatformComparison.of([platform_of(text) for text in platform_texts], choose, prices)
             print(comparison, end="\n\n")
             choice = comparison.best(self.objective)
         print(choice)
-        if is_free:
+        if is_batch_free:
             experiment, source = dataclasses.replace(experiment, batch=choice.rows), source.with_batch(choice.rows)
             print(f"with --batch {choice.rows}; the learning rate and the number of steps are still the experiment's")
         if self.out is not None:
@@ -120,7 +122,7 @@ class ChoosePlan:
             print(f"written to {self.out}")
         if self.save is not None and choice.fits:
             choice.save_plan(self.save)
-            batch_text = f" --batch {choice.rows}" if is_free else ""
+            batch_text = f" --batch {choice.rows}" if is_batch_free else ""
             print(f"plan written to {self.save}; train it with --plan-file {self.save}{batch_text}")
         if self.lock is not None and choice.fits:
             from jaxscale.planning.search.lock import lock_of
@@ -129,7 +131,7 @@ class ChoosePlan:
             if report is None:
                 raise UserError("--lock: none of the plans that were compiled fits; give more plans to --verify")
             lock_of(experiment, source, choice.plan, str(choice.platform), report, folder).write(self.lock)
-            print(f"lock written to {self.lock}; compare with it by jaxscale check {self.lock}")
+            print(f"lock written to {self.lock}; compare with it: jaxscale check {self.lock}")
         return 0 if choice.fits else 3
 
     @property
@@ -141,8 +143,8 @@ class ChoosePlan:
         """Raise UserError for an invalid value of a flag, without importing JAX.
 
         Args:
-            fixed: settings of the plan that the command line sets.
-            forbidden: settings that --forbid lists.
+            fixed: names of the settings that the command line sets.
+            forbidden: names of the settings that --forbid lists.
         """
         from jaxscale.planning.search.prices import read_prices
         from jaxscale.planning.search.settings import check_settings
@@ -162,12 +164,14 @@ class ChoosePlan:
             )
         if self.verify < 0:
             raise UserError(f"--verify: got {self.verify}, expected a number of plans to compile, from 0 on")
-        texts = [self.platform] if self.platforms is None else [t for t in self.platforms.split(",") if t.strip()]
-        if not texts:
+        platform_texts = (
+            [self.platform] if self.platforms is None else [text for text in self.platforms.split(",") if text.strip()]
+        )
+        if not platform_texts:
             raise UserError(f"--platforms: got {self.platforms!r}, expected platforms such as 'tpu v5e:4x4, gpu h100'")
         if self.platforms is not None and self.platform != "local":
             raise UserError("got --platform and --platforms, expected one of them")
-        platforms = [named_platform(text) for text in texts]
+        platforms = [named_platform(text) for text in platform_texts]
         if self.compile_count:
             from jaxscale.compiler.target import target
             from jaxscale.platforms.detect import accelerators
@@ -175,9 +179,7 @@ class ChoosePlan:
             for platform in filter(None, platforms):
                 target(platform, accelerators())
         if self.objective == "cost" and (self.platforms is None or self.prices is None):
-            raise UserError(
-                "--objective cost: compares platforms by their prices; give --platforms 'A, B' and --prices FILE"
-            )
+            raise UserError("--objective cost compares platforms by price; give --platforms 'A, B' and --prices FILE")
         if self.prices is not None:
             if self.platforms is None:
                 raise UserError("--prices: prices are compared between platforms; give --platforms 'A, B'")
@@ -214,16 +216,16 @@ class CheckLock:
         lock = read_lock(self.lock)
         outline(str(Path(self.lock).parent / lock.file), lock.variant)
         named_platform(lock.platform)
-        result = check_lock(self.lock)
-        print(result)
-        return 0 if result.holds else 3
+        lock_check = check_lock(self.lock)
+        print(lock_check)
+        return 0 if lock_check.holds else 3
 
 
 def fixed_settings(fields: Mapping[str, str]) -> frozenset[str]:
-    """Return the settings that keep their values, because the command line sets these fields of the plan.
+    """Return the names of the plan's settings that the command line sets, and that therefore keep their values.
 
     Args:
-        fields: texts by the dotted paths of the experiment's fields.
+        fields: values, as texts, by the dotted paths of the experiment's fields.
 
     Example:
         >>> sorted(fixed_settings({"plan.zero": "3", "plan.offload.weights": "host", "model.layers": "2"}))
@@ -231,9 +233,9 @@ def fixed_settings(fields: Mapping[str, str]) -> frozenset[str]:
     """
     from jaxscale.planning.search.settings import SETTINGS
 
-    paths = [path.replace("-", "_").split(".") for path in fields]
-    names = {path[1] for path in paths if path[0] == "plan" and len(path) > 1}
-    has_chunk = any(path[:2] == ["plan", "kernels"] and "loss_chunk" in path[2:] for path in paths) or any(
-        "loss_chunk" in text for path, text in fields.items() if path == "plan.kernels"
-    )
-    return frozenset(names & set(SETTINGS)) | ({"loss_chunk"} if has_chunk else set())
+    path_parts_list = [path.replace("-", "_").split(".") for path in fields]
+    setting_names = {path_parts[1] for path_parts in path_parts_list if path_parts[0] == "plan" and len(path_parts) > 1}
+    has_loss_chunk = any(
+        path_parts[:2] == ["plan", "kernels"] and "loss_chunk" in path_parts[2:] for path_parts in path_parts_list
+    ) or any("loss_chunk" in text for path, text in fields.items() if path == "plan.kernels")
+    return frozenset(setting_names & set(SETTINGS)) | ({"loss_chunk"} if has_loss_chunk else set())

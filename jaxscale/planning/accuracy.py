@@ -103,18 +103,20 @@ def held_out_accuracy(kind: str) -> Accuracy | None:
     return None if fields is None else Accuracy(**fields, is_held_out=True)
 
 
-def margin(kind: str, *, compiled: bool = False, pipelined: bool = False, partly_trained: bool = False) -> float:
+def margin(
+    kind: str, *, is_compiled: bool = False, is_pipelined: bool = False, is_partly_trained: bool = False
+) -> float:
     """Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        compiled: whether the piece that needs the most memory was compiled.
-        pipelined: whether the step is pipelined.
-        partly_trained: whether some parameters are not trained.
+        is_compiled: whether the piece that needs the most memory was compiled.
+        is_pipelined: whether the step is pipelined.
+        is_partly_trained: whether some parameters are not trained.
     """
-    if partly_trained and not compiled:
+    if is_partly_trained and not is_compiled:
         return UNKNOWN_MARGIN
-    recorded_errors = recorded_accuracy(kind, is_pipelined=True) if pipelined else None
-    if pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
+    recorded_errors = recorded_accuracy(kind, is_pipelined=True) if is_pipelined else None
+    if is_pipelined and (recorded_errors is None or recorded_errors.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
-    return NEARER_MARGIN if compiled else MARGIN
+    return NEARER_MARGIN if is_compiled else MARGIN

@@ -19,7 +19,7 @@ from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import menu_of, searched_rules
 from jaxscale.planning.menu import HEURISTICS
-from jaxscale.planning.pictures import Point, curve, items_table, live_bytes_svg, page
+from jaxscale.planning.pictures import Point, items_table, live_bytes_svg, page, plans_svg
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
@@ -92,7 +92,7 @@ class Explanation:
         ]
         if self.points:
             headings_and_contents.append(
-                (f"{self._cost_name} against memory, by estimate", curve(self.points, self.fit.limit))
+                (f"{self._cost_name} against memory, by estimate", plans_svg(self.points, self.fit.limit))
             )
         return page(f"Memory of {self.fit.name} on {self.fit.platform}", headings_and_contents)
 

@@ -137,7 +137,10 @@ class Fit:
         is_compiled, is_pipelined = bool(self.estimate.compiled_piece_names), self.estimate.plan.pipeline is not None
         is_partly_trained = self.estimate.is_partly_trained
         return accuracy.margin(
-            self.platform.chip.kind, compiled=is_compiled, pipelined=is_pipelined, partly_trained=is_partly_trained
+            self.platform.chip.kind,
+            is_compiled=is_compiled,
+            is_pipelined=is_pipelined,
+            is_partly_trained=is_partly_trained,
         )
 
     @property

@@ -81,7 +81,7 @@ def live_bytes_svg(
     return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", elements, kinds_legend)
 
 
-def curve(points: Sequence[Point], limit: int | None = None) -> str:
+def plans_svg(points: Sequence[Point], limit: int | None = None) -> str:
     """Memory plans by bytes (to the right) and by cost (upward), as an SVG image.
 
     Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.

@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("fit experiments/toy.py --plan.memory chian:1GiB", "did you mean 'chain'?"),
         ("plan experiments/tyo.py", "did you mean 'experiments/toy.py'?"),
         ("plan experiments/toy.py --forbid pipelines", "unknown setting 'pipelines'"),
-        ("plan experiments/toy.py --forbid zero --plan.zero 3", "zero: got it fixed and forbidden"),
+        ("plan experiments/toy.py --forbid zero --plan.zero 3", "zero: it is both fixed and forbidden"),
         ("plan experiments/toy.py --objective tiem", "did you mean 'time'?"),
         ("plan experiments/toy.py --objective cost", "give --platforms 'A, B' and --prices FILE"),
         ("plan experiments/toy.py --prices prices.json", "--prices: prices are compared between platforms"),

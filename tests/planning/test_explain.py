@@ -8,7 +8,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.planning.explain import explain
-from jaxscale.planning.pictures import Point, curve, live_bytes_svg
+from jaxscale.planning.pictures import Point, live_bytes_svg, plans_svg
 
 V5E = "tpu v5e:2x2"
 
@@ -117,11 +117,11 @@ def test_long_timelines_are_thinned_and_keep_their_peak():
 
 
 def test_a_curve_escapes_names():
-    drawn(curve([Point("<a>&", 10, 1.0), Point("b", 20, 1.5, True)], limit=15))
+    drawn(plans_svg([Point("<a>&", 10, 1.0), Point("b", 20, 1.5, True)], limit=15))
 
 
 def test_a_point_far_above_the_others_does_not_press_them_flat():
-    root = drawn(curve([Point("a", 10, 1.0), Point("b", 9, 1.1), Point("c", 8, 1.2), Point("far", 7, 50.0)]))
+    root = drawn(plans_svg([Point("a", 10, 1.0), Point("b", 9, 1.1), Point("c", 8, 1.2), Point("far", 7, 50.0)]))
     heights = {(node[0].text or "").split(":")[0]: float(node.get("cy", "")) for node in root if len(node)}
     assert heights["b"] - heights["c"] > 30
     assert heights["far"] < heights["c"]

@@ -136,7 +136,7 @@ def test_the_recorded_estimates():
     found = accuracy.recorded_accuracy("tpu", is_pipelined=True)
     assert found is not None
     assert found.median <= 0.1
-    assert found.worst <= accuracy.margin("tpu", pipelined=True)
+    assert found.worst <= accuracy.margin("tpu", is_pipelined=True)
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
-"""The batch as a part of the plan: rows per second of growing batches, and the smallest one that is about the fastest.
+"""The batch as a part of the plan: plans for growing batches, and the smallest batch that is about as fast as any.
 
     rows per second = B / t(B),  t(B) = t_passes B + t_update + t_exposed(B)
 
-A larger batch spreads the update and the messages of a step over more rows, until the passes are all that counts.
-Beyond that, it costs memory and learns less from each row (the critical batch). So the choice is the smallest batch
-whose speed is within `NEAR` of the best. Batches are powers of two times the odd part of the number of devices. Each
-has a search of its own: reading the weights takes longer than the products of few rows, so seconds are not
-proportional to rows.
+Here t(B) is the seconds of a step of B rows. A larger batch spreads the update and the exposed messages of a step over
+more rows, until only the passes count. Beyond that, it takes more memory, and a run learns less from each row (the
+critical batch). So the choice is the smallest batch whose speed is within `NEAR_SHARE` of the best. Batches are powers
+of two times the odd part of the number of devices. Each has a search of its own: reading the weights takes longer than
+the products of few rows, so seconds are not proportional to rows.
 
 References:
     McCandlish et al. 2018, "An empirical model of large-batch training" (arXiv:1812.06162).
@@ -25,10 +25,10 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 
-NEAR = 0.03
+NEAR_SHARE = 0.03
 """Share by which the rows per second of the chosen batch may be below those of the best one."""
 LEAST_GAIN = 0.01
-"""Gain of a doubled batch in rows per second below which no larger batch is tried."""
+"""Least relative gain in rows per second of a doubled batch; below it, no larger batch is tried."""
 MOST_DOUBLINGS = 12
 """Maximum number of times that the batch is doubled, from one row per device on."""
 MOST_HALVINGS = 3
@@ -48,11 +48,13 @@ class BatchComparison:
     @property
     def best(self) -> PlanChoice:
         """The choice for the smallest batch that is about as fast as the fastest; the first one if none fits."""
-        fitting = [choice for choice in self.choices if choice.fits]
-        if not fitting:
+        fitting_choices = [choice for choice in self.choices if choice.fits]
+        if not fitting_choices:
             return self.choices[0]
-        most_rows = max(choice.rows_per_second for choice in fitting)
-        return next(choice for choice in fitting if choice.rows_per_second >= (1 - NEAR) * most_rows)
+        max_rows_per_second = max(choice.rows_per_second for choice in fitting_choices)
+        return next(
+            choice for choice in fitting_choices if choice.rows_per_second >= (1 - NEAR_SHARE) * max_rows_per_second
+        )
 
     def __str__(self) -> str:
         return choice_table("batch", [str(choice.rows) for choice in self.choices], self.choices)
@@ -69,15 +71,15 @@ def choose_batch(
     make: Callable[[int], Callable[[], Experiment]] | None = None,
     **options: Any,
 ) -> BatchComparison:
-    """Choose a plan for each of several batches, until a larger one brings nothing or does not fit.
+    """Choose a plan for each of several batches, until a larger one is hardly faster or does not fit.
 
     Args:
-        experiment: the experiment to plan for; its own batch does not count.
+        experiment: the experiment to plan for; its own batch is ignored.
         platform: platform to plan for, such as "tpu v5e:4x4"; its devices need not be present.
         plan: plan with the fixed settings, and the settings that are not searched; the experiment's by default.
         verify: number of plans of the best batch that are compiled.
-        make: function that takes a batch, and returns the function which makes the experiment with this batch in the
-            process that compiles.
+        make: function that returns, for a batch, the argument `make` of `choose_plan`: a function that returns the
+            experiment with this batch.
         options: further arguments of `choose_plan`: fixed, forbidden, limit and host_limit.
 
     Raises:
@@ -96,17 +98,17 @@ def choose_batch(
     check_verify(verify)
     if options.get("objective", "time") != "time":
         raise UserError(f"objective: got {options['objective']!r}, but a free batch is chosen by rows per second")
-    first = search_for(experiment, platform, plan, **options)
+    base_search = search_for(experiment, platform, plan, **options)
     searches: list[Search] = []
     choices: list[PlanChoice] = []
-    reason: UserError | None = None
-    for batch in candidate_batches(first.platform.devices):
+    last_error: UserError | None = None
+    for batch in candidate_batches(base_search.platform.devices):
         try:
-            resized = dataclasses.replace(experiment, batch=batch)
-            search = search_for(resized, first.platform, plan, **options)
+            resized_experiment = dataclasses.replace(experiment, batch=batch)
+            search = search_for(resized_experiment, base_search.platform, plan, **options)
             choice = choice_of(search)
         except UserError as error:  # no mesh divides this batch, or a fixed setting does not suit it
-            reason = error
+            last_error = error
             continue
         is_slower = bool(choices) and choice.rows_per_second < (1 + LEAST_GAIN) * choices[-1].rows_per_second
         choices.append(choice)
@@ -114,14 +116,16 @@ def choose_batch(
         if is_slower or not choice.fits:
             break
     if not choices:
-        assert reason is not None, "at least one batch is tried"
-        raise reason
-    best = BatchComparison(tuple(choices)).best
-    index = next(number for number, choice in enumerate(choices) if choice is best)
+        assert last_error is not None, "at least one batch is tried"
+        raise last_error
+    best_choice = BatchComparison(tuple(choices)).best
+    best_index = next(index for index, choice in enumerate(choices) if choice is best_choice)
     if verify:
-        choices[index] = choice_of(searches[index], verify, None if make is None else make(best.rows))
-    if not best.fits:
-        choices[index] = dataclasses.replace(best, advice=advice_for(searches[index], best.best))
+        choices[best_index] = choice_of(searches[best_index], verify, None if make is None else make(best_choice.rows))
+    if not best_choice.fits:
+        choices[best_index] = dataclasses.replace(
+            best_choice, advice=advice_for(searches[best_index], best_choice.best)
+        )
     return BatchComparison(tuple(choices))
 
 

@@ -12,11 +12,11 @@ from jaxscale.errors import UserError
 from jaxscale.figures import markup
 from jaxscale.figures.markup import framed, write_figure, write_text
 from jaxscale.planning import accuracy
-from jaxscale.planning.pictures import Point, curve, page
+from jaxscale.planning.pictures import Point, page, plans_svg
 from jaxscale.planning.search.advice import advice_for
 from jaxscale.planning.search.calibration import Calibration, calibration_of
 from jaxscale.planning.search.compiler_seconds import clock_text
-from jaxscale.planning.search.machines import first_that_fits, smaller
+from jaxscale.planning.search.machines import first_that_fits, smaller_machines
 from jaxscale.planning.search.model_costs import has_rates, rated
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome
 from jaxscale.planning.search.search import Search
@@ -46,7 +46,7 @@ class PlanChoice:
         rows: rows of the batch.
         positions: positions of a row, such as tokens; 1 for images.
         flop: FLOP of the model in a step without recomputation, all devices together.
-        advice: what would make a plan fit; "" if one fits.
+        advice: sentences on what would make a plan fit; "" if one fits.
         calibration: the calibration by which the seconds are scaled; `None` if there is none.
     """
 
@@ -72,17 +72,17 @@ class PlanChoice:
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan fits: according to the compiler if it was asked, otherwise by estimate."""
+        """Whether the best plan fits: according to the compiler if the plan was compiled, otherwise by estimate."""
         return self.best.fits
 
     @property
     def is_timed(self) -> bool:
-        """Whether the rates of the chip are known, or calibrated, so that seconds are more than proportions."""
+        """Whether seconds are absolute rather than only relative: rates are known, or there is a calibration."""
         return has_rates(self.platform) or self.calibration is not None
 
     @property
     def mfu(self) -> float | None:
-        """The share of the chips' peak that the model's FLOP take in the modeled seconds; `None` if it is unknown."""
+        """The model's FLOP per modeled second, as a share of the chips' peak; `None` if the peak is unknown."""
         peak = rated(self.platform).peak("bfloat16" if self.plan.precision == "bfloat16" else "float32")
         return None if peak is None or not has_rates(self.platform) else self.flop / (self.best.seconds.total * peak)
 
@@ -109,43 +109,46 @@ class PlanChoice:
         if self.limit is None:
             return f"{size(self.best.device_bytes)} per device, {evidence}; the platform's memory is unknown"
         answer = "fits" if self.fits else "does not fit"
-        line = f"{answer}: {size(self.best.device_bytes)} of {size(self.limit)} per device, {evidence}"
+        verdict_text = f"{answer}: {size(self.best.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if not self.fits and self.best.device_bytes <= self.limit:
-            line += f", and {size(self.best.estimate.host_bytes)} of host memory, which is too much"
-        pipelined = self.plan.pipeline is not None
-        margin = accuracy.margin(self.platform.chip.kind, pipelined=pipelined)
+            verdict_text += f", and {size(self.best.estimate.host_bytes)} of host memory, which is too much"
+        is_pipelined = self.plan.pipeline is not None
+        margin = accuracy.margin(self.platform.chip.kind, is_pipelined=is_pipelined)
         if report is None and abs(self.best.device_bytes - self.limit) <= margin * self.limit:
-            line += f" (may be off by {margin:.0%}; --verify 1 asks the compiler)"
-        return line
+            verdict_text += f" (may be off by {margin:.0%}; --verify 1 asks the compiler)"
+        return verdict_text
 
     def __str__(self) -> str:
         best = self.best
-        lines = [f"{self.name} on {self.platform}: {summary(self.plan)}", self.verdict]
+        lines = [f"{self.name} on {self.platform}: {plan_summary(self.plan)}", self.verdict]
         if self.is_timed:
             unit = "tokens" if self.positions > 1 else "rows"
             mfu_text = "" if self.mfu is None else f", {self.mfu:.0%} of the peak"
             lines.append(f"modeled: {best.seconds}; {self.positions_per_second:,.0f} {unit}/s{mfu_text}")
         else:
-            lines.append("the rates of this platform are unknown: plans are ordered by assumed ones, without seconds")
+            lines.append(
+                "the rates of this platform are unknown: plans are ordered by assumed rates, and no seconds are shown"
+            )
         if self.calibration is not None:
             lines.append(f"seconds are {self.calibration}")
         is_compiled = best.report is not None and best.report.crashed is None
         lines += [clock_text(best.compiler_seconds, best.plan, self.platform)] if is_compiled else []
-        used_count, device_count = self.devices, self.platform.devices
-        if used_count < device_count:
+        used_device_count, device_count = self.devices, self.platform.devices
+        if used_device_count < device_count:
             lines.append(
-                f"uses {used_count} of {device_count} devices: no allowed mesh of more divides {self.rows} rows"
+                f"uses {used_device_count} of {device_count} devices: no allowed mesh of more devices divides "
+                f"{self.rows} rows"
             )
         lines += [self.advice] if self.advice else []
         lines += ["", f"{'train it with' if self.fits else 'its flags'}: {flags_of(self.plan)}"]
         rivals = self._rivals()
         if rivals:
-            width = max(len(summary(judged.plan)) for judged in rivals)
+            summary_width = max(len(plan_summary(judged_plan.plan)) for judged_plan in rivals)
             lines += ["", f"the best of {self.outcome.candidate_count} plans; the next ones:"]
             lines += [
-                f"  {summary(judged.plan):{width}}  {size(judged.device_bytes):>9}  "
-                f"{self._ratio(judged):5.2f}x  {self.loss_of(judged)}"
-                for judged in rivals
+                f"  {plan_summary(judged_plan.plan):{summary_width}}  {size(judged_plan.device_bytes):>9}  "
+                f"{self._seconds_ratio(judged_plan):5.2f}x  {self.loss_of(judged_plan)}"
+                for judged_plan in rivals
             ]
         if self.outcome.refusals:
             lines += ["", "refused:"] + [f"  {reason}" for reason in self.outcome.refusals[:MAX_ROWS]]
@@ -154,59 +157,76 @@ class PlanChoice:
     __repr__ = __str__
 
     def _rivals(self) -> tuple[JudgedPlan, ...]:
-        """The plans beside the best one: those that fit, then those that do not."""
-        first_of_mesh: dict[str, JudgedPlan] = {}  # of the plans that do not fit
-        for judged in self.outcome.rejected:
-            first_of_mesh.setdefault(str(judged.plan.mesh), judged)
-        others = [judged for judged in first_of_mesh.values() if judged is not self.best]
-        return (*self.outcome.plans[1:], *others)[:MAX_ROWS]
+        """The plans to show beside the best one: those that fit, then, of each mesh, the first that does not."""
+        first_by_mesh: dict[str, JudgedPlan] = {}  # of the plans that do not fit
+        for judged_plan in self.outcome.rejected:
+            first_by_mesh.setdefault(str(judged_plan.plan.mesh), judged_plan)
+        rejected_rivals = [judged_plan for judged_plan in first_by_mesh.values() if judged_plan is not self.best]
+        return (*self.outcome.plans[1:], *rejected_rivals)[:MAX_ROWS]
 
-    def _ratio(self, judged: JudgedPlan) -> float:
-        """The seconds of a plan over those of the best one."""
-        seconds, best_seconds = self._comparable(judged)
+    def _seconds_ratio(self, judged_plan: JudgedPlan) -> float:
+        """The ratio of a plan's seconds to those of the best plan."""
+        seconds, best_seconds = self._comparable_seconds(judged_plan)
         return seconds.total / best_seconds.total
 
-    def _comparable(self, judged: JudgedPlan) -> tuple[StepSeconds, StepSeconds]:
-        """The seconds of a plan and of the best one: by the compiler's clock if both were compiled, or else modeled."""
-        if judged.compiler_seconds is None or self.best.compiler_seconds is None:
-            return judged.seconds, self.best.seconds
-        return judged.compiler_seconds, self.best.compiler_seconds
+    def _comparable_seconds(self, judged_plan: JudgedPlan) -> tuple[StepSeconds, StepSeconds]:
+        """The seconds of a plan and of the best plan: by the compiler's clock if both have them, otherwise modeled."""
+        if judged_plan.compiler_seconds is None or self.best.compiler_seconds is None:
+            return judged_plan.seconds, self.best.seconds
+        return judged_plan.compiler_seconds, self.best.compiler_seconds
 
     def loss_of(self, judged: JudgedPlan) -> str:
-        """Why a plan lost against the best one, in a few words."""
+        """Why a plan lost against the best plan: its bytes above the limit, or the item that takes more seconds."""
         if not judged.fits:
             has_excess = self.limit is not None and judged.device_bytes > self.limit
             return f"takes {size(judged.device_bytes - (self.limit or 0))} too much" if has_excess else "does not fit"
-        seconds, best_seconds = self._comparable(judged)
-        best_items, items = best_seconds.items, seconds.items
-        excess = {name: items.get(name, 0.0) - best_items.get(name, 0.0) for name in {*items, *best_items}}
-        name = max(excess, key=lambda item: (excess[item], item))
-        is_noticeable = excess[name] > NOTICEABLE * best_seconds.total
-        excess_text = duration(excess[name]) if self.is_timed else f"{excess[name] / best_seconds.total:.0%}"
-        return f"{excess_text} more for {name}" if is_noticeable else "about as fast"
+        seconds, best_seconds = self._comparable_seconds(judged)
+        best_seconds_by_item, seconds_by_item = best_seconds.items, seconds.items
+        excess_seconds_by_item = {
+            item: seconds_by_item.get(item, 0.0) - best_seconds_by_item.get(item, 0.0)
+            for item in {*seconds_by_item, *best_seconds_by_item}
+        }
+        slowest_item = max(excess_seconds_by_item, key=lambda item: (excess_seconds_by_item[item], item))
+        is_noticeable = excess_seconds_by_item[slowest_item] > NOTICEABLE * best_seconds.total
+        excess_text = (
+            duration(excess_seconds_by_item[slowest_item])
+            if self.is_timed
+            else f"{excess_seconds_by_item[slowest_item] / best_seconds.total:.0%}"
+        )
+        return f"{excess_text} more for {slowest_item}" if is_noticeable else "about as fast"
 
     def svg(self) -> str:
         """The compared plans by bytes and by modeled seconds, with the limit, as an SVG image."""
-        every = [*self.outcome.plans, *(judged for judged in self.outcome.rejected if judged is not self.best)]
-        least_seconds = min(judged.seconds.total for judged in every)
-        points = [
-            Point(summary(judged.plan), judged.device_bytes, judged.seconds.total / least_seconds, judged is self.best)
-            for judged in every
+        judged_plans = [
+            *self.outcome.plans,
+            *(judged_plan for judged_plan in self.outcome.rejected if judged_plan is not self.best),
         ]
-        return curve(points, self.limit)
+        least_seconds = min(judged_plan.seconds.total for judged_plan in judged_plans)
+        points = [
+            Point(
+                plan_summary(judged_plan.plan),
+                judged_plan.device_bytes,
+                judged_plan.seconds.total / least_seconds,
+                judged_plan is self.best,
+            )
+            for judged_plan in judged_plans
+        ]
+        return plans_svg(points, self.limit)
 
     def html(self) -> str:
         """A self-contained HTML page with the choice, the compared plans and the seconds and bytes of the best one."""
         best = self.best
-        sections = [
+        headings_and_contents = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Plans by bytes and modeled seconds", self.svg()),
             ("Seconds of a step, modeled", _seconds_table(best.seconds, self.is_timed)),
             ("Bytes per device, by estimate", f"<pre>{escape(str(best.estimate))}</pre>"),
         ]
         if best.compiler_seconds is not None:
-            sections.insert(3, ("Seconds of a step, by the compiler", _seconds_table(best.compiler_seconds)))
-        return page(f"{self.name} on {self.platform}", sections)
+            headings_and_contents.insert(
+                3, ("Seconds of a step, by the compiler", _seconds_table(best.compiler_seconds))
+            )
+        return page(f"{self.name} on {self.platform}", headings_and_contents)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 600)
@@ -229,10 +249,10 @@ class PlanChoice:
 
 
 def _seconds_table(seconds: StepSeconds, is_timed: bool = True) -> str:
-    """Return an HTML table of the seconds of a step by item; of their shares alone if the chip's rates are unknown."""
+    """Return an HTML table of the seconds of a step by item, with their shares; if not `is_timed`, only the shares."""
     rows = [
-        (name, duration(item_seconds) if is_timed else "", f"{item_seconds / seconds.total:.1%}")
-        for name, item_seconds in seconds.items.items()
+        (item, duration(item_seconds) if is_timed else "", f"{item_seconds / seconds.total:.1%}")
+        for item, item_seconds in seconds.items.items()
     ]
     return markup.table(rows, ("item", "seconds", "share"), numeric=(1, 2))
 
@@ -288,9 +308,11 @@ def choose_plan(
     )  # fmt: skip
     check_verify(verify)
     if objective == "chips":
-        smallest = first_that_fits(search, smaller(search.platform))
-        fewest = search.platform if smallest is None else smallest[0]
-        search = dataclasses.replace(search, platform=fewest, objective="time", refusals={}, estimates=[])
+        platform_and_plan = first_that_fits(search, smaller_machines(search.platform))
+        smallest_platform = search.platform if platform_and_plan is None else platform_and_plan[0]
+        search = dataclasses.replace(
+            search, platform=smallest_platform, objective="time", refusal_by_kind={}, estimates=[]
+        )
     choice = choice_of(search, verify, make)
     return choice if choice.fits else dataclasses.replace(choice, advice=advice_for(search, choice.best))
 
@@ -314,21 +336,24 @@ def search_for(
         plan: plan with the fixed settings; the experiment's by default.
         fixed: names of the settings that keep their values in `plan`.
         forbidden: names of the settings that keep their defaults.
-        limit: bytes of device memory per device, or a text; by default what the platform's programs may use.
+        limit: bytes of device memory per device, or a text; by default the bytes that the platform's programs may use.
         host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
         objective: "time", "memory" or "chips".
 
     Raises:
         UserError: an argument is invalid.
     """
-    base = plan_of(experiment, plan)
+    base_plan = plan_of(experiment, plan)
     parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
     if objective not in ("time", "memory", "chips"):
         raise UserError(f"objective: got {objective!r}, expected 'time', 'memory' or 'chips'")
-    for name, settings in (("fixed", fixed), ("forbidden", forbidden)):
-        if isinstance(settings, str):
-            raise UserError(f"{name}: got the text {settings!r}, expected names of settings, such as ({settings!r},)")
-    choices = Choices(base, frozenset(fixed), frozenset(forbidden))
+    for parameter_name, setting_names in (("fixed", fixed), ("forbidden", forbidden)):
+        if isinstance(setting_names, str):
+            raise UserError(
+                f"{parameter_name}: got the text {setting_names!r}, expected names of settings, such as "
+                f"({setting_names!r},)"
+            )
+    choices = Choices(base_plan, frozenset(fixed), frozenset(forbidden))
     limit_argument, host_limit_argument = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
     device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument
     host_memory_limit = host_share(parsed_platform) if host_limit_argument is None else host_limit_argument
@@ -341,22 +366,22 @@ def check_verify(verify: object) -> None:
         raise UserError(f"verify: got {verify!r}, expected a whole number of plans to compile, from 0 on")
 
 
-def choice_of(search: Search, verify: int = 0, make: Callable[[], Experiment] | None = None) -> PlanChoice:
+def choice_of(search: Search, compile_count: int = 0, make: Callable[[], Experiment] | None = None) -> PlanChoice:
     """Run a search, and return its choice, without advice.
 
     Args:
         search: the search, whose objective is "time" or "memory".
-        verify: number of plans that are compiled.
+        compile_count: number of plans that are compiled, the best first.
         make: function that returns the experiment, called in the process that compiles.
 
     Raises:
         UserError: every plan is refused.
     """
-    outcome, calibration = search.run(verify, make), calibration_of(search.platform)
+    outcome, calibration = search.run(compile_count, make), calibration_of(search.platform)
     if calibration is not None:
         outcome = outcome.scaled(calibration.factor)
-    best = outcome.plans[0]
-    costs = search.costs_of(best.plan)
+    best_plan = outcome.plans[0]
+    costs = search.costs_of(best_plan.plan)
     assert costs is not None, "the plan was chosen by these costs"
     return PlanChoice(
         search.experiment.name,
@@ -370,20 +395,20 @@ def choice_of(search: Search, verify: int = 0, make: Callable[[], Experiment] | 
     )
 
 
-def summary(plan: Plan) -> str:
+def plan_summary(plan: Plan) -> str:
     """Return the mesh of a plan, and its settings that are not the defaults, in one line.
 
     Example:
-        >>> summary(Plan(mesh="fsdp:4", zero=3, memory="full", microbatches=2))
+        >>> plan_summary(Plan(mesh="fsdp:4", zero=3, memory="full", microbatches=2))
         'fsdp:4, zero 3, memory full, 2 microbatches'
     """
-    parts = [str(plan.mesh), *([f"zero {plan.zero}"] if plan.zero else [])]
-    parts += [f"pipeline {plan.pipeline}"] if plan.pipeline is not None else []
-    parts += [f"memory {plan.memory}"] if plan.memory.rule != "none" else []
-    parts += [f"{plan.microbatches} microbatches"] if plan.microbatches > 1 and plan.pipeline is None else []
-    parts += [f"loss in chunks of {plan.kernels.loss_chunk}"] if plan.kernels.loss_chunk is not None else []
-    parts += [str(plan.offload)] if str(plan.offload) else []
-    return ", ".join(parts)
+    setting_texts = [str(plan.mesh), *([f"zero {plan.zero}"] if plan.zero else [])]
+    setting_texts += [f"pipeline {plan.pipeline}"] if plan.pipeline is not None else []
+    setting_texts += [f"memory {plan.memory}"] if plan.memory.rule != "none" else []
+    setting_texts += [f"{plan.microbatches} microbatches"] if plan.microbatches > 1 and plan.pipeline is None else []
+    setting_texts += [f"loss in chunks of {plan.kernels.loss_chunk}"] if plan.kernels.loss_chunk is not None else []
+    setting_texts += [str(plan.offload)] if str(plan.offload) else []
+    return ", ".join(setting_texts)
 
 
 def flags_of(plan: Plan) -> str:
@@ -395,13 +420,13 @@ def flags_of(plan: Plan) -> str:
     """
     flags: list[str] = []
 
-    def add(value: object, default: object, path: str) -> None:
-        """Add the flags of a value, field by field if it has no text form."""
+    def add_flags(value: object, default: object, path: str) -> None:
+        """Add the flag of a value, or the flags of its fields if it is a record."""
         if value == default:
             return
         if is_record(value):
             for name in field_types(type(value)):
-                add(getattr(value, name), getattr(default, name), f"{path}.{name.replace('_', '-')}")
+                add_flags(getattr(value, name), getattr(default, name), f"{path}.{name.replace('_', '-')}")
         else:
             flags.append(f"--{path} {shlex.quote(spell(value))}")
 
@@ -409,5 +434,5 @@ def flags_of(plan: Plan) -> str:
     for name in field_types(Plan):
         is_implied = name == "microbatches" and plan.pipeline is not None
         if not is_implied:
-            add(getattr(plan, name), getattr(default_plan, name), f"plan.{name.replace('_', '-')}")
+            add_flags(getattr(plan, name), getattr(default_plan, name), f"plan.{name.replace('_', '-')}")
     return " ".join(flags)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from jaxscale.planning.search.choice import PlanChoice, summary
+from jaxscale.planning.search.choice import PlanChoice, plan_summary
 from jaxscale.planning.search.prices import ChipPrices
 from jaxscale.platforms.platform import Platform
 from jaxscale.values.units import duration, size
@@ -16,7 +16,7 @@ class PlatformComparison:
 
     Args:
         choices: the choice for each platform.
-        prices: prices of chips; `None` without prices.
+        prices: prices of chips; `None` if unknown.
     """
 
     choices: tuple[PlanChoice, ...]
@@ -39,7 +39,7 @@ class PlatformComparison:
         return cls(tuple(choose(platform) for platform in platforms), prices)
 
     def positions_per_price(self, choice: PlanChoice) -> float:
-        """Return the positions (tokens or rows) that a unit of money buys on a platform; 0 without prices."""
+        """Return the positions (tokens or rows) that a unit of money buys on a platform; 0 if prices are unknown."""
         if self.prices is None:
             return 0.0
         return choice.positions_per_second * 3600 / self.prices.of(choice.platform)
@@ -48,7 +48,7 @@ class PlatformComparison:
         """Return the best choice by the objective; choices whose plan fits come first.
 
         Args:
-            objective: "time", the most positions (tokens or rows) a second; "memory", the least share of the device
+            objective: "time", the most positions (tokens or rows) per second; "memory", the least share of the device
                 memory; "cost", the most positions for a unit of money; "chips", the fewest chips.
         """
 
@@ -67,27 +67,28 @@ class PlatformComparison:
         return min(self.choices, key=sort_key)
 
     def __str__(self) -> str:
-        names = [str(choice.platform) for choice in self.choices]
+        platform_texts = [str(choice.platform) for choice in self.choices]
         if self.prices is None:
-            return choice_table("platform", names, self.choices)
-        bought_counts = [
+            return choice_table("platform", platform_texts, self.choices)
+        bought_position_texts = [
             f"{self.positions_per_price(choice):,.0f}" if choice.is_timed else "" for choice in self.choices
         ]
-        return choice_table("platform", names, self.choices, bought_counts)
+        return choice_table("platform", platform_texts, self.choices, bought_position_texts)
 
     __repr__ = __str__
 
 
 def choice_table(
-    heading: str, names: Sequence[str], choices: Sequence[PlanChoice], bought_positions: Sequence[str] = ()
+    heading: str, row_labels: Sequence[str], choices: Sequence[PlanChoice], bought_position_texts: Sequence[str] = ()
 ) -> str:
     """Return a table of choices as text, one line each: whether the plan fits, bytes, seconds, speed and plan.
 
     Args:
         heading: heading of the first column.
-        names: cells of the first column.
-        choices: the choices, one for each name.
-        bought_positions: cells of a column with the positions that a unit of money buys; without them, no column.
+        row_labels: cells of the first column.
+        choices: the choices, one for each row.
+        bought_position_texts: cells of the column with the positions that a unit of money buys; by default, there is no
+            such column.
     """
     unit = "tokens" if choices[0].positions > 1 else "rows"
     headings = [
@@ -97,22 +98,22 @@ def choice_table(
         "step",
         f"{unit}/s",
         "of peak",
-        *([f"{unit} for 1"] if bought_positions else []),
+        *([f"{unit} for 1"] if bought_position_texts else []),
     ]
     rows = [[*headings, "plan"]]
-    for index, (name, choice) in enumerate(zip(names, choices, strict=True)):
+    for index, (row_label, choice) in enumerate(zip(row_labels, choices, strict=True)):
         cells = [
-            name,
+            row_label,
             "yes" if choice.fits else "no",
             size(choice.best.device_bytes),
             duration(choice.best.seconds.total) if choice.is_timed else "",
             f"{choice.positions_per_second:,.0f}" if choice.is_timed else "",
             "" if choice.mfu is None else f"{choice.mfu:.0%}",
-            *([bought_positions[index]] if bought_positions else []),
+            *([bought_position_texts[index]] if bought_position_texts else []),
         ]
-        rows.append([*cells, summary(choice.plan)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
+        rows.append([*cells, plan_summary(choice.plan)])
+    column_widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, column_widths, strict=False)), row[-1]]).rstrip()
         for row in rows
     )

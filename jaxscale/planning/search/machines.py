@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.planning.search.ranked import JudgedPlan
-from jaxscale.planning.search.search import LEAST_EXCESS, Search
+from jaxscale.planning.search.search import LEAST_BYTES_RATIO, Search
 from jaxscale.platforms.platform import Platform
 
 MAX_GROWTH = 64
@@ -33,7 +33,7 @@ def first_that_fits(search: Search, platforms: Iterable[Platform]) -> tuple[Plat
         platform_search = dataclasses.replace(search, platform=platform, objective="time", estimates=[])
         smallest_candidates = platform_search.candidates[1]
         if search.limit is not None and all(
-            LEAST_EXCESS * candidate.bytes > search.limit for candidate in smallest_candidates
+            LEAST_BYTES_RATIO * candidate.bytes > search.limit for candidate in smallest_candidates
         ):
             continue
         try:
@@ -45,13 +45,13 @@ def first_that_fits(search: Search, platforms: Iterable[Platform]) -> tuple[Plat
     return None
 
 
-def smaller(platform: Platform) -> Iterator[Platform]:
+def smaller_machines(platform: Platform) -> Iterator[Platform]:
     """Yield the machines of a machine's kind up to its size, the smallest first; the machine itself is the last.
 
     Example:
-        >>> [str(machine) for machine in smaller(Platform.parse("tpu v5e:4x4"))]
+        >>> [str(machine) for machine in smaller_machines(Platform.parse("tpu v5e:4x4"))]
         ['tpu v5e:1x1', 'tpu v5e:2x2', 'tpu v5e:2x4', 'tpu v5e:4x4']
-        >>> [str(machine) for machine in smaller(Platform.parse("gpu h100 x 6"))]
+        >>> [str(machine) for machine in smaller_machines(Platform.parse("gpu h100 x 6"))]
         ['gpu h100', 'gpu h100 x 2', 'gpu h100 x 4', 'gpu h100 x 6']
     """
     if platform.chip.kind == "tpu":

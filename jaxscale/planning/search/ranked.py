@@ -14,8 +14,8 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan
 
 KiB, MiB = 2**10, 2**20
-TIE = 0.02
-"""Width of the bins in which modeled seconds are compared; within a bin, plans with fewer techniques come first."""
+BIN_WIDTH = 0.02
+"""Width of the bins of the logarithm of modeled seconds; within a bin, plans with fewer techniques come first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RankedPlan:
     """A plan of the search, with its seconds and bytes in closed form.
 
     Args:
-        layout: mesh, ZeRO stage, pipeline and microbatches.
+        layout: plan with the mesh, ZeRO stage, pipeline and microbatches; the variant has the other settings.
         variant: memory rule, chunk of the loss and offload.
         kept: what the memory rule keeps and recomputes for the rows of a microbatch; approximate if it has a budget.
         costs: costs of the model under the layout's split.
@@ -51,7 +51,7 @@ class RankedPlan:
     @functools.cached_property
     def plan(self) -> Plan:
         """The layout with the settings of the variant."""
-        return self.variant.applied(self.layout)
+        return self.variant.applied_to(self.layout)
 
     @property
     def is_allowed(self) -> bool:
@@ -74,7 +74,7 @@ class RankedPlan:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """The key of candidates whose bytes in closed form are off by about the same factor."""
+        """The key that candidates share if their bytes in closed form are off by about the same factor."""
         mesh, pipeline = self.layout.mesh, self.layout.pipeline
         assert mesh is not None
         pipeline_key = None if pipeline is None else (pipeline.name, pipeline.ranks, pipeline.stash)
@@ -82,10 +82,10 @@ class RankedPlan:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The key of candidates that a rule or the model refuses for the same reasons."""
+        """The key that candidates share if a rule or the model refuses them for the same reasons."""
         mesh, pipeline = self.layout.mesh, self.layout.pipeline
         assert mesh is not None
-        used_axes = tuple(axis for axis, count in mesh.sizes.items() if count > 1)
+        used_axes = tuple(axis for axis, axis_size in mesh.sizes.items() if axis_size > 1)
         pipeline_key = None if pipeline is None else (pipeline.name, pipeline.ranks)
         return (used_axes, mesh.tensor, mesh.sequence, self.layout.zero, pipeline_key, *self._variant_kind)
 
@@ -103,10 +103,10 @@ class JudgedPlan:
         plan: the plan.
         seconds: modeled seconds of a step.
         estimate: estimate of the step's bytes.
-        fits: whether the step fits device and host: according to the compiler if there is a report.
+        fits: whether the step fits device and host, according to the compiler if there is a report.
         report: the compiler's report; `None` if the step was not compiled.
         compiler_seconds: seconds of a step by the compiler's estimates; `None` if the step was not compiled, or if its
-            compiler estimates none.
+            compiler makes no such estimates.
     """
 
     plan: Plan
@@ -118,7 +118,7 @@ class JudgedPlan:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes of device memory per device: the compiler's number, or the estimate if there is none."""
+        """The bytes of device memory per device, by the compiler's report; without one, by estimate."""
         compiled_bytes = None if self.report is None else self.report.device_bytes
         return self.estimate.device_bytes if compiled_bytes is None else compiled_bytes
 
@@ -130,7 +130,7 @@ class Outcome:
     Args:
         plans: the plans that fit, the best first; if none fits, the one that needs the least memory.
         rejected: the estimated plans that do not fit, in the order in which they were tried.
-        refusals: for each kind of plan that a rule or the model refuses, the reason.
+        refusals: the reasons for which a rule or the model refuses plans.
         candidate_count: number of plans that were ranked.
     """
 
@@ -144,22 +144,25 @@ class Outcome:
 
         def scaled_plans(judged_plans: tuple[JudgedPlan, ...]) -> tuple[JudgedPlan, ...]:
             """Return judged plans with their seconds multiplied by the factor."""
-            return tuple(dataclasses.replace(judged, seconds=judged.seconds.scaled(factor)) for judged in judged_plans)
+            return tuple(
+                dataclasses.replace(judged_plan, seconds=judged_plan.seconds.scaled(factor))
+                for judged_plan in judged_plans
+            )
 
         return dataclasses.replace(self, plans=scaled_plans(self.plans), rejected=scaled_plans(self.rejected))
 
 
 def bin_of(seconds: float) -> float:
-    """Return the index of the bin in which seconds lie; bins are `TIE` wide on a logarithmic scale."""
-    return math.floor(math.log(max(seconds, 1e-12)) / TIE)
+    """Return the index of the bin in which seconds lie; bins are `BIN_WIDTH` wide on a logarithmic scale."""
+    return math.floor(math.log(max(seconds, 1e-12)) / BIN_WIDTH)
 
 
-def rounded_down(byte_count: float) -> int:
-    """Return a number of bytes in whole MiB, or in whole KiB if it is small.
+def rounded_down_bytes(byte_count: float) -> int:
+    """Round a number of bytes down to whole MiB, or to whole KiB if it is below 64 MiB.
 
     Example:
-        >>> rounded_down(70.9 * 2**20) / 2**20, rounded_down(5000) / 2**10
+        >>> rounded_down_bytes(70.9 * 2**20) / 2**20, rounded_down_bytes(5000) / 2**10
         (70.0, 4.0)
     """
-    unit = MiB if byte_count >= 64 * MiB else KiB
-    return int(byte_count) // unit * unit
+    unit_bytes = MiB if byte_count >= 64 * MiB else KiB
+    return int(byte_count) // unit_bytes * unit_bytes

@@ -1,10 +1,12 @@
 """Choose the best plan for an experiment on a platform: the fastest step, as modeled, among those that fit.
 
-Closed forms (`step_seconds`, `step_bytes`) rank all layouts and variants (`space`). In this order, candidates are built
-and estimated in full (`planning.estimate`), which applies every rule of combination, until enough of them fit. A layout
-that does not fit without recomputation gets the optimal rule of the bytes that are left (`save:BYTES`, or
-`chain:BYTES`), and the estimates correct this budget. With `verify`, the compiler judges the best plans, and the first
-that fits is the choice; among plans that are modeled as about as fast, the one with the least `compiler_seconds`.
+Closed forms (`step_seconds`, `step_bytes`) rank all layouts and variants (`space`): a layout is a plan with a mesh, a
+ZeRO stage, a pipeline and microbatches, and a variant is a memory rule, a loss chunk and an offload. In this order,
+candidates are built and estimated in full (`planning.estimate`), until enough of them fit. The estimate applies every
+rule of combination. A layout that does not fit without recomputation gets the optimal rule of the bytes that are left
+(`save:BYTES`, or `chain:BYTES`), and the estimates correct this budget. With `verify`, the best plans are compiled, and
+the first that fits is the choice; among plans that are modeled as about as fast, the one with the least
+`compiler_seconds`.
 
 References:
     Zheng et al. 2022, "Alpa" (arXiv:2201.12023); Miao et al. 2022, "Galvatron" (arXiv:2211.13878).
@@ -24,7 +26,7 @@ from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.search.compiler_seconds import compiler_seconds
 from jaxscale.planning.search.model_costs import Kept, SplitCosts, rated, split_costs
-from jaxscale.planning.search.ranked import JudgedPlan, Outcome, RankedPlan, bin_of, rounded_down
+from jaxscale.planning.search.ranked import JudgedPlan, Outcome, RankedPlan, bin_of, rounded_down_bytes
 from jaxscale.planning.search.space import (
     Choices,
     Variant,
@@ -49,17 +51,17 @@ MAX_BUDGETS = 3
 """Maximum number of budgets of kept activations that are estimated for one candidate."""
 MAX_REFUSALS = 2
 """Number of refusals of candidates of one kind after which no more of this kind are built."""
-PLAUSIBLE = 1.15
-"""Candidates whose closed form of bytes exceeds the limit by this factor are left out at once."""
-LEAST_EXCESS = 0.95
-"""Least ratio of estimated bytes to those of the closed form, for candidates of a family without an estimate."""
-ROOM = 0.97
+PLAUSIBLE_RATIO = 1.15
+"""Largest ratio of a candidate's bytes in closed form to the limit; other candidates are left out at once."""
+LEAST_BYTES_RATIO = 0.95
+"""Least ratio of estimated bytes to bytes in closed form; assumed for a family of candidates without an estimate."""
+TARGET_SHARE = 0.97
 """Share of the limit that a budget of kept activations aims at."""
-CLOSE = 0.94
+CLOSE_SHARE = 0.94
 """Share of the limit above which a budget is not enlarged."""
-NEAR = 0.05
+NEAR_SHARE = 0.05
 """Share by which the modeled seconds of compiled plans may differ so that the compiler's estimates decide."""
-COMFORTABLE = 0.8
+COMFORTABLE_SHARE = 0.8
 """Share of the limit below which a layout that keeps everything needs no chunks and no offload."""
 
 
@@ -74,10 +76,10 @@ class Search:
         limit: bytes of device memory per device; `None` if unknown.
         host_limit: bytes of host memory per device; `None` if unknown.
         objective: "time", the fastest plan that fits; "memory", the plan that takes the least memory.
-        costs: costs of the model by its split over (tensor, sequence), which fills as the search goes on; `None` for a
-            split that the model refuses.
-        refusals: reasons for which kinds of plans were refused, which fill as the search goes on.
-        layout_refusals: reasons for which layouts were left out, which fill as the search goes on.
+        costs_by_split: costs of the model by its split (tensor, sequence); `None` for a split that the model refuses.
+            The search fills it, as well as the next three.
+        refusal_by_kind: for each kind of plan that was refused, the reason.
+        layout_refusals: the reasons for leaving out layouts.
         estimates: the estimates that were made.
     """
 
@@ -87,97 +89,116 @@ class Search:
     limit: int | None
     host_limit: int | None
     objective: str = "time"
-    costs: dict[tuple[int, int], SplitCosts | None] = dataclasses.field(default_factory=dict)
-    refusals: dict[str, str] = dataclasses.field(default_factory=dict)
+    costs_by_split: dict[tuple[int, int], SplitCosts | None] = dataclasses.field(default_factory=dict)
+    refusal_by_kind: dict[str, str] = dataclasses.field(default_factory=dict)
     layout_refusals: set[str] = dataclasses.field(default_factory=set)
     estimates: list[Estimate] = dataclasses.field(default_factory=list)
 
-    def run(self, verify: int = 0, make: Callable[[], Experiment] | None = None) -> Outcome:
+    def run(self, compile_count: int = 0, make: Callable[[], Experiment] | None = None) -> Outcome:
         """Search, and return the plans that were compared.
 
         Args:
-            verify: number of plans that may be compiled, the best first.
+            compile_count: number of plans that are compiled, the best first, and further ones until one fits.
             make: function that returns the experiment, called in the process that compiles.
 
         Raises:
             UserError: every plan is refused.
         """
         candidates, smallest_candidates = self.candidates
-        fitting, rejected = self._judged(self.ordered(candidates))
-        fitting.sort(key=self._order)
-        if verify:
-            fitting = self._verified(fitting, verify, make)
-        plans = tuple(judged for judged in fitting if judged.fits)
-        rejected += [judged for judged in fitting if not judged.fits]
+        fitting_plans, rejected_plans = self._fitting_and_rejected(self.best_first(candidates))
+        fitting_plans.sort(key=self._plan_sort_key)
+        if compile_count:
+            fitting_plans = self._verified_plans(fitting_plans, compile_count, make)
+        plans = tuple(judged_plan for judged_plan in fitting_plans if judged_plan.fits)
+        rejected_plans += [judged_plan for judged_plan in fitting_plans if not judged_plan.fits]
         if not plans:
-            smallest = [judged for one in smallest_candidates if (judged := self.judge(one)) is not None]
-            plans = tuple(sorted((judged for judged in smallest if judged.fits), key=self._order))
-            rejected += [judged for judged in smallest if not judged.fits]
-        if not plans and not rejected:
-            raise UserError(f"{self.experiment.name} on {self.platform}: every plan is refused: {self._reasons()}")
+            smallest_plans = [
+                judged_plan for candidate in smallest_candidates if (judged_plan := self.judge(candidate)) is not None
+            ]
+            plans = tuple(
+                sorted((judged_plan for judged_plan in smallest_plans if judged_plan.fits), key=self._plan_sort_key)
+            )
+            rejected_plans += [judged_plan for judged_plan in smallest_plans if not judged_plan.fits]
+        if not plans and not rejected_plans:
+            raise UserError(f"{self.experiment.name} on {self.platform}: every plan is refused: {self._refusal_text()}")
         if not plans:
-            plans = (min(rejected, key=lambda judged: judged.device_bytes),)
-        return Outcome(plans, tuple(rejected), tuple(dict.fromkeys(self.refusals.values())), len(candidates))
+            plans = (min(rejected_plans, key=lambda judged_plan: judged_plan.device_bytes),)
+        return Outcome(
+            plans, tuple(rejected_plans), tuple(dict.fromkeys(self.refusal_by_kind.values())), len(candidates)
+        )
 
     @functools.cached_property
     def candidates(self) -> tuple[list[RankedPlan], list[RankedPlan]]:
         """All plausible candidates, and the ones that take the least memory.
 
-        They use as many devices as the batch, the model and the choices allow. Those with the least memory are one
-        with a pipeline and one without, because closed forms are less exact for pipelines.
+        They use as many devices as the batch, the model and the choices allow. The second list has one candidate with a
+        pipeline and one without, because closed forms are less exact for pipelines.
         """
         for device_count in range(self.platform.devices, 0, -1):
-            candidates, smallest = self._candidates_on(device_count)
-            if smallest:
-                return candidates, smallest
+            candidates, smallest_candidates = self._candidates_on(device_count)
+            if smallest_candidates:
+                return candidates, smallest_candidates
         return [], []
 
-    def ordered(self, candidates: Sequence[RankedPlan]) -> Iterator[RankedPlan]:
-        """Yield candidates, the best first; communication is modeled only for those that may come next.
+    def best_first(self, candidates: Sequence[RankedPlan]) -> Iterator[RankedPlan]:
+        """Yield candidates, the best first. Communication is modeled only for those that may come next.
 
         Args:
             candidates: the candidates, in any order.
         """
-        # first by lower bounds, which are not above the figures, and then by the figures themselves
+        # A candidate enters the heap by a lower bound, and is pushed again by its full figures before it is yielded.
         heap: list[tuple[tuple[float, ...], str, int]] = []
         is_by_bytes = self.objective == "memory"
-        for number, candidate in enumerate(candidates):
-            bound = (candidate.bytes,) if is_by_bytes else (bin_of(candidate.computation_seconds),)
-            heap.append((bound, "", number))
+        for index, candidate in enumerate(candidates):
+            lower_bounds = (candidate.bytes,) if is_by_bytes else (bin_of(candidate.computation_seconds),)
+            heap.append((lower_bounds, "", index))
         heapq.heapify(heap)
         while heap:
-            figures, _, number = heap[0]
-            if len(figures) > 1:
+            sort_figures, _, index = heap[0]
+            if len(sort_figures) > 1:
                 heapq.heappop(heap)
-                yield candidates[number]
+                yield candidates[index]
             else:
-                heapq.heapreplace(heap, (*self._candidate_order(candidates[number]), number))
+                heapq.heapreplace(heap, (*self._candidate_sort_key(candidates[index]), index))
 
     def _candidates_on(self, device_count: int) -> tuple[list[RankedPlan], list[RankedPlan]]:
         """Return the plausible candidates on a number of devices, and those with the least memory."""
         all_variants = variants(self.experiment, self.platform, self.choices)
         candidates: list[RankedPlan] = []
-        smallest: dict[bool, RankedPlan] = {}  # by whether there is a pipeline
-        first_kind = (all_variants[0].loss_chunk, all_variants[0].offload)
+        smallest_by_is_pipelined: dict[bool, RankedPlan] = {}  # by whether there is a pipeline
+        first_chunk_and_offload = (all_variants[0].loss_chunk, all_variants[0].offload)
         for layout in layouts(self.experiment, self.platform, device_count, self.choices, self.layout_refusals):
             costs = self.costs_of(layout)
             if costs is None:
                 continue
-            for chunk_and_offload, group in itertools.groupby(all_variants, lambda v: (v.loss_chunk, v.offload)):
-                members = [candidate for variant in group if (candidate := self._candidate(layout, variant, costs))]
+            for chunk_and_offload, group_variants in itertools.groupby(
+                all_variants, lambda v: (v.loss_chunk, v.offload)
+            ):
+                group_candidates = [
+                    candidate for variant in group_variants if (candidate := self._candidate(layout, variant, costs))
+                ]
                 is_pipelined = layout.pipeline is not None
-                for member in members:
-                    is_smaller = is_pipelined not in smallest or member.bytes < smallest[is_pipelined].bytes
-                    if is_smaller and member.is_allowed:
-                        smallest[is_pipelined] = member
+                for candidate in group_candidates:
+                    is_smaller = (
+                        is_pipelined not in smallest_by_is_pipelined
+                        or candidate.bytes < smallest_by_is_pipelined[is_pipelined].bytes
+                    )
+                    if is_smaller and candidate.is_allowed:
+                        smallest_by_is_pipelined[is_pipelined] = candidate
                 if self.limit is not None and self.choices.is_open("memory"):
-                    members = self._with_budget(members, self.limit)
-                candidates += [m for m in members if self.limit is None or m.bytes <= PLAUSIBLE * self.limit]
-                has_room = bool(members) and (self.limit is None or members[0].bytes <= COMFORTABLE * self.limit)
-                keeps_all = has_room and members[0].variant.memory.rule == "none"
-                if keeps_all and self.objective == "time" and chunk_and_offload == first_kind:
+                    group_candidates = self._with_budget(group_candidates, self.limit)
+                candidates += [
+                    candidate
+                    for candidate in group_candidates
+                    if self.limit is None or candidate.bytes <= PLAUSIBLE_RATIO * self.limit
+                ]
+                has_free_memory = bool(group_candidates) and (
+                    self.limit is None or group_candidates[0].bytes <= COMFORTABLE_SHARE * self.limit
+                )
+                keeps_everything = has_free_memory and group_candidates[0].variant.memory.rule == "none"
+                if keeps_everything and self.objective == "time" and chunk_and_offload == first_chunk_and_offload:
                     break  # no other variant is faster
-        return candidates, list(smallest.values())
+        return candidates, list(smallest_by_is_pipelined.values())
 
     def _candidate(self, layout: Plan, variant: Variant, costs: SplitCosts) -> RankedPlan | None:
         """Return the candidate of a layout and a variant; `None` if the memory rule does not suit the model."""
@@ -186,84 +207,123 @@ class Search:
             return None
         kept = costs.kept(variant.memory, costs.batch / layout.mesh.batch_shards / layout.microbatches)
         byte_count = sum_of_kinds(bytes_by_kind(layout, variant, kept, costs))
-        return RankedPlan(layout, variant, kept, costs, self._rated, byte_count)
+        return RankedPlan(layout, variant, kept, costs, self._rated_platform, byte_count)
 
-    def _with_budget(self, members: list[RankedPlan], limit: int) -> list[RankedPlan]:
-        """Return candidates that differ in the memory rule alone, and one whose budget uses up the limit.
+    def _with_budget(self, candidates: list[RankedPlan], limit: int) -> list[RankedPlan]:
+        """Drop dominated candidates, and add one whose memory rule has a budget that uses up the limit.
 
-        Its recomputation is interpolated between those of the rules: the optimal rule of a budget recomputes less.
-        If the rule that keeps everything fits, it is the only candidate.
+        What the budget keeps and recomputes is interpolated between two rules; the optimal rule of a budget recomputes
+        less. If the rule that keeps everything fits, its candidate is the only one.
+
+        Args:
+            candidates: candidates that differ only in the memory rule.
+            limit: bytes of device memory per device.
         """
-        undominated = [
-            member
-            for member in members
-            if not any(other.kept.seconds < member.kept.seconds and other.bytes <= member.bytes for other in members)
+        undominated_candidates = [
+            candidate
+            for candidate in candidates
+            if not any(
+                rival.kept.seconds < candidate.kept.seconds and rival.bytes <= candidate.bytes for rival in candidates
+            )
         ]
-        by_kept_bytes = sorted(undominated, key=lambda member: -member.kept.kept_bytes)
-        if not members or by_kept_bytes[0].bytes <= limit:
-            return by_kept_bytes[:1]
-        members = undominated
-        pairs = itertools.pairwise(by_kept_bytes)
-        pair = next(((more, less) for more, less in pairs if less.bytes <= ROOM * limit < more.bytes), None)
-        if pair is None or pair[0].bytes == pair[1].bytes:
-            return members
-        more, less = pair
-        share = (ROOM * limit - less.bytes) / (more.bytes - less.bytes)
-        kept = Kept(*(b + share * (a - b) for a, b in zip(more.kept.figures, less.kept.figures, strict=True)))
-        memory = MemoryPlan(more.costs.budget_rule, budget=rounded_down(kept.kept_bytes / more.stage_count))
-        variant = dataclasses.replace(more.variant, memory=memory)
-        return [*members, RankedPlan(more.layout, variant, kept, more.costs, more.platform, ROOM * limit)]
+        sorted_candidates = sorted(undominated_candidates, key=lambda candidate: -candidate.kept.kept_bytes)
+        if not candidates or sorted_candidates[0].bytes <= limit:
+            return sorted_candidates[:1]
+        neighbor_pairs = itertools.pairwise(sorted_candidates)
+        surrounding_pair = next(
+            (
+                (larger_plan, smaller_plan)
+                for larger_plan, smaller_plan in neighbor_pairs
+                if smaller_plan.bytes <= TARGET_SHARE * limit < larger_plan.bytes
+            ),
+            None,
+        )
+        if surrounding_pair is None or surrounding_pair[0].bytes == surrounding_pair[1].bytes:
+            return undominated_candidates
+        larger_plan, smaller_plan = surrounding_pair
+        interpolation_weight = (TARGET_SHARE * limit - smaller_plan.bytes) / (larger_plan.bytes - smaller_plan.bytes)
+        kept = Kept(
+            *(
+                smaller_figure + interpolation_weight * (larger_figure - smaller_figure)
+                for larger_figure, smaller_figure in zip(
+                    larger_plan.kept.figures, smaller_plan.kept.figures, strict=True
+                )
+            )
+        )
+        memory = MemoryPlan(
+            larger_plan.costs.budget_rule, budget=rounded_down_bytes(kept.kept_bytes / larger_plan.stage_count)
+        )
+        variant = dataclasses.replace(larger_plan.variant, memory=memory)
+        return [
+            *undominated_candidates,
+            RankedPlan(
+                larger_plan.layout,
+                variant,
+                kept,
+                larger_plan.costs,
+                larger_plan.platform,
+                TARGET_SHARE * limit,
+            ),
+        ]
 
     def costs_of(self, layout: Plan) -> SplitCosts | None:
         """Return the costs of the model under a layout's split; `None` if the model cannot be split in this way."""
         assert layout.mesh is not None
         split = (layout.mesh.tensor, layout.mesh.sequence)
-        if split not in self.costs:
+        if split not in self.costs_by_split:
             try:
-                self.costs[split] = split_costs(self.experiment, self._rated, self.choices.base, *split)
+                self.costs_by_split[split] = split_costs(
+                    self.experiment, self._rated_platform, self.choices.base, *split
+                )
             except UserError as error:
-                if split == (1, 1):  # an error that no split mends
+                if split == (1, 1):  # the split is not the reason
                     raise
-                self.refusals[f"split {split}"] = str(error)
-                self.costs[split] = None
-        return self.costs[split]
+                self.refusal_by_kind[f"split {split}"] = str(error)
+                self.costs_by_split[split] = None
+        return self.costs_by_split[split]
 
     @functools.cached_property
-    def _rated(self) -> Platform:
+    def _rated_platform(self) -> Platform:
         """The platform with known rates."""
         return rated(self.platform)
 
-    def _candidate_order(self, candidate: RankedPlan) -> tuple[tuple[float, ...], str]:
-        """Return the key by which candidates are sorted; its last part makes the order independent of the space's."""
-        figures = self._figures(candidate.seconds, candidate.bytes, candidate.layout, candidate.variant)
+    def _candidate_sort_key(self, candidate: RankedPlan) -> tuple[tuple[float, ...], str]:
+        """Return the key by which candidates are sorted; its text makes ties independent of the order of layouts."""
+        figures = self._sort_figures(candidate.seconds, candidate.bytes, candidate.layout, candidate.variant)
         return figures, f"{candidate.layout.mesh}{candidate.variant}"
 
-    def _order(self, judged: JudgedPlan) -> tuple[float, ...]:
+    def _plan_sort_key(self, judged_plan: JudgedPlan) -> tuple[float, ...]:
         """Return the key by which estimated plans are sorted."""
-        return self._figures(judged.seconds, judged.device_bytes, judged.plan, Variant.of(judged.plan))
+        return self._sort_figures(
+            judged_plan.seconds, judged_plan.device_bytes, judged_plan.plan, Variant.of(judged_plan.plan)
+        )
 
-    def _figures(self, seconds: StepSeconds, nbytes: float, layout: Plan, variant: Variant) -> tuple[float, ...]:
-        """Return the figures by which plans are sorted; those that are about as fast, by their techniques."""
+    def _sort_figures(
+        self, seconds: StepSeconds, byte_count: float, layout: Plan, variant: Variant
+    ) -> tuple[float, ...]:
+        """Return the figures by which plans are sorted; among plans about as fast, fewer techniques come first."""
         if self.objective == "memory":
-            return nbytes, seconds.total
-        return bin_of(seconds.total), technique_count(layout, variant), seconds.total, nbytes
+            return byte_count, seconds.total
+        return bin_of(seconds.total), technique_count(layout, variant), seconds.total, byte_count
 
-    def _judged(self, candidates: Iterable[RankedPlan]) -> tuple[list[JudgedPlan], list[JudgedPlan]]:
-        """Estimate candidates in their order; return those that fit, and those that do not.
+    def _fitting_and_rejected(self, candidates: Iterable[RankedPlan]) -> tuple[list[JudgedPlan], list[JudgedPlan]]:
+        """Estimate candidates in their order; return the plans that fit, and those that do not.
 
         After the first that fits, only candidates of other meshes are estimated, and those that would be better: the
-        seconds of a candidate with a budget are a lower bound, so that its estimate may show it slower than the next.
+        seconds of a candidate with a budget are a lower bound, and its estimate may be slower than the next candidate.
         """
-        fitting: list[JudgedPlan] = []
-        rejected: list[JudgedPlan] = []
-        excess_by_family: dict[object, float] = {}  # estimated bytes as a multiple of the closed form's
+        fitting_plans: list[JudgedPlan] = []
+        rejected_plans: list[JudgedPlan] = []
+        bytes_ratio_by_family: dict[object, float] = {}  # estimated bytes over bytes in closed form
         refusal_counts: dict[object, int] = {}
         meshes_that_fit: set[object] = set()
-        rival_estimates = 0  # of candidates that are not better than one that fits
+        rival_estimate_count = 0  # of candidates that are not better than one that fits
         for candidate in candidates:
-            is_better = not fitting or self._candidate_order(candidate)[0] < min(map(self._order, fitting))
-            has_rivals = len(fitting) >= FINALISTS or rival_estimates >= MAX_RIVAL_ESTIMATES
-            if (not is_better and has_rivals) or len(self.estimates) >= MAX_ESTIMATES:
+            is_better = not fitting_plans or self._candidate_sort_key(candidate)[0] < min(
+                map(self._plan_sort_key, fitting_plans)
+            )
+            has_enough_rivals = len(fitting_plans) >= FINALISTS or rival_estimate_count >= MAX_RIVAL_ESTIMATES
+            if (not is_better and has_enough_rivals) or len(self.estimates) >= MAX_ESTIMATES:
                 break
             if not is_better and candidate.layout.mesh in meshes_that_fit:
                 continue
@@ -271,26 +331,27 @@ class Search:
                 continue
             if (
                 self.limit is not None
-                and excess_by_family.get(candidate.family, LEAST_EXCESS) * candidate.bytes > self.limit
+                and bytes_ratio_by_family.get(candidate.family, LEAST_BYTES_RATIO) * candidate.bytes > self.limit
             ):
                 continue
-            estimate_count = len(self.estimates)
-            judged = self.judge(candidate)
-            rival_estimates += 0 if is_better else len(self.estimates) - estimate_count
-            if judged is None:
+            previous_estimate_count = len(self.estimates)
+            judged_plan = self.judge(candidate)
+            rival_estimate_count += 0 if is_better else len(self.estimates) - previous_estimate_count
+            if judged_plan is None:
                 refusal_counts[candidate.kind] = refusal_counts.get(candidate.kind, 0) + 1
                 continue
-            excess_by_family[candidate.family] = judged.device_bytes / max(candidate.bytes, 1)
-            (fitting if judged.fits else rejected).append(judged)
-            meshes_that_fit |= {candidate.layout.mesh} if judged.fits else set()
-        return fitting, rejected
+            bytes_ratio_by_family[candidate.family] = judged_plan.device_bytes / max(candidate.bytes, 1)
+            (fitting_plans if judged_plan.fits else rejected_plans).append(judged_plan)
+            meshes_that_fit |= {candidate.layout.mesh} if judged_plan.fits else set()
+        return fitting_plans, rejected_plans
 
     def judge(self, candidate: RankedPlan) -> JudgedPlan | None:
-        """Estimate a candidate's whole step; `None` if a rule or the model refuses the plan.
+        """Estimate a candidate's whole step, and return the plan; `None` if a rule or the model refuses it.
 
-        The budget of a memory rule is corrected by the bytes of each estimate, until the step fits with little room.
+        The budget of a memory rule is corrected by the bytes of each estimate, until the step fits with little unused
+        memory.
         """
-        best: JudgedPlan | None = None
+        best_plan: JudgedPlan | None = None
         try:
             plan = candidate.plan
         except UserError:  # a rule refuses the combination of layout and variant
@@ -304,23 +365,27 @@ class Search:
                     seconds = step_seconds(candidate.layout, variant, kept, candidate.costs, candidate.platform)
                 step_estimate = estimate(self.experiment, self.platform, plan)
             except UserError as error:
-                self.refusals.setdefault(str(candidate.kind), str(error))
+                self.refusal_by_kind.setdefault(str(candidate.kind), str(error))
                 break
             self.estimates.append(step_estimate)
-            judged = JudgedPlan(step_estimate.plan, seconds, step_estimate, self._fits(step_estimate))
-            is_stuck = best is not None and judged.device_bytes == best.device_bytes  # the budget is not the reason
-            if best is None or (judged.fits, -judged.seconds.total) > (best.fits, -best.seconds.total):
-                best = judged
-            memory = self._corrected(candidate, plan.memory, judged.device_bytes)
-            if memory is None or is_stuck:
+            judged_plan = JudgedPlan(step_estimate.plan, seconds, step_estimate, self._fits(step_estimate))
+            # If another budget leaves the bytes unchanged, it is not what they depend on.
+            is_stuck = best_plan is not None and judged_plan.device_bytes == best_plan.device_bytes
+            if best_plan is None or (judged_plan.fits, -judged_plan.seconds.total) > (
+                best_plan.fits,
+                -best_plan.seconds.total,
+            ):
+                best_plan = judged_plan
+            corrected_memory = self._corrected_memory(candidate, plan.memory, judged_plan.device_bytes)
+            if corrected_memory is None or is_stuck:
                 break
-            plan = dataclasses.replace(plan, memory=memory)
-        return best
+            plan = dataclasses.replace(plan, memory=corrected_memory)
+        return best_plan
 
-    def _corrected(self, candidate: RankedPlan, memory: MemoryPlan, device_bytes: int) -> MemoryPlan | None:
+    def _corrected_memory(self, candidate: RankedPlan, memory: MemoryPlan, device_bytes: int) -> MemoryPlan | None:
         """Return a memory rule with a better budget than that of an estimated plan; `None` if there is none.
 
-        A plan that keeps everything, and does not fit by a little, gets a budget.
+        A plan that keeps everything and does not fit gets a budget.
         """
         limit, budget = self.limit, memory.budget
         if limit is None or not self.choices.is_open("memory"):
@@ -329,55 +394,69 @@ class Search:
             if memory.rule != "none" or not candidate.costs.calls or device_bytes <= limit:
                 return None
             budget = candidate.kept.kept_bytes / candidate.stage_count
-        elif CLOSE * limit <= device_bytes <= limit:
+        elif CLOSE_SHARE * limit <= device_bytes <= limit:
             return None
-        corrected_bytes = budget + int(ROOM * limit) - device_bytes
+        corrected_bytes = budget + int(TARGET_SHARE * limit) - device_bytes
         if corrected_bytes < 0:
             return None
-        return MemoryPlan(candidate.costs.budget_rule, budget=rounded_down(corrected_bytes))
+        return MemoryPlan(candidate.costs.budget_rule, budget=rounded_down_bytes(corrected_bytes))
 
     def _fits(self, step_estimate: Estimate) -> bool:
-        """Return whether a step fits device and host; an unknown limit counts as enough."""
+        """Return whether a step fits device and host; an unknown limit is never exceeded."""
         limits_and_bytes = ((self.limit, step_estimate.device_bytes), (self.host_limit, step_estimate.host_bytes))
         return all(limit is None or byte_count <= limit for limit, byte_count in limits_and_bytes)
 
-    def _verified(
-        self, fitting: list[JudgedPlan], verify: int, make: Callable[[], Experiment] | None
+    def _verified_plans(
+        self, fitting_plans: list[JudgedPlan], compile_count: int, make: Callable[[], Experiment] | None
     ) -> list[JudgedPlan]:
-        """Compile the first plans, and further ones until one fits; return all, the compiled ones first.
+        """Compile the first plans, and further ones until one fits; return all plans, the compiled ones first.
 
-        Among those that fit and whose modeled seconds are near each other, the compiler's estimates decide.
+        Among those that fit and are modeled as nearly as fast as the fastest, the compiler's estimates decide.
         """
-        compiled: list[JudgedPlan] = []
-        for judged in fitting:
-            if len(compiled) >= verify and any(one.fits for one in compiled):
+        compiled_plans: list[JudgedPlan] = []
+        for judged_plan in fitting_plans:
+            if len(compiled_plans) >= compile_count and any(judged_plan.fits for judged_plan in compiled_plans):
                 break
-            compiled.append(self._compiled(judged, make))
-        compiled.sort(key=self._order)
-        fastest = next((one.seconds.total for one in compiled if one.fits), 0.0)
-        near = [one for one in compiled if one.fits and one.seconds.total <= (1 + NEAR) * fastest]
-        others = [one for one in compiled if one not in near] + fitting[len(compiled) :]
-        if self.objective == "time" and all(one.compiler_seconds is not None for one in near):
-            near.sort(key=lambda one: math.inf if one.compiler_seconds is None else one.compiler_seconds.total)
-        return near + others
+            compiled_plans.append(self._compiled_plan(judged_plan, make))
+        compiled_plans.sort(key=self._plan_sort_key)
+        fewest_seconds = next((judged_plan.seconds.total for judged_plan in compiled_plans if judged_plan.fits), 0.0)
+        near_plans = [
+            judged_plan
+            for judged_plan in compiled_plans
+            if judged_plan.fits and judged_plan.seconds.total <= (1 + NEAR_SHARE) * fewest_seconds
+        ]
+        other_plans = [judged_plan for judged_plan in compiled_plans if judged_plan not in near_plans] + fitting_plans[
+            len(compiled_plans) :
+        ]
+        if self.objective == "time" and all(judged_plan.compiler_seconds is not None for judged_plan in near_plans):
+            near_plans.sort(
+                key=lambda judged_plan: (
+                    math.inf if judged_plan.compiler_seconds is None else judged_plan.compiler_seconds.total
+                )
+            )
+        return near_plans + other_plans
 
-    def _reasons(self) -> str:
-        """Return why there is no plan at all."""
+    def _refusal_text(self) -> str:
+        """Return the reasons why every plan is refused, as text."""
         if exchanges_updates(self.experiment, self.choices.base) and self.platform.devices == 1:
             return "its replicas exchange updates, but there is one device; choose more devices, or no codec"
-        base, batch = self.choices.base, self.experiment.batch
+        base, row_count = self.choices.base, self.experiment.batch
         if "mesh" in self.choices.fixed and base.mesh and base.mesh.devices > self.platform.devices:
             return f"mesh {base.mesh} takes {base.mesh.devices} devices, and there are {self.platform.devices}"
-        if "microbatches" in self.choices.fixed and batch % base.microbatches:
-            return f"{base.microbatches} microbatches do not divide the batch of {batch} rows"
-        batch_text = f"no mesh divides the batch of {batch} rows over the devices"
-        return "; ".join(dict.fromkeys(self.refusals.values())) or "; ".join(sorted(self.layout_refusals)) or batch_text
+        if "microbatches" in self.choices.fixed and row_count % base.microbatches:
+            return f"{base.microbatches} microbatches do not divide the batch of {row_count} rows"
+        batch_text = f"no mesh divides the batch of {row_count} rows over the devices"
+        return (
+            "; ".join(dict.fromkeys(self.refusal_by_kind.values()))
+            or "; ".join(sorted(self.layout_refusals))
+            or batch_text
+        )
 
-    def _compiled(self, judged: JudgedPlan, make: Callable[[], Experiment] | None) -> JudgedPlan:
-        """Return a plan as the compiler judges it."""
-        report = compile_report(step_recipe(self.experiment, judged.plan, make), self.platform)
+    def _compiled_plan(self, judged_plan: JudgedPlan, make: Callable[[], Experiment] | None) -> JudgedPlan:
+        """Compile a plan's step, and return the plan with the compiler's report, seconds and verdict."""
+        report = compile_report(step_recipe(self.experiment, judged_plan.plan, make), self.platform)
         has_failed = report.oom is not None or report.crashed is not None
-        device_bytes = judged.estimate.device_bytes if report.device_bytes is None else report.device_bytes
+        device_bytes = judged_plan.estimate.device_bytes if report.device_bytes is None else report.device_bytes
         fits = not has_failed and (self.limit is None or device_bytes <= self.limit)
-        clocked = compiler_seconds(report.schedule, judged.plan, self.platform)
-        return dataclasses.replace(judged, fits=fits, report=report, compiler_seconds=clocked)
+        clock_seconds = compiler_seconds(report.schedule, judged_plan.plan, self.platform)
+        return dataclasses.replace(judged_plan, fits=fits, report=report, compiler_seconds=clock_seconds)

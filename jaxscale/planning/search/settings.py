@@ -31,8 +31,8 @@ microbatches, offload, pipeline, replica, sequence, sequence_parallel, tensor, z
         if name not in SETTINGS:
             raise unknown("setting", name, SETTINGS)
     if conflicting_names := sorted(set(fixed) & set(forbidden)):
-        raise UserError(f"{conflicting_names[0]}: got it fixed and forbidden, expected one of the two")
+        raise UserError(f"{conflicting_names[0]}: it is both fixed and forbidden; leave one of them out")
     if "mesh" in forbidden:
-        raise UserError("mesh: got it forbidden, but every plan has one; forbid axes: tensor, sequence, replica")
+        raise UserError("mesh: it is forbidden, but every plan has one; forbid axes instead: tensor, sequence, replica")
     if "mesh" in fixed and (forbidden_axes := sorted({"tensor", "sequence", "replica"} & set(forbidden))):
-        raise UserError(f"{forbidden_axes[0]}: got it forbidden, but the mesh is fixed; leave one of them out")
+        raise UserError(f"{forbidden_axes[0]}: it is forbidden, but the mesh is fixed; leave one of them out")

@@ -22,19 +22,28 @@ from jaxscale.sharding.mesh import MeshSpec
 
 MEMORY_RULES = tuple(map(MemoryPlan.parse, ("none", "dots", "full")))
 """Memory rules by which plans are ranked; the best plans then get the cheapest rule that fits (`memory fit`)."""
-SCHEDULES = ("1f1b:{}x{}", "1f1b:{}x{},stash=input", "interleaved:{}x{},v=2", "zb-h1:{}x{}", "zb-h1:{}x{},stash=input")
-"""Text forms of the schedules among which the search chooses, with 1, 2, 4 or 8 microbatches for each rank."""
-MAX_TENSOR = 16
-"""Most devices along the tensor axis on a TPU; on GPUs, the tensor axis stays within a host."""
-MAX_SEQUENCE = 16
+SCHEDULE_FORMATS = (
+    "1f1b:{}x{}",
+    "1f1b:{}x{},stash=input",
+    "interleaved:{}x{},v=2",
+    "zb-h1:{}x{}",
+    "zb-h1:{}x{},stash=input",
+)
+"""Schedules among which the search chooses, as texts to format with the numbers of ranks and of microbatches.
+
+Each is tried with 1, 2, 4 and 8 microbatches per rank.
+"""
+MAX_TENSOR_SIZE = 16
+"""Maximum size of the tensor axis on a TPU; on GPUs, the tensor axis also stays within a host."""
+MAX_SEQUENCE_SIZE = 16
 MAX_RANKS = 16
 MAX_MICROBATCHES = 64
-"""Most devices along the sequence axis, most ranks of a pipeline, and most microbatches, that are tried."""
+"""Maximum size of the sequence axis, number of ranks of a pipeline and number of microbatches that are tried."""
 LONG_CONTEXT = 16384
 """Positions of a row from which a sequence axis is tried although there are enough rows for all devices."""
 LOSS_CHUNK = 256
-"""Positions of a row for which a chunked loss is computed at a time."""
-OFFLOADS = (
+"""Number of positions of a row whose loss a chunked loss computes at a time."""
+OFFLOAD_PLANS = (
     OffloadPlan(),
     OffloadPlan(optimizer_state="streamed"),
     OffloadPlan(optimizer_state="host"),
@@ -64,12 +73,17 @@ class Choices:
     def __post_init__(self) -> None:
         check_settings(self.fixed, self.forbidden)
         if "mesh" in self.fixed and "pipeline" in self.forbidden and self.base.mesh and self.base.mesh.pipe > 1:
-            raise UserError(f"pipeline: got it forbidden, but the fixed mesh {self.base.mesh} has an axis pipe")
-        axes = sorted({"tensor", "sequence", "replica"} & self.fixed)
-        if axes and self.base.mesh is None:
-            raise UserError(f"{axes[0]}: got it fixed in a plan without a mesh; name one, such as --plan.mesh tensor:2")
+            raise UserError(
+                f"pipeline: it is forbidden, but the fixed mesh {self.base.mesh} has an axis pipe; "
+                "allow it, or set another mesh"
+            )
+        fixed_axes = sorted({"tensor", "sequence", "replica"} & self.fixed)
+        if fixed_axes and self.base.mesh is None:
+            raise UserError(
+                f"{fixed_axes[0]}: it is fixed, but the plan has no mesh; set one, such as --plan.mesh tensor:2"
+            )
         if "mesh" in self.fixed and self.base.mesh is None:
-            raise UserError("mesh: got it fixed in a plan without a mesh; name one, such as --plan.mesh fsdp:8")
+            raise UserError("mesh: it is fixed, but the plan has no mesh; set one, such as --plan.mesh fsdp:8")
 
     def is_open(self, name: str) -> bool:
         """Return whether the search chooses a setting."""
@@ -82,7 +96,7 @@ class Variant:
 
     Args:
         memory: memory rule.
-        loss_chunk: positions of a row for which the loss is computed at a time; `None` for all.
+        loss_chunk: number of positions of a row whose loss is computed at a time; `None` for all.
         offload: tensors in host memory.
     """
 
@@ -95,7 +109,7 @@ class Variant:
         """Return the variant of a plan."""
         return cls(plan.memory, plan.kernels.loss_chunk, plan.offload)
 
-    def applied(self, layout: Plan) -> Plan:
+    def applied_to(self, layout: Plan) -> Plan:
         """Return a layout with the settings of the variant."""
         kernels = dataclasses.replace(layout.kernels, loss_chunk=self.loss_chunk)
         return dataclasses.replace(layout, memory=self.memory, kernels=kernels, offload=self.offload)
@@ -109,21 +123,21 @@ def technique_count(layout: Plan, variant: Variant) -> int:
         6
     """
     assert layout.mesh is not None
-    axis_count = sum(count > 1 for count in layout.mesh.sizes.values())
-    has_parts = (layout.pipeline is not None, layout.microbatches > 1, variant.memory.rule != "none")
-    return axis_count + layout.zero + sum(has_parts) + (variant.loss_chunk is not None) + bool(str(variant.offload))
+    axis_count = sum(axis_size > 1 for axis_size in layout.mesh.sizes.values())
+    feature_flags = (layout.pipeline is not None, layout.microbatches > 1, variant.memory.rule != "none")
+    return axis_count + layout.zero + sum(feature_flags) + (variant.loss_chunk is not None) + bool(str(variant.offload))
 
 
-def divisors(number: int, largest: int | None = None) -> list[int]:
-    """Return the divisors of a number, in rising order, up to the largest one allowed.
+def divisors(number: int, max_divisor: int | None = None) -> list[int]:
+    """Return the divisors of a number, in rising order, up to `max_divisor`.
 
     Example:
         >>> divisors(12), divisors(12, 4)
         ([1, 2, 3, 4, 6, 12], [1, 2, 3, 4])
     """
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    every = sorted({*small, *(number // d for d in small)})
-    return [d for d in every if largest is None or d <= largest]
+    small_divisors = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    all_divisors = sorted({*small_divisors, *(number // d for d in small_divisors)})
+    return [d for d in all_divisors if max_divisor is None or d <= max_divisor]
 
 
 def layouts(
@@ -143,11 +157,11 @@ def layouts(
         platform: platform to plan for.
         device_count: number of devices of each mesh.
         choices: settings that the user has fixed or forbidden.
-        refusals: set to which the reasons are added for which layouts were left out.
+        refusals: set to which the reasons for leaving out layouts are added.
     """
-    reasons: set[str] = set() if refusals is None else refusals
+    refusal_texts: set[str] = set() if refusals is None else refusals
     for mesh in meshes(experiment, platform, device_count, choices):
-        yield from _layouts_of(mesh, experiment, choices, reasons)
+        yield from _layouts_of(mesh, experiment, choices, refusal_texts)
 
 
 def meshes(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> Iterator[MeshSpec]:
@@ -173,30 +187,36 @@ def meshes(experiment: Experiment, platform: Platform, device_count: int, choice
     else:
         rank_counts = [1]
     is_gpu = platform.chip.kind == "gpu"
-    largest_tensor = min(MAX_TENSOR, platform.chip.chips_per_host or MAX_TENSOR) if is_gpu else MAX_TENSOR
-    for replica in _replica_counts(experiment, platform, device_count, choices):
-        for ranks in rank_counts:
-            for tensor in _axis_counts("tensor", device_count, largest_tensor, choices):
-                for sequence in _axis_counts("sequence", device_count, MAX_SEQUENCE, choices):
-                    shard_count, remainder = divmod(device_count, replica * ranks * tensor * sequence)
-                    if remainder or experiment.batch % (shard_count * replica):
+    max_tensor_size = (
+        min(MAX_TENSOR_SIZE, platform.chip.chips_per_host or MAX_TENSOR_SIZE) if is_gpu else MAX_TENSOR_SIZE
+    )
+    for replica_count in _replica_counts(experiment, platform, device_count, choices):
+        for rank_count in rank_counts:
+            for tensor_size in _axis_sizes("tensor", device_count, max_tensor_size, choices):
+                for sequence_size in _axis_sizes("sequence", device_count, MAX_SEQUENCE_SIZE, choices):
+                    shard_count, remainder = divmod(
+                        device_count, replica_count * rank_count * tensor_size * sequence_size
+                    )
+                    if remainder or experiment.batch % (shard_count * replica_count):
                         continue
-                    if sequence > 1 and not _is_worth_splitting(traits.context, experiment, device_count // sequence):
+                    if sequence_size > 1 and not _is_worth_splitting(
+                        traits.context, experiment, device_count // sequence_size
+                    ):
                         continue
-                    for fsdp in divisors(shard_count):
+                    for fsdp_size in divisors(shard_count):
                         yield MeshSpec(
-                            replica=replica,
-                            data=shard_count // fsdp,
-                            pipe=ranks,
-                            fsdp=fsdp,
-                            sequence=sequence,
-                            tensor=tensor,
+                            replica=replica_count,
+                            data=shard_count // fsdp_size,
+                            pipe=rank_count,
+                            fsdp=fsdp_size,
+                            sequence=sequence_size,
+                            tensor=tensor_size,
                         )
 
 
-def _is_worth_splitting(context: int | None, experiment: Experiment, row_devices: int) -> bool:
-    """Return whether to try a sequence axis: rows are long, or too few for the devices without it."""
-    return context is not None and (context >= LONG_CONTEXT or experiment.batch <= row_devices)
+def _is_worth_splitting(context: int | None, experiment: Experiment, device_count_without_split: int) -> bool:
+    """Return whether to try a sequence axis: rows are long, or at most one for each device without the axis."""
+    return context is not None and (context >= LONG_CONTEXT or experiment.batch <= device_count_without_split)
 
 
 def variants(experiment: Experiment, platform: Platform, choices: Choices) -> list[Variant]:
@@ -212,68 +232,79 @@ def variants(experiment: Experiment, platform: Platform, choices: Choices) -> li
     memory_rules: Collection[MemoryPlan] = MEMORY_RULES if choices.is_open("memory") else (base.memory,)
     if "memory" in choices.forbidden:
         memory_rules = (MemoryPlan("none"),)
-    offloads: Collection[OffloadPlan] = (base.offload,) if "offload" in choices.fixed else (OffloadPlan(),)
+    offload_plans: Collection[OffloadPlan] = (base.offload,) if "offload" in choices.fixed else (OffloadPlan(),)
     if choices.is_open("offload") and platform.chip.kind != "cpu":
-        offloads = OFFLOADS
-    chunk = None if "loss_chunk" in choices.forbidden else base.kernels.loss_chunk
-    chunks = [chunk]
-    if chunk is None and choices.is_open("loss_chunk") and not traits.foreign and base.kernels.scores == "auto":
-        chunks += [LOSS_CHUNK] if (traits.context or 0) > LOSS_CHUNK and traits.vocab else []
-    return [Variant(rule, chunk, offload) for chunk in chunks for offload in offloads for rule in memory_rules]
+        offload_plans = OFFLOAD_PLANS
+    base_chunk = None if "loss_chunk" in choices.forbidden else base.kernels.loss_chunk
+    loss_chunks = [base_chunk]
+    if base_chunk is None and choices.is_open("loss_chunk") and not traits.foreign and base.kernels.scores == "auto":
+        loss_chunks += [LOSS_CHUNK] if (traits.context or 0) > LOSS_CHUNK and traits.vocab else []
+    return [
+        Variant(rule, loss_chunk, offload)
+        for loss_chunk in loss_chunks
+        for offload in offload_plans
+        for rule in memory_rules
+    ]
 
 
 def exchanges_updates(experiment: Experiment, plan: Plan) -> bool:
-    """Return whether replicas exchange something else than plain gradients, so that there must be at least two."""
+    """Return whether replicas exchange something other than plain gradients; then there must be at least two."""
     sends_momenta = experiment.optimizer.messages(experiment.steps) is not None
     return sends_momenta or plan.diloco is not None or (plan.reduce is not None and not isinstance(plan.reduce, str))
 
 
 def _replica_counts(experiment: Experiment, platform: Platform, device_count: int, choices: Choices) -> list[int]:
-    """Return the numbers of replicas: 1, and the number of parts of a platform between which links are slow."""
+    """Return the numbers of replicas to try: 1, and the number of slices or hosts, between which links are slow."""
     base, needs_replicas = choices.base, exchanges_updates(experiment, choices.base)
     if base.mesh is not None and ("replica" in choices.fixed or (needs_replicas and base.mesh.replica > 1)):
         return [base.mesh.replica]
-    part_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
-    counts = {1} | ({part_count} if choices.is_open("replica") and device_count % part_count == 0 else set())
+    slice_or_host_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
+    replica_counts = {1} | (
+        {slice_or_host_count} if choices.is_open("replica") and device_count % slice_or_host_count == 0 else set()
+    )
     if needs_replicas:
-        counts = {part_count} if part_count > 1 else {2}
-    return sorted(counts)
+        replica_counts = {slice_or_host_count} if slice_or_host_count > 1 else {2}
+    return sorted(replica_counts)
 
 
-def _axis_counts(axis: str, device_count: int, largest: int, choices: Choices) -> list[int]:
-    """Return the numbers of devices to try along the tensor or the sequence axis."""
+def _axis_sizes(axis: str, device_count: int, max_size: int, choices: Choices) -> list[int]:
+    """Return the sizes to try of the tensor or the sequence axis."""
     if axis in choices.fixed and choices.base.mesh is not None:
         return [choices.base.mesh.sizes[axis]]
-    return divisors(device_count, largest) if choices.is_open(axis) else [1]
+    return divisors(device_count, max_size) if choices.is_open(axis) else [1]
 
 
 def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices, refusals: set[str]) -> Iterator[Plan]:
-    """Yield the layouts on a mesh: every ZeRO stage, pipeline and number of microbatches; add refusals to a set."""
+    """Yield the layouts on a mesh: every ZeRO stage, pipeline and number of microbatches.
+
+    The reasons for leaving out layouts are added to `refusals`.
+    """
     base, row_count = choices.base, experiment.batch // mesh.batch_shards
     if experiment.batch % mesh.batch_shards:
         return
-    stages = [1, 2, 3] if mesh.fsdp > 1 else [0]
+    zero_stages = [1, 2, 3] if mesh.fsdp > 1 else [0]
     if not choices.is_open("zero"):
-        stage = base.zero if "zero" in choices.fixed else 0
-        is_other_mesh_equal = mesh.fsdp > 1 and stage == 0 and "mesh" not in choices.fixed  # one with an axis data
-        stages = [] if (stage and mesh.fsdp == 1) or is_other_mesh_equal else [stage]
-    counts = divisors(row_count, MAX_MICROBATCHES)
+        fixed_stage = base.zero if "zero" in choices.fixed else 0
+        # Without ZeRO, the mesh with these devices along data has the same layout.
+        has_equivalent_mesh = mesh.fsdp > 1 and fixed_stage == 0 and "mesh" not in choices.fixed
+        zero_stages = [] if (fixed_stage and mesh.fsdp == 1) or has_equivalent_mesh else [fixed_stage]
+    microbatch_counts = divisors(row_count, MAX_MICROBATCHES)
     if "microbatches" in choices.fixed:
-        counts = [base.microbatches] if row_count % base.microbatches == 0 else []
+        microbatch_counts = [base.microbatches] if row_count % base.microbatches == 0 else []
     elif "microbatches" in choices.forbidden:
-        counts = [1]
+        microbatch_counts = [1]
     is_sequence_parallel = mesh.tensor > 1 and "sequence_parallel" not in choices.forbidden
     if "sequence_parallel" in choices.fixed:
         is_sequence_parallel = base.sequence_parallel
-    for stage in stages:
-        for pipeline, count in _pipelines(mesh, counts, choices):
+    for zero_stage in zero_stages:
+        for pipeline, microbatch_count in _pipelines_and_microbatch_counts(mesh, microbatch_counts, choices):
             try:
                 yield dataclasses.replace(
                     base,
                     mesh=mesh,
-                    zero=stage,
+                    zero=zero_stage,
                     sequence_parallel=is_sequence_parallel,
-                    microbatches=count,
+                    microbatches=microbatch_count,
                     pipeline=pipeline,
                     memory=MemoryPlan("none"),
                     offload=OffloadPlan(),
@@ -282,17 +313,19 @@ def _layouts_of(mesh: MeshSpec, experiment: Experiment, choices: Choices, refusa
                 refusals.add(str(error))
 
 
-def _pipelines(mesh: MeshSpec, counts: list[int], choices: Choices) -> Iterator[tuple[PipelinePlan | None, int]]:
-    """Yield the pipelines of a mesh, each with its number of microbatches; `None` without a pipeline."""
+def _pipelines_and_microbatch_counts(
+    mesh: MeshSpec, microbatch_counts: list[int], choices: Choices
+) -> Iterator[tuple[PipelinePlan | None, int]]:
+    """Yield the pipelines to try on a mesh, each with its number of microbatches; `None` for no pipeline."""
     if "pipeline" in choices.fixed and choices.base.pipeline is not None:
-        count = choices.base.pipeline.shape()[1]
-        if count in counts:
-            yield choices.base.pipeline, count
+        microbatch_count = choices.base.pipeline.shape()[1]
+        if microbatch_count in microbatch_counts:
+            yield choices.base.pipeline, microbatch_count
     elif mesh.pipe == 1:
-        for count in counts:
-            yield None, count
+        for microbatch_count in microbatch_counts:
+            yield None, microbatch_count
     else:
-        for count in counts:
-            for form in SCHEDULES:
-                if count in [mesh.pipe * 2**power for power in range(4)]:
-                    yield PipelinePlan.parse(form.format(mesh.pipe, count)), count
+        for microbatch_count in microbatch_counts:
+            for schedule_format in SCHEDULE_FORMATS:
+                if microbatch_count in [mesh.pipe * 2**power for power in range(4)]:
+                    yield PipelinePlan.parse(schedule_format.format(mesh.pipe, microbatch_count)), microbatch_count

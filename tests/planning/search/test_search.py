@@ -16,9 +16,9 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import Decoder, ForeignModel
 from jaxscale.planning.estimate import Estimate
 from jaxscale.planning.search import model_costs, search
-from jaxscale.planning.search.choice import choose_plan, flags_of, summary
+from jaxscale.planning.search.choice import choose_plan, flags_of, plan_summary
 from jaxscale.planning.search.model_costs import SplitCosts, rated
-from jaxscale.planning.search.ranked import TIE, RankedPlan, bin_of, rounded_down
+from jaxscale.planning.search.ranked import BIN_WIDTH, RankedPlan, bin_of, rounded_down_bytes
 from jaxscale.planning.search.search import Search
 from jaxscale.planning.search.space import Choices, Variant, layouts, technique_count, variants
 from jaxscale.planning.search.step_seconds import StepSeconds, bubble_of
@@ -114,7 +114,7 @@ def test_the_search_is_not_worse_than_brute_force(case_count, monkeypatch):
         variant = Variant.of(plan)
         costs = finder.costs_of(plan)
         kept = costs.kept(plan.memory, costs.batch / plan.mesh.batch_shards / plan.microbatches)
-        family = RankedPlan(plan, variant, kept, costs, finder._rated, 0.0).family
+        family = RankedPlan(plan, variant, kept, costs, finder._rated_platform, 0.0).family
         byte_count = search.sum_of_kinds(search.bytes_by_kind(plan, variant, kept, costs))
         factor = noise.setdefault((seed, str(family)), rng.uniform(0.97, 1.1))
         return Estimate(plan, {"parameters": int(factor * byte_count)}, {}, 0, Timeline(()))
@@ -137,8 +137,8 @@ def test_the_search_is_not_worse_than_brute_force(case_count, monkeypatch):
             if candidate.computation_seconds >= best.seconds.total:
                 continue
             assert candidate.seconds.total >= candidate.computation_seconds
-            if candidate.seconds.total < best.seconds.total * (1 - TIE) and (plan := plan_or_none(candidate)):
-                assert fake_estimate(None, platform, plan).device_bytes > limit, (seed, case, summary(plan))
+            if candidate.seconds.total < best.seconds.total * (1 - BIN_WIDTH) and (plan := plan_or_none(candidate)):
+                assert fake_estimate(None, platform, plan).device_bytes > limit, (seed, case, plan_summary(plan))
         counts.append(len(finder.estimates))
     assert max(counts) <= search.MAX_ESTIMATES + search.MAX_BUDGETS
 
@@ -151,7 +151,7 @@ def test_a_search_of_a_real_model_finds_the_fastest_plan_that_fits():
     limit = 20 * 2**20
     finder = Search(experiment(), platform, Choices(base, forbidden=forbidden), limit, None)
     best = finder.run().plans[0]
-    judged = [finder.judge(candidate) for candidate in itertools.islice(finder.ordered(finder.candidates[0]), 6)]
+    judged = [finder.judge(candidate) for candidate in itertools.islice(finder.best_first(finder.candidates[0]), 6)]
     fitting = [one.seconds.total for one in judged if one is not None and one.fits]
     assert best.fits
     assert best.seconds.total <= min(fitting)
@@ -178,7 +178,7 @@ def test_a_choice_is_a_plan_of_all_devices(platform, forbidden, tmp_path):
     choice.write(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<svg" in page
-    assert summary(choice.plan) in page
+    assert plan_summary(choice.plan) in page
     assert ("modeled:" in str(choice)) == (platform != "cpu x 2")
 
 
@@ -275,9 +275,9 @@ def test_compiled_plans_are_ordered_by_the_compiler_s_clock(monkeypatch):
     monkeypatch.setattr(search, "compile_report", compile_report)
     forbidden = ("pipeline", "offload", "tensor", "microbatches")
     far = choose_plan(experiment(), "tpu v5e:2x2", forbidden=forbidden, verify=3)
-    assert far.plan == compiled[0]  # the others are modeled as more than `NEAR` slower
+    assert far.plan == compiled[0]  # the others are modeled as more than `NEAR_SHARE` slower
     del compiled[:]
-    monkeypatch.setattr(search, "NEAR", 10.0)
+    monkeypatch.setattr(search, "NEAR_SHARE", 10.0)
     choice = choose_plan(experiment(), "tpu v5e:2x2", forbidden=forbidden, verify=3)
     assert len(compiled) == 3
     assert choice.plan == compiled[2]
@@ -312,7 +312,7 @@ def test_a_chip_without_bfloat16_has_seconds_and_simpler_plans_win_ties():
     )
     assert bin_of(1.0) == bin_of(1.001)
     assert bin_of(1.0) < bin_of(1.05)
-    assert rounded_down(1000 * 2**20 + 5) == 1000 * 2**20
+    assert rounded_down_bytes(1000 * 2**20 + 5) == 1000 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -320,14 +320,14 @@ def test_a_chip_without_bfloat16_has_seconds_and_simpler_plans_win_ties():
     [
         ({"forbidden": "pipeline"}, "forbidden: got the text 'pipeline', expected names of settings"),
         ({"forbidden": ("pipelines",)}, "unknown setting 'pipelines'.*did you mean 'pipeline'"),
-        ({"fixed": ("zero",), "forbidden": ("zero",)}, "zero: got it fixed and forbidden"),
-        ({"fixed": ("mesh",)}, "mesh: got it fixed in a plan without a mesh"),
-        ({"plan": Plan(mesh="fsdp:4"), "fixed": ("mesh",), "forbidden": ("tensor",)}, "tensor: got it forbidden, but"),
-        ({"forbidden": ("mesh",)}, "mesh: got it forbidden, but every plan has one"),
-        ({"fixed": ("tensor",)}, "tensor: got it fixed in a plan without a mesh"),
+        ({"fixed": ("zero",), "forbidden": ("zero",)}, "zero: it is both fixed and forbidden"),
+        ({"fixed": ("mesh",)}, "mesh: it is fixed, but the plan has no mesh"),
+        ({"plan": Plan(mesh="fsdp:4"), "fixed": ("mesh",), "forbidden": ("tensor",)}, "tensor: it is forbidden, but"),
+        ({"forbidden": ("mesh",)}, "mesh: it is forbidden, but every plan has one"),
+        ({"fixed": ("tensor",)}, "tensor: it is fixed, but the plan has no mesh"),
         (
             {"plan": Plan(mesh="pipe:2", pipeline="1f1b:2x4"), "fixed": ("mesh",), "forbidden": ("pipeline",)},
-            "pipeline: got it forbidden, but the fixed mesh pipe:2 has an axis pipe",
+            "pipeline: it is forbidden, but the fixed mesh pipe:2 has an axis pipe",
         ),
         ({"objective": "cost"}, "objective: got 'cost', expected 'time', 'memory' or 'chips'"),
         ({"verify": -1}, "verify: got -1, expected a whole number"),
@@ -356,7 +356,7 @@ def test_proposals_pass_the_rules_without_a_trace():
             assert layout.mesh.devices == platform.devices, seed
             assert experiment().batch % (layout.mesh.batch_shards * layout.microbatches) == 0, seed
             if variant.offload.gradients == "device":
-                check(Facts(variant.applied(layout), experiment()))
+                check(Facts(variant.applied_to(layout), experiment()))
 
 
 def test_seconds_of_pipelines_offload_and_interference():
@@ -428,4 +428,4 @@ def test_every_chosen_plan_trains_with_the_losses_of_one_device():
         forbidden = tuple(rng.sample(names, rng.randrange(5)))
         limit = rng.choice([None, "12MiB", "6MiB"])
         choice = choose_plan(experiment(), "cpu x 8", forbidden=forbidden, limit=limit)
-        np.testing.assert_allclose(losses(choice.plan), plain, rtol=2e-4, err_msg=f"{seed} {summary(choice.plan)}")
+        np.testing.assert_allclose(losses(choice.plan), plain, rtol=2e-4, err_msg=f"{seed} {plan_summary(choice.plan)}")
