@@ -97,7 +97,9 @@ def choose_batch(
     """
     check_verify(verify)
     if options.get("objective", "time") != "time":
-        raise UserError(f"objective: got {options['objective']!r}, but a free batch is chosen by rows per second")
+        raise UserError(
+            f"objective: got {options['objective']!r}, but a free batch is chosen by rows per second; omit it"
+        )
     base_search = search_for(experiment, platform, plan, **options)
     searches: list[Search] = []
     choices: list[PlanChoice] = []
@@ -110,10 +112,10 @@ def choose_batch(
         except UserError as error:  # no mesh divides this batch, or a fixed setting does not suit it
             last_error = error
             continue
-        is_slower = bool(choices) and choice.rows_per_second < (1 + LEAST_GAIN) * choices[-1].rows_per_second
+        is_hardly_faster = bool(choices) and choice.rows_per_second < (1 + LEAST_GAIN) * choices[-1].rows_per_second
         choices.append(choice)
         searches.append(search)
-        if is_slower or not choice.fits:
+        if is_hardly_faster or not choice.fits:
             break
     if not choices:
         assert last_error is not None, "at least one batch is tried"

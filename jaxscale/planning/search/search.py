@@ -108,6 +108,7 @@ class Search:
         fitting_plans, rejected_plans = self._fitting_and_rejected(self.best_first(candidates))
         fitting_plans.sort(key=self._plan_sort_key)
         if compile_count:
+            # by estimate, all fit; according to the compiler, some may not
             fitting_plans = self._verified_plans(fitting_plans, compile_count, make)
         plans = tuple(judged_plan for judged_plan in fitting_plans if judged_plan.fits)
         rejected_plans += [judged_plan for judged_plan in fitting_plans if not judged_plan.fits]
@@ -369,7 +370,7 @@ class Search:
                 break
             self.estimates.append(step_estimate)
             judged_plan = JudgedPlan(step_estimate.plan, seconds, step_estimate, self._fits(step_estimate))
-            # If another budget leaves the bytes unchanged, it is not what they depend on.
+            # If another budget takes the same bytes, the budget is not the reason that the plan does not fit.
             is_stuck = best_plan is not None and judged_plan.device_bytes == best_plan.device_bytes
             if best_plan is None or (judged_plan.fits, -judged_plan.seconds.total) > (
                 best_plan.fits,
