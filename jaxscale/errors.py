@@ -95,20 +95,36 @@ def _shorten(text: str, max_characters: int) -> str:
 def near_miss(word: str, known: Iterable[str]) -> str:
     """Return a suggestion to append to an error about an unknown word; "" if no known word is similar.
 
+    A word is also similar to a name of which it has the letters, the initials, or the last part.
+
     Example:
         >>> near_miss("tarin", ["train", "generate"])
         "; did you mean 'train'?"
+        >>> near_miss("lr", ["steps", "learning_rate"]), near_miss("--optimizer.rate", ["--optimizer.learning-rate"])
+        ("; did you mean 'learning_rate'?", "; did you mean '--optimizer.learning-rate'?")
         >>> near_miss("zzz", ["train"])
         ''
     """
     if len(word) > MAX_WORD_CHARACTERS:
         return ""
     known_words = list(known)
-    anagrams = [
-        known_word for known_word in known_words if sorted(known_word) == sorted(word)
-    ]  # short words fall below the cutoff
-    suggestions = difflib.get_close_matches(word, known_words, n=1, cutoff=0.6) or anagrams
-    return f"; did you mean {suggestions[0]!r}?" if suggestions else ""
+    short_words = [known_word for known_word in known_words if abbreviates(word, known_word)]
+    close_words = [known_word for known_word in short_words if not known_word.endswith(word.lstrip("-"))]
+    if not close_words:  # the dashes of flags are no likeness
+        name_by_word = {known_word: known_word.lstrip("-") for known_word in known_words}
+        close_names = difflib.get_close_matches(word.lstrip("-"), name_by_word.values(), n=1, cutoff=0.6)
+        close_words = [known_word for known_word, name in name_by_word.items() if name in close_names]
+    # short words fall below the cutoff
+    close_words = close_words or [known_word for known_word in known_words if sorted(known_word) == sorted(word)]
+    close_words = close_words or short_words
+    return f"; did you mean {close_words[0]!r}?" if close_words else ""
+
+
+def abbreviates(word: str, known_word: str) -> bool:
+    """Return whether a word has the initials of a name of several parts, or its last part."""
+    parts = known_word.lstrip("-").rpartition(".")[2].replace("-", "_").split("_")
+    last_part = word.lstrip("-").rpartition(".")[2]
+    return len(parts) > 1 and last_part in ("".join(part[:1] for part in parts), parts[-1])
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:

@@ -19,6 +19,11 @@ from jaxscale.values.read_files import whole_number
 HELP = ("-h", "--help")
 LONG_FLAG = {"-o": "--out"}
 """The long flag for each flag of one letter."""
+COMMON_FIELDS = (
+    "model.embed", "model.layers", "optimizer.learning_rate", "optimizer.weight_decay", "plan.memory", "plan.mesh",
+    "plan.microbatches", "plan.pipeline", "plan.precision", "plan.zero",
+)  # fmt: skip
+"""Fields of most experiments, which flags without a path may mean."""
 FIELD_OF_FLAG = {"optimizer": "optimizer.name", "from": "from_step"}
 """The field that a flag of another name sets: `--optimizer muon` sets `optimizer.name`; `from` is a keyword."""
 
@@ -108,7 +113,8 @@ def read(argv: Sequence[str]) -> Arguments:
                 )
                 if flag_name == "plan":
                     hint_text = "; fields of the plan are set by path, such as --plan.zero 3"
-                near_text = "" if is_group_name else _near_flag(f"--{flag_name}", flag_types)
+                common_fields = COMMON_FIELDS if has_experiment_fields else ()
+                near_text = "" if is_group_name else _near_flag(f"--{flag_name}", flag_types, common_fields)
                 raise UserError(f"unknown flag '--{flag_name}' of {command_name}{near_text}{hint_text}")
             if field_path in flag_values or field_path in field_texts:
                 raise UserError(f"--{flag_name} is given twice: give it once")
@@ -174,7 +180,9 @@ def synopsis(command_name: str) -> str:
     return " ".join(["jaxscale", command_name, *metavars, "[flags]", *rest_metavars])
 
 
-def _near_flag(word: str, field_names: Iterable[str]) -> str:
-    """Return text that suggests the flag most similar to a word, or lists all flags if none is similar."""
-    flag_texts = [f"--{field_name.replace('_', '-')}" for field_name in field_names]
-    return near_miss(word, flag_texts) or f"; there are {', '.join([*flag_texts, '--help'])}"
+def _near_flag(word: str, field_names: Iterable[str], common_fields: Sequence[str] = ()) -> str:
+    """Return text that suggests the flag or common field most similar to a word, or lists all flags."""
+    flag_texts, common_texts = (
+        [f"--{field_name.replace('_', '-')}" for field_name in names] for names in (field_names, common_fields)
+    )
+    return near_miss(word, [*flag_texts, *common_texts]) or f"; there are {', '.join([*flag_texts, '--help'])}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from jaxscale.errors import MAX_WORD_CHARACTERS, UserError, near_miss
+from jaxscale.errors import MAX_WORD_CHARACTERS, UserError, abbreviates, near_miss
 from jaxscale.values.annotations import (
     alternatives,
     describe,
@@ -193,7 +193,9 @@ def _near_path(path: str, known_paths: Sequence[str]) -> str:
     path_by_field_name = {known_path.rpartition(".")[2]: known_path for known_path in reversed(known_paths)}
     field_name = path.rpartition(".")[2]
     same_field_paths = [path_by_field_name[field_name]] if field_name in path_by_field_name else []
-    similar_paths = difflib.get_close_matches(path, known_paths, n=1)
+    siblings = [known_path for known_path in known_paths if known_path.rpartition(".")[0] == path.rpartition(".")[0]]
+    short_paths = [known_path for known_path in siblings if abbreviates(path, known_path)]
+    similar_paths = short_paths or difflib.get_close_matches(path, known_paths, n=1)
     if similar_paths and same_field_paths and difflib.SequenceMatcher(None, path, similar_paths[0]).ratio() < 0.8:
         similar_paths = same_field_paths
     suggestions = similar_paths or same_field_paths or difflib.get_close_matches(field_name, known_paths, n=1)
