@@ -75,8 +75,8 @@ class SplitCosts:
         calls: the calls of the model's blocks.
         chip: the chip, with known rates.
         products: number of products in the forward pass of all blocks.
-        kept_by_rule: results of `kept` for the traced rows, which fill as they are asked for.
-        stage_sizes: results of `sizes_of_stage`, which fill as they are asked for.
+        kept_by_rule: results of `kept` for the traced rows, computed on demand.
+        stage_sizes: results of `sizes_of_stage`, computed on demand.
     """
 
     batch: int
@@ -134,8 +134,8 @@ class SplitCosts:
         if traced_memory not in self.kept_by_rule:
             decision = decide(traced_memory, self.calls, self.chip)
             flop = sum(call.count * call.graph.flop for call in self.calls)
-            share = decision.flop / flop if flop else 0
-            self.kept_by_rule[traced_memory] = Kept(decision.bytes, decision.seconds, share)
+            recomputed_share = decision.flop / flop if flop else 0
+            self.kept_by_rule[traced_memory] = Kept(decision.bytes, decision.seconds, recomputed_share)
         kept = self.kept_by_rule[traced_memory]
         return Kept(scale * kept.kept_bytes, scale * kept.seconds, kept.share)
 
@@ -160,14 +160,14 @@ def rated(platform: Platform) -> Platform:
         return platform if chip.bfloat16 is not None else replaced(platform, bfloat16=chip.float32)
     if chip.kind == "cpu":
         return rated_processor(platform)
-    rated_chip = chips()[STAND_IN]
-    names = ("bfloat16", "float16", "tf32", "float32", "float8", "int8", "memory_bandwidth", "links")
-    rates = {name: getattr(rated_chip, name) for name in names}
-    return replaced(platform, **rates)
+    stand_in_chip = chips()[STAND_IN]
+    field_names = ("bfloat16", "float16", "tf32", "float32", "float8", "int8", "memory_bandwidth", "links")
+    rate_by_field = {name: getattr(stand_in_chip, name) for name in field_names}
+    return replaced(platform, **rate_by_field)
 
 
 def has_rates(platform: Platform) -> bool:
-    """Return whether the rates of a platform's chip are known, so that modeled seconds are more than proportions.
+    """Return whether a chip's rates are known, so that modeled seconds are absolute rather than only relative.
 
     Example:
         >>> has_rates(Platform.parse("gpu t4")), has_rates(Platform.parse("cpu"))
@@ -188,7 +188,7 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
     Args:
         experiment: the experiment to plan for.
         platform: platform with known rates (`rated`).
-        plan: plan whose number formats, kernels and rules are taken.
+        plan: plan whose number formats, kernels and rules are used.
         tensor: number of devices along the tensor axis.
         sequence: number of devices along the sequence axis.
 
@@ -197,7 +197,7 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
     """
     rows = max(1, experiment.batch * tensor * sequence // platform.devices)
     mesh = MeshSpec(tensor=tensor, sequence=sequence)
-    plain = without_layout(plan, mesh)
+    plain_plan = without_layout(plan, mesh)
     traced_experiment = dataclasses.replace(experiment, batch=rows)
     optimizer = experiment.optimizer
     if optimizer.messages(experiment.steps) is not None:  # replicas send momenta, and the traced mesh has none
@@ -205,39 +205,41 @@ def split_costs(experiment: Experiment, platform: Platform, plan: Plan, tensor: 
         traced_experiment = dataclasses.replace(
             traced_experiment, optimizer=dataclasses.replace(optimizer, name=name, freeze=None)
         )
-    frugal_plan = dataclasses.replace(plain, memory=MemoryPlan("full"))  # its working set has no kept activations
+    frugal_plan = dataclasses.replace(plain_plan, memory=MemoryPlan("full"))  # its working set has no kept activations
     try:
         step = described_step(traced_experiment, platform, frugal_plan, mesh.devices)
-    except UserError:  # a model without blocks, unless the split is refused as well
-        step = described_step(traced_experiment, platform, plain, mesh.devices)
+    except UserError:  # the model has no blocks, or the split is refused, as the next call reports
+        step = described_step(traced_experiment, platform, plain_plan, mesh.devices)
     calls = traced_blocks(step.objective, platform.chip)
-    head = head_price(step, calls, platform)
-    head_flop = 0.0 if head is None else head.forward * (roofline.rate(platform.chip, "bfloat16") or 0.0)
+    price_of_head = head_price(step, calls, platform)
+    head_flop = (
+        0.0 if price_of_head is None else price_of_head.forward * (roofline.rate(platform.chip, "bfloat16") or 0.0)
+    )
     forward_flop = mesh.devices * (head_flop + sum(call.count * call.graph.flop for call in calls))
     input_seconds, weight_seconds = map(sum, zip(*map(_gradient_seconds, calls), strict=True)) if calls else (0.0, 0.0)
-    shapes = batch_shapes(traced_experiment)
-    moments = of_step(step, shapes, platform).timeline.moments
+    abstract_batch = batch_shapes(traced_experiment)
+    moments = of_step(step, abstract_batch, platform).timeline.moments
     loss_bytes = max((moment.bytes_by_kind.get("loss", 0) for moment in moments), default=0)
-    excess_bytes = (
+    working_byte_counts = (
         sum(count for kind, count in moment.bytes_by_kind.items() if kind not in (*_STATIC_KINDS, "loss"))
         for moment in moments
     )
-    context = shapes["tokens"].shape[1] if "tokens" in shapes else 1
+    position_count = abstract_batch["tokens"].shape[1] if "tokens" in abstract_batch else 1
     return SplitCosts(
         batch=experiment.batch,
         rows=rows,
         sizes=sizes_of(step, calls),
         forward_seconds=sum(call.count * call.graph.seconds for call in calls),
         backward_seconds=input_seconds + weight_seconds,
-        head_seconds=0.0 if head is None else head.forward,
+        head_seconds=0.0 if price_of_head is None else price_of_head.forward,
         block_bytes=max((call.graph.needed_bytes for call in calls), default=0),
         input_bytes=max((call.input_bytes for call in calls), default=0),
         loss_bytes=loss_bytes,
-        working_bytes=max(excess_bytes, default=0),
+        working_bytes=max(working_byte_counts, default=0),
         weight_bytes=local_bytes(step.layout.abstract.params),
         state_bytes=local_bytes(step.layout.abstract.optimizer),
-        positions=max(1, context // sequence),
-        row_positions=context,
+        positions=max(1, position_count // sequence),
+        row_positions=position_count,
         step_flop=3 * forward_flop * experiment.batch / rows,
         calls=calls,
         chip=platform.chip,

@@ -102,20 +102,22 @@ def step_seconds(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, 
     """
     mesh = layout.mesh
     assert mesh is not None
-    items = computation(layout, variant, kept, costs, platform)
-    head_forward = items["head"] / head_passes(variant)
-    compute_by_pass = {
-        "forward": items["forward"] + head_forward,
-        "backward": items["backward"] + items["recomputation"] + items["head"] - head_forward,
+    seconds_by_item = computation(layout, variant, kept, costs, platform)
+    head_seconds = seconds_by_item["head"]
+    head_forward_seconds = head_seconds / head_passes(variant)
+    block_backward_seconds = seconds_by_item["backward"] + seconds_by_item["recomputation"]
+    compute_seconds_by_pass = {
+        "forward": seconds_by_item["forward"] + head_forward_seconds,
+        "backward": block_backward_seconds + head_seconds - head_forward_seconds,
         "update": 0.0,
     }
-    has_rerun = layout.pipeline is not None and layout.stages_keep == "input"
-    rows = round(costs.batch / mesh.batch_shards / layout.microbatches)
-    sizes, chip_kind = costs.sizes_of_stage(mesh.pipe), platform.chip.kind
-    step_transfers = transfers(layout, sizes, rows, recomputed=kept.share + has_rerun, chip=chip_kind)
-    exposed, hidden = _communication(step_transfers, compute_by_pass, mesh, platform)
-    all_items = {**items, **exposed}
-    return StepSeconds({name: seconds for name, seconds in all_items.items() if seconds}, hidden)
+    reruns_stages = layout.pipeline is not None and layout.stages_keep == "input"
+    row_count = round(costs.batch / mesh.batch_shards / layout.microbatches)
+    stage_sizes, chip_kind = costs.sizes_of_stage(mesh.pipe), platform.chip.kind
+    step_transfers = transfers(layout, stage_sizes, row_count, recomputed=kept.share + reruns_stages, chip=chip_kind)
+    exposed_seconds_by_item, hidden_seconds = _communication(step_transfers, compute_seconds_by_pass, mesh, platform)
+    all_seconds_by_item = {**seconds_by_item, **exposed_seconds_by_item}
+    return StepSeconds({name: seconds for name, seconds in all_seconds_by_item.items() if seconds}, hidden_seconds)
 
 
 def modeled_seconds(experiment: Experiment, platform: Platform, plan: Plan) -> StepSeconds:
@@ -123,17 +125,17 @@ def modeled_seconds(experiment: Experiment, platform: Platform, plan: Plan) -> S
 
     Args:
         experiment: the experiment to plan for.
-        platform: platform that the step would run on; if its rates are unknown, assumed ones count (`rated`).
-        plan: plan with a mesh over which the batch can be split evenly, and a memory rule that is resolved.
+        platform: platform that the step would run on; if its rates are unknown, assumed rates are used (`rated`).
+        plan: plan with a mesh over which the batch can be split evenly, and a resolved memory rule.
 
     Raises:
         UserError: the model cannot be split as the plan requires, or the memory rule does not suit it.
     """
-    mesh, known_platform = plan.mesh, rated(platform)
+    mesh, rated_platform = plan.mesh, rated(platform)
     assert mesh is not None
-    costs = split_costs(experiment, known_platform, plan, mesh.tensor, mesh.sequence)
-    rows = experiment.batch / mesh.batch_shards / plan.microbatches  # of one microbatch on a device
-    return step_seconds(plan, Variant.of(plan), costs.kept(plan.memory, rows), costs, known_platform)
+    costs = split_costs(experiment, rated_platform, plan, mesh.tensor, mesh.sequence)
+    row_count = experiment.batch / mesh.batch_shards / plan.microbatches  # of one microbatch on a device
+    return step_seconds(plan, Variant.of(plan), costs.kept(plan.memory, row_count), costs, rated_platform)
 
 
 def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, platform: Platform) -> dict[str, float]:
@@ -148,26 +150,26 @@ def computation(layout: Plan, variant: Variant, kept: Kept, costs: SplitCosts, p
     """
     mesh = layout.mesh
     assert mesh is not None
-    rows = costs.batch / mesh.batch_shards  # of all microbatches on a device
-    share = rows / costs.rows / mesh.pipe  # of the traced work of the blocks
-    has_rerun = layout.pipeline is not None and layout.stages_keep == "input"
-    forward, backward = share * costs.forward_seconds, share * costs.backward_seconds
-    recomputation = layout.microbatches * kept.seconds / mesh.pipe + (forward if has_rerun else 0.0)
-    bubble = 0.0 if layout.pipeline is None else bubble_of(layout.pipeline)
-    update, copies = _update(layout, variant.offload, costs, platform)
+    row_count = costs.batch / mesh.batch_shards  # of all microbatches on a device
+    work_share = row_count / costs.rows / mesh.pipe  # of the traced work of the blocks
+    reruns_stages = layout.pipeline is not None and layout.stages_keep == "input"
+    forward_seconds, backward_seconds = work_share * costs.forward_seconds, work_share * costs.backward_seconds
+    recomputation_seconds = layout.microbatches * kept.seconds / mesh.pipe + (forward_seconds if reruns_stages else 0.0)
+    bubble_share = 0.0 if layout.pipeline is None else bubble_of(layout.pipeline)
+    update_seconds, copy_seconds = _update(layout, variant.offload, costs, platform)
     # each product of the forward pass has two in the backward pass
-    is_recomputed = has_rerun or kept.share > 0
+    is_recomputed = reruns_stages or kept.share > 0
     launch_count = 3 * layout.microbatches * costs.products / mesh.pipe * (1 + is_recomputed / 3)
     return {
-        "forward": forward,
-        "backward": backward,
-        "recomputation": recomputation,
-        "head": head_passes(variant) * costs.head_seconds * rows / costs.rows,
-        "bubble": bubble / (1 - bubble) * (forward + backward + recomputation),
+        "forward": forward_seconds,
+        "backward": backward_seconds,
+        "recomputation": recomputation_seconds,
+        "head": head_passes(variant) * costs.head_seconds * row_count / costs.rows,
+        "bubble": bubble_share / (1 - bubble_share) * (forward_seconds + backward_seconds + recomputation_seconds),
         "launches": launch_count * LAUNCH_SECONDS,
         "memory": _processor_memory_seconds(layout, variant, kept, costs, platform),
-        "update": update,
-        "host copies": copies,
+        "update": update_seconds,
+        "host copies": copy_seconds,
     }
 
 
@@ -185,7 +187,7 @@ def _processor_memory_seconds(
 
 
 def head_passes(variant: Variant) -> int:
-    """Return how many times as long as its forward pass the head takes: a chunked loss computes its products again."""
+    """Return the head's seconds over those of its forward pass: 3, or 4 if a chunked loss repeats its products."""
     return 3 if variant.loss_chunk is None else 4
 
 
@@ -203,45 +205,52 @@ def bubble_of(pipeline: PipelinePlan) -> float:
 def _bubble(pipeline: PipelinePlan) -> float:
     """Return the idle share of the ranks of a pipeline with equal stages; a backward pass takes two forward passes."""
     schedule = schedule_to_draw(pipeline)
-    count = schedule.stages
-    is_rerun = float(pipeline.stash == "input")
-    stage_costs = Costs((1.0,) * count, (1.0 + is_rerun,) * count, (1.0,) * count)
+    stage_count = schedule.stages
+    rerun_seconds = float(pipeline.stash == "input")
+    stage_costs = Costs((1.0,) * stage_count, (1.0 + rerun_seconds,) * stage_count, (1.0,) * stage_count)
     return simulate(schedule, stage_costs).bubble
 
 
 def _communication(
-    step_transfers: tuple[Transfer, ...], compute_by_pass: Mapping[str, float], mesh: MeshSpec, platform: Platform
+    step_transfers: tuple[Transfer, ...],
+    compute_seconds_by_pass: Mapping[str, float],
+    mesh: MeshSpec,
+    platform: Platform,
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of communication that nothing hides, by purpose and axes, and the seconds that are hidden."""
-    exposed: dict[str, float] = {}
-    overlapping: dict[str, dict[str, float]] = {}  # seconds by pass and item
+    """Return the seconds of communication that nothing hides, by purpose and axes, and the hidden seconds."""
+    exposed_seconds_by_item: dict[str, float] = {}
+    overlapping_seconds_by_pass: dict[str, dict[str, float]] = {}  # seconds by pass and item
     for transfer in step_transfers:
         seconds = transfer.count * collective_seconds(transfer.kind, transfer.nbytes, transfer.axes, mesh, platform)
         item = f"{transfer.purpose} over {'+'.join(transfer.axes)}"
-        is_overlapping = _overlaps(transfer, mesh, platform) and compute_by_pass[transfer.passes] > 0
-        group = overlapping.setdefault(transfer.passes, {}) if is_overlapping else exposed
-        group[item] = group.get(item, 0.0) + seconds
-    hidden = 0.0
-    for passes, seconds_by_item in overlapping.items():
-        total = sum(seconds_by_item.values())
-        hidden_of_pass = min(total, compute_by_pass[passes])
-        hidden += hidden_of_pass
-        for item, seconds in seconds_by_item.items():
-            share = hidden_of_pass / total if total else 0.0
-            exposed[item] = exposed.get(item, 0.0) + seconds * (1 - (1 - INTERFERENCE) * share)
-    return exposed, hidden
+        is_overlapping = _overlaps(transfer, mesh, platform) and compute_seconds_by_pass[transfer.passes] > 0
+        if is_overlapping:
+            seconds_by_item = overlapping_seconds_by_pass.setdefault(transfer.passes, {})
+        else:
+            seconds_by_item = exposed_seconds_by_item
+        seconds_by_item[item] = seconds_by_item.get(item, 0.0) + seconds
+    hidden_seconds = 0.0
+    for pass_name, overlapping_seconds_by_item in overlapping_seconds_by_pass.items():
+        pass_seconds = sum(overlapping_seconds_by_item.values())
+        hidden_pass_seconds = min(pass_seconds, compute_seconds_by_pass[pass_name])
+        hidden_seconds += hidden_pass_seconds
+        hidden_share = hidden_pass_seconds / pass_seconds if pass_seconds else 0.0
+        exposed_share = 1 - (1 - INTERFERENCE) * hidden_share
+        for item, seconds in overlapping_seconds_by_item.items():
+            exposed_seconds_by_item[item] = exposed_seconds_by_item.get(item, 0.0) + exposed_share * seconds
+    return exposed_seconds_by_item, hidden_seconds
 
 
 def _overlaps(transfer: Transfer, mesh: MeshSpec, platform: Platform) -> bool:
     """Return whether a collective runs beside the products of its pass."""
-    is_inside = route(transfer.axes, mesh, platform).parts == 1  # a slice or host
+    is_within_slice_or_host = route(transfer.axes, mesh, platform).parts == 1
     match transfer.purpose:
         case "weights":
             return True
         case "gradients":
-            return is_inside
+            return is_within_slice_or_host
         case "activations":
-            is_divided = platform.chip.kind == "tpu" and mesh.tensor >= RING and is_inside
+            is_divided = platform.chip.kind == "tpu" and mesh.tensor >= RING and is_within_slice_or_host
             return is_divided and transfer.axes == ("tensor",) and transfer.kind != "all-reduce"
         case _:
             return False
@@ -251,31 +260,31 @@ def _update(layout: Plan, offload: OffloadPlan, costs: SplitCosts, platform: Pla
     """Return the seconds of an update, and those of the copies of weights and state between device and host."""
     assert layout.mesh is not None
     shard_count = (layout.mesh.fsdp if layout.zero else 1) * layout.mesh.pipe
-    weights, state_bytes = costs.weights / shard_count, costs.state_bytes / shard_count
+    weight_count, state_bytes = costs.weights / shard_count, costs.state_bytes / shard_count
     is_processor, device_count = platform.chip.kind == "cpu", platform.chip.devices
     bandwidth = MEMORY_BANDWIDTH if is_processor else platform.chip.device_bandwidth
-    format_operations = PROCESSOR_FORMAT_OPERATIONS if is_processor else FORMAT_OPERATIONS
+    operations_by_format = PROCESSOR_FORMAT_OPERATIONS if is_processor else FORMAT_OPERATIONS
     assert bandwidth is not None, "the platform's rates are known"
     # state and float32 weights are read and written, gradients are read, and the compute copy is written
-    update_bytes = 2 * state_bytes + (4 + 4 + 4 + 2) * weights
-    operations = (UPDATE_OPERATIONS + 2 * format_operations[layout.state.moments]) * weights
+    update_bytes = 2 * state_bytes + (4 + 4 + 4 + 2) * weight_count
+    operation_count = (UPDATE_OPERATIONS + 2 * operations_by_format[layout.state.moments]) * weight_count
     vector_rate = VECTOR_SHARE * (platform.chip.peak("float32") or 0.0) / device_count
-    vector_seconds = operations / vector_rate if vector_rate and offload.optimizer_state != "host" else 0.0
+    vector_seconds = operation_count / vector_rate if vector_rate and offload.optimizer_state != "host" else 0.0
     # several microbatches each read their gradients, and read and write the sum of the earlier ones
-    gradient_shards = layout.mesh.fsdp if layout.zero >= 2 else 1
-    summed_count = layout.microbatches - 1
-    weight_bytes = PROCESSOR_SUM_BYTES if is_processor else 3 * 4
-    sum_bytes = summed_count * weight_bytes * costs.weights / gradient_shards / layout.mesh.pipe
+    gradient_shard_count = layout.mesh.fsdp if layout.zero >= 2 else 1
+    sum_count = layout.microbatches - 1
+    sum_bytes_per_weight = PROCESSOR_SUM_BYTES if is_processor else 3 * 4
+    sum_bytes = sum_count * sum_bytes_per_weight * costs.weights / gradient_shard_count / layout.mesh.pipe
     link = next((link for link in platform.links if link.name == "pcie"), None)
     copied_bytes = host_seconds = 0.0
     if offload.optimizer_state == "streamed":
         copied_bytes = 2 * state_bytes
     elif offload.optimizer_state == "host":  # gradients go to the host, which updates, and weights come back
-        copied_bytes = (4 + 4) * weights
+        copied_bytes = (4 + 4) * weight_count
         host_seconds = update_bytes * (platform.chip.chips_per_host or 1) * device_count / HOST_BANDWIDTH
         update_bytes = 0.0
     if offload.weights == "host":  # weights come for both passes of each microbatch
-        copied_bytes += 2 * layout.microbatches * 2 * weights
+        copied_bytes += 2 * layout.microbatches * 2 * weight_count
     copy_seconds = 0.0 if link is None else copied_bytes * device_count / link.bandwidth
     update_seconds = max(update_bytes / bandwidth, vector_seconds) + host_seconds
     return update_seconds + sum_bytes / bandwidth, copy_seconds
