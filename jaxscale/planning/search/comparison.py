@@ -67,7 +67,11 @@ class PlatformComparison:
         return min(self.choices, key=sort_key)
 
     def __str__(self) -> str:
-        platform_texts = [str(choice.platform) for choice in self.choices]
+        has_one_batch = len({choice.rows for choice in self.choices}) == 1
+        platform_texts = [
+            str(choice.platform) if has_one_batch else f"{choice.platform}, batch {choice.rows}"
+            for choice in self.choices
+        ]
         if self.prices is None:
             return choice_table("platform", platform_texts, self.choices)
         bought_position_texts = [

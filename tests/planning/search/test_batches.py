@@ -12,9 +12,11 @@ from jaxscale.planning.estimate import Estimate
 from jaxscale.planning.search import batches
 from jaxscale.planning.search.batches import choose_batch
 from jaxscale.planning.search.choice import PlanChoice, choose_plan
+from jaxscale.planning.search.comparison import PlatformComparison
 from jaxscale.planning.search.ranked import JudgedPlan, Outcome
 from jaxscale.planning.search.step_seconds import StepSeconds
 from jaxscale.planning.timeline import Timeline
+from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan
 
 FORBIDDEN = ("pipeline", "tensor", "sequence", "offload", "loss_chunk")
@@ -97,3 +99,15 @@ def test_a_fixed_mesh_that_divides_no_batch_is_refused_with_its_reason():
     plan = dataclasses.replace(experiment().plan, mesh="data:3")
     with pytest.raises(UserError, match="mesh data:3 takes 3 devices, and there are 2"):
         choose_batch(experiment(), "gpu h100 x 2", plan, fixed=("mesh",), forbidden=("pipeline", "offload"))
+
+
+def test_a_comparison_of_platforms_with_free_batches_names_the_batch_of_each():
+    def choose(platform):
+        rows = platform.devices
+        judged = JudgedPlan(Plan(), StepSeconds({"forward": 1.0}), Estimate(Plan(), {}, {}, 0, Timeline(())), True)
+        return PlanChoice("small", platform, Outcome((judged,), (), (), 1), None, rows, 128, 1.0)
+
+    platforms = [Platform.parse("gpu h100"), Platform.parse("gpu h100 x 4")]
+    comparison = PlatformComparison.of(platforms, choose)
+    assert "gpu h100 x 4, batch 4" in str(comparison)
+    assert comparison.best().rows == 4  # equal seconds of a step: more rows a second
