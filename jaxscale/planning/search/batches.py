@@ -48,13 +48,16 @@ class BatchComparison:
     @property
     def best(self) -> PlanChoice:
         """The choice for the smallest batch that is about as fast as the fastest; the first one if none fits."""
-        fitting_choices = [choice for choice in self.choices if choice.fits]
-        if not fitting_choices:
-            return self.choices[0]
-        max_rows_per_second = max(choice.rows_per_second for choice in fitting_choices)
-        return next(
-            choice for choice in fitting_choices if choice.rows_per_second >= (1 - NEAR_SHARE) * max_rows_per_second
-        )
+        return self.choices[self.best_index]
+
+    @property
+    def best_index(self) -> int:
+        """The index of the best choice."""
+        speeds = [(index, choice.rows_per_second) for index, choice in enumerate(self.choices) if choice.fits]
+        if not speeds:
+            return 0
+        most_rows = max(rows_per_second for _, rows_per_second in speeds)
+        return next(index for index, rows_per_second in speeds if rows_per_second >= (1 - NEAR_SHARE) * most_rows)
 
     def __str__(self) -> str:
         return choice_table("batch", [str(choice.rows) for choice in self.choices], self.choices)
@@ -77,7 +80,7 @@ def choose_batch(
         experiment: the experiment to plan for; its own batch is ignored.
         platform: platform to plan for, such as "tpu v5e:4x4"; its devices need not be present.
         plan: plan with the fixed settings, and the settings that are not searched; the experiment's by default.
-        verify: number of plans of the best batch that are compiled.
+        verify: number of plans of the best batch that are compiled; of the next best one, if none of these fits.
         make: function that returns, for a batch, the argument `make` of `choose_plan`: a function that returns the
             experiment with this batch.
         options: further arguments of `choose_plan`: fixed, forbidden, limit and host_limit.
@@ -120,14 +123,17 @@ def choose_batch(
     if not choices:
         assert last_error is not None, "at least one batch is tried"
         raise last_error
-    best_choice = BatchComparison(tuple(choices)).best
-    best_index = next(index for index, choice in enumerate(choices) if choice is best_choice)
-    if verify:
-        choices[best_index] = choice_of(searches[best_index], verify, None if make is None else make(best_choice.rows))
-    if not best_choice.fits:
-        choices[best_index] = dataclasses.replace(
-            best_choice, advice=advice_for(searches[best_index], best_choice.best)
-        )
+    comparison = BatchComparison(tuple(choices))
+    index = comparison.best_index
+    compiled_indices: set[int] = set()
+    while verify and comparison.best.fits and index not in compiled_indices:  # until the compiler agrees
+        compiled_indices.add(index)
+        choices[index] = choice_of(searches[index], verify, None if make is None else make(comparison.best.rows))
+        comparison = BatchComparison(tuple(choices))
+        index = comparison.best_index
+    if not comparison.best.fits:
+        advice = advice_for(searches[index], comparison.best.best)
+        choices[index] = dataclasses.replace(comparison.best, advice=advice)
     return BatchComparison(tuple(choices))
 
 

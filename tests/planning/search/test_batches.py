@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import jaxscale as jx
+from jaxscale.compiler.report import CompileReport
 from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.models import Decoder
@@ -111,3 +112,23 @@ def test_a_comparison_of_platforms_with_free_batches_names_the_batch_of_each():
     comparison = PlatformComparison.of(platforms, choose)
     assert "gpu h100 x 4, batch 4" in str(comparison)
     assert comparison.best().rows == 4  # equal seconds of a step: more rows a second
+
+
+def test_a_batch_that_does_not_fit_by_the_compiler_gives_way_to_the_next_best(monkeypatch):
+    speeds, report = {1: 1.0, 2: 1.9, 4: 2.5}, CompileReport("cpu")
+
+    def choice_of(search, compile_count=0, make=None):
+        batch = search.experiment.batch
+        seconds = StepSeconds({"forward": batch / speeds[batch]})
+        judged = JudgedPlan(Plan(), seconds, Estimate(Plan(), {}, {}, 0, Timeline(())), True)
+        if compile_count:
+            assert make() == batch
+            judged = dataclasses.replace(judged, report=report, fits=batch < 4)
+        return PlanChoice("small", search.platform, Outcome((judged,), (), (), 1), None, batch, 128, 1.0)
+
+    monkeypatch.setattr(batches, "choice_of", choice_of)
+    monkeypatch.setattr(batches, "MOST_DOUBLINGS", 2)
+    comparison = choose_batch(experiment(), "gpu h100", verify=1, make=lambda rows: lambda: rows)
+    assert [choice.fits for choice in comparison.choices] == [True, True, False]
+    assert comparison.best.rows == 2
+    assert comparison.best.best.report is report
