@@ -1,6 +1,6 @@
 """Checksums of arrays. They are needed because Orbax loads a flipped byte without an error.
 
-The bits of an array are read as unsigned numbers ``b_i``, in the order of the elements, and summed with odd weights
+The bits of an array are read as unsigned integers ``b_i``, in the order of the elements, and summed with odd weights
 modulo 2^32: ``s = sum_i b_i w_i``. An odd number is invertible modulo 2^32, so a change of any one element changes the
 sum. A second sum with other weights makes it unlikely that several changes cancel (2^-64 for random changes). The sums
 do not depend on sharding. They are computed on the devices that hold the array, so only eight bytes per array are
@@ -76,9 +76,9 @@ _device_checksum = jax.jit(checksum, static_argnames="is_flat")
 
 
 def copies_on_one_cpu(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by name, a copy on one CPU of each array that the CPUs of this process hold whole.
+    """Return, by name, one CPU device's copy of each array that is replicated on CPU devices; leave out other arrays.
 
-    JAX's CPU devices share the cores of the process, so a program on one of them takes less time than on each.
+    JAX's CPU devices share the cores of the process, so a program on one device takes less time than one on all.
 
     Example:
         >>> list(copies_on_one_cpu({"a": jnp.zeros(3)}))
@@ -95,7 +95,7 @@ def copies_on_one_cpu(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_on_one_device(array: Any) -> bool:
-    """Return whether an array lies on a single device, so that a program on this array waits for no other device.
+    """Return whether an array lies on a single device; a program on such an array waits for no other device.
 
     Example:
         >>> is_on_one_device(jnp.zeros(3))
@@ -113,10 +113,10 @@ def _host_checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the checksum of each array, by name: its two sums as Python integers.
 
-    Arrays over several devices are summed in one program. Those on one device are summed one by one, because the layers
-    of a model have few shapes, and a program for all of them compiles for longer than it saves. Arrays in host memory
-    are summed one by one, too: a single program would copy all of them to the device at once, and they may not fit
-    there (for 24 arrays of 64 MiB, it needs 1,539 MiB of temporary memory, compiled for v5e).
+    Arrays that span several devices are summed in one program. Arrays on one device are summed one by one, because the
+    layers of a model have few shapes, and compiling one program for all arrays takes more time than it saves. Arrays in
+    host memory are summed one by one, too: a single program would copy all of them to the device at once, and they may
+    not fit there (for 24 arrays of 64 MiB, it needs 1,539 MiB of temporary memory, compiled for v5e).
 
     Example:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]

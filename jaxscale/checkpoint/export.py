@@ -14,7 +14,7 @@ from jaxscale.values.read_files import is_regular, read_bytes
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 COMPANIONS += ("tokenizer.model", JINJA, "chat_template.json")
-"""Names of the files of a tokenizer that transformers reads besides tokenizer.json."""
+"""Names of the tokenizer files, other than tokenizer.json, that transformers reads."""
 
 
 def export(
@@ -22,8 +22,7 @@ def export(
 ) -> Path:
     """Write a run's model as config.json and safetensors files, with the run's tokenizer if it is a subword tokenizer.
 
-    The tokenizer's other files, the chat template and the settings of generation are copied from the folder that they
-    come from.
+    The tokenizer's other files, the chat template and the generation settings are written, too, if they are available.
 
     Args:
         run: the run directory.
@@ -74,7 +73,9 @@ def export(
 
 
 def _write_companions(folder: Path, data: Any, tokenizer: Any, template: Any) -> None:
-    """Write the other files of a tokenizer, and its chat template, from the data's folder or from the run.
+    """Write the tokenizer's other files and the chat template.
+
+    If the folder that the tokenizer came from still has this tokenizer, its other files are copied from there.
 
     Args:
         folder: the exported folder.

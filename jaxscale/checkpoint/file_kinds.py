@@ -1,7 +1,7 @@
 """Checks the kinds and sizes of a checkpoint's files before Orbax opens them.
 
-Orbax would wait forever for a pipe, read a device such as /dev/zero without end, and fill the memory of the host with a
-description of gigabytes.
+Orbax would wait forever for a pipe, read a device such as /dev/zero without end, and fill host memory with a
+description of several gigabytes.
 """
 
 import errno
@@ -50,7 +50,7 @@ def check_kinds(checkpoint: Any) -> None:
 
 
 def remove(path: Any) -> None:
-    """Remove a folder, or the file or link in its place, if there is one.
+    """Remove the folder, file or link at a path, if there is one.
 
     Threads of a save that failed may still write into the folder, so it is removed again while new files appear.
     """
@@ -69,5 +69,5 @@ def remove(path: Any) -> None:
 
 
 def _raise(error: OSError) -> None:
-    """Raise an error that `os.walk` would ignore."""
+    """Raise `error`; without this callback, `os.walk` ignores errors."""
     raise error

@@ -1,10 +1,10 @@
-"""HostCopies: copies of a run's state in the memory of its hosts, from which a restart continues if they are newer.
+"""HostCopies: copies of a run's state in host memory; a restart continues from one that is newer than the checkpoints.
 
-A copy needs no disk and no network, so that a run may take one every few steps. It outlives the processes, because it
-is a file in a file system that Linux keeps in memory, and it is lost with its host. Each part of an array is written
-once per host. After a restart, on the same or another number of devices, the processes read the newest copy of which
-every host has the parts that its devices need; a new host has none. (Orbax's emergency checkpoints support only
-restarts on as many devices as before, whose ids they put into the old order.)
+A copy needs no disk and no network, so a run may take one every few steps. A copy is a file in a file system that Linux
+keeps in memory. It therefore outlives the processes, but is lost with its host. Each part of an array is written once
+per host. After a restart, on the same or another number of devices, the processes read the newest complete copy: every
+host must have the parts that its devices need. A new host has no parts. (Orbax's emergency checkpoints support a
+restart only on the same number of devices, and restore the old order of the device ids.)
 """
 
 import contextlib
@@ -37,17 +37,17 @@ from jaxscale.values.units import size
 FOLDER_VARIABLE = "JAXSCALE_MEMORY"
 """The environment variable that names the folder of the copies, in a file system that is kept in memory."""
 RUN_FILE = "memory_copies"
-"""File in the run directory, a `_Record` as JSON. It names the directory, since a directory may be copied."""
+"""File in the run directory, a `_Record` as JSON. It names the run directory, so that a copied one is recognized."""
 KEPT = 2
-"""Number of copies that are kept: while the newest one is written, or if that fails, the one before is whole."""
+"""Number of copies that are kept: if the newest copy is incomplete, the copy before it is complete."""
 
 Region = tuple[tuple[int, int], ...]
 """Start and end of a part of an array along each dim."""
 _Part = tuple[str, tuple[int, ...], Region, str, int]
 """Name and shape of an array, the region of it that a file holds, its dtype, and its first byte in the file."""
 CopyKey = tuple[int, int]
-"""Start time of the processes that wrote a copy, in seconds since 1970 by the first one's clock, and the copy's step.
-Files of different starts are never mixed, because a start may have other devices and round differently."""
+"""(time at which the processes that wrote a copy started, in seconds since 1970; step of the copy). Files of different
+starts are never mixed, because results on other devices may be rounded differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,10 @@ class StoredPart:
 
     Args:
         shape: shape of the whole array.
-        region: the region of the array.
+        region: start and end of the part along each dim of the array.
         dtype: name of the array's dtype.
         path: the file.
-        position: first byte in the file.
+        position: offset of the part's first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -97,15 +97,15 @@ class HostCopies:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def save_arrays(self, arrays: Mapping[str, Any], description: Description, newest_checkpoint: int = 0) -> None:
-        """Copy the parts that this process writes to the host, and write them in the background.
+        """Copy this process's parts of the arrays to host memory, and write them to a file in the background.
 
         The caller may donate the arrays once this method has returned.
 
         Args:
             arrays: the canonical tree.
             description: description of the copy.
-            newest_checkpoint: step of the run's newest checkpoint. The copy is not read once this checkpoint and all
-                newer ones are gone, such as after a user has returned to an older one.
+            newest_checkpoint: step of the run's newest checkpoint. A restart does not read the copy if only older
+                checkpoints are left, for example after the user has returned to one of them.
         """
         self.wait()
         if self._error is not None and not self._has_reported:
@@ -124,8 +124,8 @@ class HostCopies:
         if is_first() and self._last_start != self._start_time:
             self._last_start = self._start_time
             _write_record(self._run_dir, self._run_number, self._start_time)
-        # All processes have written the two copies before this one: each waited for its last but one copy before it
-        # took part in the steps since then, and these steps are done.
+        # All processes have written the two copies before this one: each process waited for its last but one copy
+        # before it took part in the steps since then, and these steps are done.
         copy_keys = sorted(_copy_key(path) for path in self.folder.glob(f"*-rank-{process_index():05d}"))
         if len(copy_keys) >= KEPT:
             self._remove(lambda key: key < copy_keys[-KEPT])
@@ -134,7 +134,7 @@ class HostCopies:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the copy that is being written is whole."""
+        """Wait until the current copy is written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -145,7 +145,7 @@ class HostCopies:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _parts_to_write(self, array: Any) -> Iterator[tuple[Region, Any]]:
-        """Yield (region, shard) for each region of an array that this process writes, as the first one on its host."""
+        """Yield (region, shard) for each region that this process writes: no earlier process on its host has it."""
         shape, own_process = array.shape, process_index()
         writer_by_region: dict[Region, int] = {}
         for device, region_slices in array.sharding.devices_indices_map(shape).items():
@@ -161,7 +161,7 @@ class HostCopies:
                 yield region, shard
 
     def _write(self, parts: Sequence[tuple[str, tuple[int, ...], Region, np.ndarray]], header: dict[str, Any]) -> None:
-        """Write the file of this process; a full memory leaves the earlier copies.
+        """Write this process's file; if the write fails, for lack of memory for example, the earlier copies remain.
 
         Args:
             parts: (name of an array, its shape, a region of it, the region's values) for each part.
@@ -191,11 +191,11 @@ class HostCopies:
             half_path.unlink(missing_ok=True)
 
     def _file_path(self, key: CopyKey, rank: int) -> Path:
-        """Return the path of a process's file of a copy."""
+        """Return the path of the file that a process writes for a copy."""
         return self.folder / f"start-{key[0]:010d}-step-{key[1]:08d}-rank-{rank:05d}"
 
     def _remove(self, is_unneeded: Callable[[CopyKey], bool]) -> None:
-        """Remove the files of unneeded copies; other processes of the host may do so, too."""
+        """Remove the files of unneeded copies; other processes on the host may remove them at the same time."""
         for path in self.folder.glob("start-*-rank-?????"):
             if is_unneeded(_copy_key(path)):
                 path.unlink(missing_ok=True)
@@ -214,7 +214,7 @@ class HostCopies:
             ) from None
 
     def _host_of_each_process(self) -> list[int]:
-        """Return for each process the first process on its host, which is found by the mark files in the folder."""
+        """Return the host of each process: the rank of the host's first process, known from the folder's mark files."""
         import jax
 
         if jax.process_count() == 1:
@@ -251,10 +251,10 @@ class HostCopies:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def restore_arrays(self, abstract_leaves: Mapping[str, Any], newest_step: int, step_count: int) -> Restored | None:
-        """Restore the newest copy of which every host has the parts that its devices need.
+        """Restore the newest complete copy: every host must have the parts that its devices need.
 
-        Only copies of the start that wrote the last ones are read, and only those that have exactly the requested
-        arrays: the layout of quantized state, for instance, may depend on the mesh, and only checkpoints convert it.
+        Only copies of the last recorded start are read, and only those that have exactly the requested arrays. The
+        layout of quantized state, for instance, may depend on the mesh, and only checkpoints convert it.
 
         Args:
             abstract_leaves: shape, dtype and sharding of each array to read, by name.
@@ -298,7 +298,7 @@ class HostCopies:
         return Restored(copies[newest_key].description, arrays, origin=", from the copy in the hosts' memory")
 
     def _read_copies(self) -> dict[CopyKey, "_Copy"]:
-        """Return the copies on this host by their keys; damaged files are left out."""
+        """Return the copies on this host, by key; damaged files are left out."""
         copy_by_key: dict[CopyKey, _Copy] = {}
         for path in sorted(self.folder.glob("start-*-rank-?????")):
             header = _read_header(path)
@@ -347,14 +347,14 @@ def _copy_key(path: Path) -> CopyKey:
 
 
 def _copies_root() -> Path:
-    """Return the folder of all runs' copies on this host."""
+    """Return the folder that holds the copies of all runs on this host."""
     folder_name = os.environ.get(FOLDER_VARIABLE)
     return Path(folder_name) if folder_name else Path("/dev/shm") / f"jaxscale-{os.getuid()}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """The content of `RUN_FILE`: the run's number, its directory, and the start that wrote the last copies."""
+    """The content of `RUN_FILE`: the run's number, its directory, and the time of the start with the last copies."""
 
     number: int
     directory: str
@@ -366,7 +366,7 @@ class _Record:
 
 
 def _read_record(run_dir: Any) -> tuple[int, int]:
-    """Return (number of a run, start time of its last copies); the first process reads the record or draws a number."""
+    """Return (number of a run, start time of its last copies) on the first process, and (0, 0) on all others."""
     if not is_first():
         return 0, 0
     try:
@@ -381,7 +381,7 @@ def _read_record(run_dir: Any) -> tuple[int, int]:
 
 
 def _write_record(run_dir: Any, number: int, start_time: int) -> None:
-    """Write the number of a run, and the start that wrote the last copies, to the run directory."""
+    """Write the number of a run, and the start time of its last copies, to the run directory."""
     with explain_write_errors(run_dir):
         write_json(run_dir / RUN_FILE, {"number": number, "directory": str(run_dir), "start": start_time})
 
@@ -395,7 +395,7 @@ def forget_copies(run_dir: Any) -> None:
 
 
 def _common_keys(keys: Sequence[CopyKey]) -> set[CopyKey]:
-    """Return the keys that all processes have, among the newest eight of each."""
+    """Return the keys that every process has among its eight newest ones."""
     import jax
 
     if jax.process_count() == 1:
@@ -446,7 +446,7 @@ def _is_in_file(part: _Part, array_bytes: int) -> bool:
 
 
 def _region(region_slices: Any, shape: tuple[int, ...]) -> Region:
-    """Return the region of an array that slices, one for each dim, select."""
+    """Return the region that slices, one for each dim, select from an array of this shape."""
     return tuple(dim_slice.indices(dim_size)[:2] for dim_slice, dim_size in zip(region_slices, shape, strict=True))
 
 
@@ -456,7 +456,7 @@ def _count(region: Region) -> int:
 
 
 def _overlap(one: Region, other: Region) -> Region:
-    """Return the intersection of two regions; if they are disjoint, an end lies before or at its start."""
+    """Return the intersection of two regions; if they are disjoint, some dim of it has end <= start."""
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
@@ -466,7 +466,7 @@ def _fits(part: StoredPart, leaf: Any) -> bool:
 
 
 def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
-    """Return whether parts of an array cover all of its regions on this process's devices."""
+    """Return whether the parts cover every region of an array that this process's devices hold."""
     regions = {part.region for part in parts if _fits(part, leaf)}
     return all(
         _is_region_covered(_region(index, leaf.shape), regions)
@@ -475,7 +475,7 @@ def _is_covered(leaf: Any, parts: Sequence[StoredPart]) -> bool:
 
 
 def _is_region_covered(region: Region, part_regions: set[Region]) -> bool:
-    """Return whether the regions of some parts, no two of which overlap, cover a region."""
+    """Return whether `part_regions`, which do not overlap, cover a region."""
     overlaps = [_overlap(region, part_region) for part_region in part_regions]
     return _count(region) == sum(_count(overlap) for overlap in overlaps if all(start < end for start, end in overlap))
 
@@ -487,9 +487,14 @@ def _assemble(parts: Sequence[StoredPart], region: Region, dtype: Any) -> np.nda
         overlap = _overlap(region, part.region)
         if all(start < end for start, end in overlap):
             shape = [end - start for start, end in part.region]
-            part_bytes = np.memmap(part.path, np.uint8, "r", part.position, (math.prod(shape) * region_array.itemsize,))
-            part_array = np.asarray(part_bytes).view(dtype).reshape(shape)
-            source_slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, part.region, strict=True))
-            target_slices = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, region, strict=True))
+            raw_part = np.memmap(part.path, np.uint8, "r", part.position, (math.prod(shape) * region_array.itemsize,))
+            part_array = np.asarray(raw_part).view(dtype).reshape(shape)
+            source_slices = tuple(
+                slice(start - origin, end - origin)
+                for (start, end), (origin, _) in zip(overlap, part.region, strict=True)
+            )
+            target_slices = tuple(
+                slice(start - origin, end - origin) for (start, end), (origin, _) in zip(overlap, region, strict=True)
+            )
             region_array[target_slices] = part_array[source_slices]
     return region_array

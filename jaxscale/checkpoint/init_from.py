@@ -1,4 +1,4 @@
-"""A warm start: a new run begins with the weights of another, as far as names and shapes are the same.
+"""A warm start: a new run begins with the weights of another run. An array is taken if its name and shape match.
 
 Only weights and running statistics are taken: the optimizer's state is new, the step is 0, and the data starts from the
 beginning. All other arrays start as they do without a warm start. init_from.json in the run directory records what was
@@ -53,7 +53,7 @@ class Match:
         model_shapes: Mapping[str, tuple[int, ...]],
         is_frozen: Callable[[str], bool] = lambda name: False,
     ) -> "Match":
-        """Return the match of a source's arrays with a model's.
+        """Match a source's arrays with a model's arrays, by name and shape.
 
         Args:
             source_shapes: shape of each array of the source, by name.
@@ -102,7 +102,7 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """The weights that a run starts from, and those of them that its model takes.
+    """The weights that a run starts from, and which of them its model takes.
 
     Args:
         source: the weights.
@@ -134,7 +134,7 @@ class WarmStart:
         return cls(source, match, shapes)
 
     def load(self, step: Any, say: Callable[[str], None]) -> dict[str, Any]:
-        """Read the arrays that are taken, by name, in the layout of a train step."""
+        """Read the taken arrays in the layout of a train step, and return them by name."""
         abstract_leaves = {
             name: leaf for name, leaf in _weights_of(step).items() if name in set(self.match.taken_names)
         }
@@ -146,7 +146,7 @@ class WarmStart:
 
     @property
     def summary(self) -> str:
-        """Text on how many numbers and arrays are taken."""
+        """Text for the user on how many elements and arrays are taken."""
         number_counts = [
             sum(math.prod(self.shapes[name]) for name in names) for names in (self.match.taken_names, self.shapes)
         ]
@@ -174,11 +174,11 @@ class WarmStart:
 
 
 class Beginning:
-    """Creates the initial state of a run: that of its model, or one with weights of a source.
+    """Creates the initial state of a run, with the model's own initial weights or with those of a source.
 
     Args:
-        path: path of the source; `None` to start without one.
-        checkpoint_step: step of the source's checkpoint; `None` for the newest.
+        path: path of the source; `None` to start without a source.
+        checkpoint_step: step of the source's checkpoint; `None` for the newest checkpoint.
     """
 
     def __init__(self, path: Any = None, checkpoint_step: int | None = None) -> None:
@@ -194,7 +194,7 @@ class Beginning:
         return cls(*recorded_source(folder, init_from, has_run))
 
     def match(self, step: Any) -> None:
-        """Open the source, and match it with the model of a train step, before anything is written.
+        """Open the source, and match it with the model of a train step. Call this before anything is written.
 
         Raises:
             UserError: there are no weights, or none of them fits the model.
@@ -223,7 +223,7 @@ def recorded_source(folder: Any, init_from: Any, has_run: bool) -> tuple[Any, in
     """Return (path of the weights that a run starts from, step of the checkpoint there).
 
     Both are `None` if the run starts without a source. The step is `None` for the newest checkpoint. For an existing
-    run, they come from its record, so that the command that started it also continues it.
+    run, both come from the run's record, so the command that started the run also continues it.
 
     Args:
         folder: the run directory.
@@ -231,7 +231,7 @@ def recorded_source(folder: Any, init_from: Any, has_run: bool) -> tuple[Any, in
         has_run: whether the directory holds a run.
 
     Raises:
-        UserError: the run exists, and started from something else than `init_from`.
+        UserError: `init_from` is a path, but the run already exists and did not start from this path.
     """
     if not has_run:
         return init_from, None
@@ -304,7 +304,7 @@ def _weights_of(step: Any) -> dict[str, Any]:
 
 
 def _frozen_test(step: Any) -> Callable[[str], bool]:
-    """Return a function of an array's name that returns whether the array is a parameter that is not trained."""
+    """Return a function from an array's name to whether the array is a parameter that is not trained."""
     from jaxscale.layers.stack import in_one_stack
 
     frozen_param_names = {f"{PARAMS}/{in_one_stack(name)[0]}" for name in step.pure_model.frozen}
@@ -314,7 +314,7 @@ def _frozen_test(step: Any) -> Callable[[str], bool]:
 
 
 def _refuse(path: Any, source: WeightSource, match: Match, shapes: Mapping[str, Any]) -> None:
-    """Raise the error for a source that has no array that fits the model."""
+    """Raise the error for a source none of whose arrays fits the model."""
     reason = f"it has {_list_text(source.shapes)}, and the model has {_list_text(shapes)}"
     if match.shapes_by_unlike_name:
         reason = match.lines(shapes)[0]
@@ -322,7 +322,7 @@ def _refuse(path: Any, source: WeightSource, match: Match, shapes: Mapping[str, 
 
 
 def _list_text(names: Iterable[str]) -> str:
-    """Return a text that lists names without their prefix: one name for all layers of a stack, at most six."""
+    """Return a text that lists up to six names without their prefix; the layers of a stack count as one name."""
     short_names = (re.sub(r"(^|/)layers/\d+(?=/|\s|$)", r"\1layers/*", name.partition("/")[2]) for name in names)
     layer_counts = collections.Counter(short_names)
     name_texts = [

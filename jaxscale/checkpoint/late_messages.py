@@ -1,7 +1,7 @@
 """Drops the late messages of TensorStore's threads about a read or save that has failed.
 
-The error of the read or save was raised. TensorStore's other reads and writes end later, in their own threads, and log
-that nothing waits for them any more.
+The error of the read or save has already been raised. TensorStore's other reads and writes end later, in their own
+threads, and log that nothing waits for them any more.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def drop_late_messages() -> None:
-    """Drop such messages from now on; calling this function again changes nothing."""
+    """Drop these messages from now on; further calls have no effect."""
     logging.getLogger("asyncio").addFilter(_is_not_abandoned)
     sys.unraisablehook = _LateHook.around(sys.unraisablehook)
 

@@ -30,7 +30,7 @@ def is_mirrored(path: Any) -> bool:
 
 
 def upload(orbax_save: Any, local_folder: Path, bucket_path: Any) -> Future[None]:
-    """Start to upload the local folder of a save to a bucket, in the background.
+    """Start a background upload of a save's local folder to a bucket.
 
     Args:
         orbax_save: future of the save that Orbax is running.
@@ -58,7 +58,7 @@ def upload(orbax_save: Any, local_folder: Path, bucket_path: Any) -> Future[None
 
 
 def make_staging_path(path: Any) -> Path:
-    """Create a temporary folder, and return a path in this folder that ends with the name of `path`, for `upload`."""
+    """Create a temporary folder for `upload`; return a path in this folder with the last component of `path`."""
     return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
 
 

@@ -99,12 +99,12 @@ def _checked_bytes(directory: Any, name: str) -> bytes | None:
 
 
 def _report(message: str) -> None:
-    """Print a message about a damaged checkpoint to stderr, apart from the output of a command."""
+    """Print a message about a damaged checkpoint to stderr, separate from a command's output."""
     print(f"jaxscale: {message}", file=sys.stderr, flush=True)
 
 
 def _best_step(checkpoints: Checkpoints) -> int | None:
-    """Return the step of the best checkpoint; report checkpoints whose description, and so its loss, is damaged."""
+    """Return the step of the best checkpoint; report each checkpoint whose description, with the loss, is damaged."""
     for step in checkpoints.steps():
         try:
             checkpoints.describe(step)
@@ -219,7 +219,7 @@ def open_folder(folder: Any, data: Any = None, batch: int = 8, *, split: bool = 
 
 
 def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
-    """Return a step with the run's model and precision on these devices, with plain SGD.
+    """Return a train step for these devices, with the run's model and precision, and with plain SGD.
 
     Args:
         experiment: the run's experiment.

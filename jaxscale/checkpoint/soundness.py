@@ -1,8 +1,8 @@
 """Soundness: whether the arrays of a checkpoint are finite and sane, computed on the devices that hold them.
 
-Parameters are sane if their root mean square is at most `MAX_GROWTH` times that of the run's first checkpoint, which
-counts as at least `ZERO_RMS`, for parameters that start from zero. All other arrays must be finite. Scalars of an
-optimizer's state are not read, because some rules start from an infinite scalar.
+Parameters are sane if their root mean square is at most `MAX_GROWTH` times that of the run's first checkpoint. A first
+value below `ZERO_RMS` counts as `ZERO_RMS`, because parameters may start from zero. All other arrays must be finite.
+Scalars of an optimizer's state are not read, because some rules start from an infinite scalar.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _JUDGED_PREFIXES = (PARAMS, "optimizer", "rest", "ema")
 
 
 def _finiteness_and_square_sum(array: Array) -> tuple[Bool[Array, ""], Float[Array, ""]]:
-    """Return (whether an array is finite, the sum of its squares)."""
+    """Return (whether all elements of an array are finite, the sum of their squares)."""
     float32_array = to_device(array).astype(jnp.float32)
     return jnp.all(jnp.isfinite(float32_array)), jnp.sum(jnp.square(float32_array))
 
@@ -36,15 +36,15 @@ _facts_of_one_array = jax.jit(_finiteness_and_square_sum)
 
 @jax.jit
 def _facts_of_arrays(arrays: dict[str, Any]) -> dict[str, tuple[Bool[Array, ""], Float[Array, ""]]]:
-    """Return (whether it is finite, the sum of its squares) for each array, by name, computed in one program."""
+    """Return `_finiteness_and_square_sum` of each array, by name, computed in one program."""
     return {name: _finiteness_and_square_sum(array) for name, array in arrays.items()}
 
 
 def parameter_rms(arrays: Mapping[str, Any]) -> float:
-    """Return the root mean square of the parameters of a canonical form; NaN if a judged array is not finite.
+    """Return the root mean square of the parameters in a canonical tree; NaN if a judged array is not finite.
 
     Args:
-        arrays: the canonical form, by name; arrays in host memory are read one by one.
+        arrays: the canonical tree, as arrays by name; arrays in host memory are read one by one.
 
     Example:
         >>> parameter_rms({"params/w": jnp.full(3, 2.0)})
@@ -86,8 +86,8 @@ def with_verdict(description: Description, arrays: Mapping[str, Any]) -> Descrip
     """Return the description with the verdict on the state, and with the number of steps skipped in a row.
 
     Args:
-        description: description of the checkpoint, with the `first_rms` of the run if it has a checkpoint.
-        arrays: the canonical form, by name.
+        description: description of the checkpoint, with the run's `first_rms` if the run already has a checkpoint.
+        arrays: the canonical tree, as arrays by name.
     """
     rms, first_rms = parameter_rms(arrays), description.first_rms
     if first_rms is None and math.isfinite(rms):

@@ -283,7 +283,7 @@ class Checkpoints:
         return description
 
     def settle(self, seconds: float) -> int:
-        """Wait up to `seconds` for another thread's save; return the step of the newest checkpoint, 0 without one.
+        """Wait up to `seconds` for another thread's save; return the newest checkpoint's step, or 0 if there is none.
 
         The thread that saves may wait at the same time. Only that thread raises an error of the save.
         """
@@ -345,9 +345,9 @@ class Checkpoints:
     # -- copies in the hosts' memory -----------------------------------------------------------------------------------
 
     def keep_host_copies(self, run_dir: Any, leaves: Mapping[str, Any], experiment: "Experiment") -> None:
-        """Let `copy_to_hosts` keep copies in the hosts' memory, which `restore_arrays` reads if they are newer.
+        """Let `copy_to_hosts` keep copies in the hosts' memory; `restore_arrays` reads them if they are the newest.
 
-        If the experiment has no such copies, those of the run's earlier starts are never read again.
+        If the experiment takes no such copies, copies of the run's earlier starts are never read again.
 
         Args:
             run_dir: the run directory.
@@ -363,7 +363,7 @@ class Checkpoints:
             forget_copies(run_dir)
 
     def copy_to_hosts(self, arrays: Mapping[str, Any], description: Description) -> None:
-        """Copy a canonical tree, which may then be donated, to the hosts' memory in the background, if it is good."""
+        """If a canonical tree is good, copy it to the hosts' memory in the background; it may be donated afterwards."""
         if self._host_copies is not None:
             description = self._with_verdict(description, arrays)
             if description.is_good:
@@ -375,7 +375,7 @@ class Checkpoints:
             self._host_copies.clear()
 
     def _with_verdict(self, description: Description, arrays: Mapping[str, Any]) -> Description:
-        """Return the description with the facts on whether the state is good, as `soundness.with_verdict` does."""
+        """Return the description with the verdict on the state, from `soundness.with_verdict`."""
         from jaxscale.checkpoint.soundness import with_verdict
 
         new_description = with_verdict(dataclasses.replace(description, first_rms=self._first_rms), arrays)
@@ -458,7 +458,7 @@ class Checkpoints:
 
 
 def _is_not_about_save(record: logging.LogRecord) -> bool:
-    """Return whether to log a record; Orbax's threads log the error of a save, with a traceback, that `wait` raises."""
+    """Return whether to log a record; drop Orbax's traceback of a failed save, because `wait` raises that error."""
     return "_SignalingThread.run()" not in str(record.msg)
 
 
@@ -481,7 +481,7 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
 
 
 def _check_reachable(folder: Any) -> None:
-    """Raise UserError if the run has several processes, and they cannot save to the folder together."""
+    """Raise UserError if the run has several processes that cannot all save to the folder."""
     import jax
 
     if is_mirrored(folder) and jax.process_count() > 1:

@@ -47,9 +47,11 @@ class Description:
         best: lowest held-out loss so far, including `loss`; `None` if none was measured.
         versions: version of each library that wrote the checkpoint, by the library's name.
         is_sound: whether parameters and optimizer state are finite and sane; `None` in checkpoints of earlier versions.
-        skipped_in_row: number of steps that were skipped since the last good one when the state was saved.
-        first_rms: root mean square of the parameters in the run's first checkpoint, by which later ones are judged.
-        measure: data of `loss`: "" for the held-out part of the data, or else the name and hash of a held-out set.
+        skipped_in_row: number of consecutive steps that had just been skipped when the state was saved.
+        first_rms: root mean square of the parameters in the run's first checkpoint; later checkpoints are compared
+            with it.
+        measure: the data on which `loss` was measured: "" for the held-out part of the run's data; otherwise the name
+            and hash of a held-out set.
     """
 
     step: int
@@ -66,7 +68,7 @@ class Description:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
-        """Return the description in a dict from `read_content`, which may lack fields that earlier versions lacked."""
+        """Return the description that a dict from `read_content` holds; newer fields may be missing from the dict."""
         later_field_names = ("is_sound", "skipped_in_row", "first_rms", "measure")
         field_names = [field.name for field in dataclasses.fields(cls)]
         return cls(
@@ -90,7 +92,7 @@ class Restored:
     Args:
         description: description of the checkpoint.
         arrays: the canonical tree, as arrays by name.
-        damaged: reason why each newer checkpoint was skipped as damaged, by the checkpoint's step.
+        damaged: by step, the reason why a newer checkpoint was skipped as damaged.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
         origin: text for the user on where the state was read; "" for the run directory.
     """
@@ -229,7 +231,7 @@ def read_content(path: Any) -> dict[str, Any]:
 
 
 def invalid_fields(content: Mapping[str, Any]) -> list[str]:
-    """Return the names of those fields, or groups of fields, of a description that are missing or of a wrong type."""
+    """Return the names of a description's fields, or groups of fields, that are missing or have a wrong type."""
     count_values = [content.get("step"), content.get("tokens"), content.get("skipped_in_row", 0)]
     loss_values = [content.get("loss", ""), content.get("best", ""), content.get("first_rms")]
     versions = content.get("versions")
@@ -250,7 +252,7 @@ def invalid_fields(content: Mapping[str, Any]) -> list[str]:
 
 
 def _are_array_facts(facts: Any) -> bool:
-    """Return whether a JSON value is a list of the shape, the name of the dtype, and two checksums of an array."""
+    """Return whether a JSON value is the list [shape, name of the dtype, two checksums] of an array."""
     if not (isinstance(facts, list) and len(facts) == 4 and isinstance(facts[0], list) and len(facts[0]) <= MAX_DIMS):
         return False
     numbers = [*facts[0], *facts[2:]]
@@ -261,7 +263,7 @@ def _are_array_facts(facts: Any) -> bool:
 
 
 def dtype_of(name: Any) -> np.dtype | None:
-    """Return the dtype with a name from a file; `None` if the name is not that of a numeric dtype.
+    """Return the dtype with a name from a file; `None` if no numeric dtype has this name.
 
     Example:
         >>> dtype_of("bfloat16"), dtype_of("object"), dtype_of("1,")
@@ -290,7 +292,7 @@ def is_step_name(name: str) -> bool:
 def _check_arrays(array_facts: Mapping[str, Any], abstract_leaves: Mapping[str, Any], path: Any) -> None:
     """Raise UserError if a checkpoint lacks an array that the model needs, or has one of another shape.
 
-    If a whole state is read, other parameters in the checkpoint are an error, too.
+    If a whole state is read, parameters in the checkpoint that the model lacks are an error, too.
     """
     from jaxscale.state.canonical import OPTIONAL
 

@@ -1,4 +1,4 @@
-"""Weights for the start of another run: those of a run, of one of its checkpoints, or of a folder of transformers.
+"""Sources of a new run's initial weights: an earlier run, one of its checkpoints, or a folder of transformers.
 
 `WeightSource.open` reads only names and shapes; `load` reads arrays, in the requested layout. Names are those of
 checkpoints, with one array for each layer, so that a deeper model can take the existing layers. If a run keeps an
@@ -34,7 +34,7 @@ class WeightSource:
         step: step of the checkpoint; `None` for a folder of transformers.
         shapes: shape of each array of parameters and statistics, by its name in a checkpoint.
         is_average: whether the trained parameters are an average of weights.
-        load: function that reads arrays, each of which must be requested in its own shape.
+        load: function that reads arrays. Each array must be requested with its shape in `shapes`.
     """
 
     path: str
@@ -85,7 +85,7 @@ class WeightSource:
 
     @classmethod
     def _of_run(cls, path: str, folder: Any, step: int | None) -> "WeightSource":
-        """Open a step's checkpoint in the folder of a run's checkpoints; `None` opens the newest that can be read."""
+        """Open a step's checkpoint in a run's folder of checkpoints; `None` opens the newest one that can be read."""
         checkpoints = Checkpoints(folder, write=False)
         steps = send_from_first(checkpoints.steps())
         if not steps or (step is not None and step not in steps):
