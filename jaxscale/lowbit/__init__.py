@@ -1,4 +1,4 @@
-"""Numbers in a few bits: codes and scales, quantized optimizer state, split weights, and products of layers."""
+"""Low precision: quantized arrays, quantized optimizer state, split weights, and matrix products in 8 and 4 bits."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-r"""Maps between codes of a few bits and numbers of magnitude at most 1, for quantized arrays.
+r"""Maps between low-bit codes and values of magnitude at most 1, for quantized arrays.
 
-* `soft8` for first moments and `sqrt8` for second moments compress the range of numbers by arithmetic (FlashOptim,
+* `soft8` for first moments and `sqrt8` for second moments compress the range of values by arithmetic (FlashOptim,
   Gonzalez Ortiz et al. 2026, arXiv 2602.23349). In contrast to that paper, no value of `sqrt8` is zero, as Li et al.
   recommend: a root that is rounded to zero makes an update many times too large.
 * `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice as many values as the
@@ -31,16 +31,16 @@ Elementwise = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """A map between codes of a few bits and numbers.
+    """A map between low-bit codes and float32 values.
 
     Args:
         name: key of the map in `MAPS`.
         dtype: dtype of the codes.
-        is_signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
+        is_signed: whether values are from -1 to 1; otherwise, they are from 0 to 1.
         zero_code: code of every element of an array of zeros. It need not decode to 0, because the array's scale is 0.
-        encode: function from float32 numbers of magnitude at most 1 to the nearest codes; ties go to the lower code in
+        encode: function from float32 values of magnitude at most 1 to the nearest codes; ties go to the lower code in
             dynamic maps and in `nf4`, and to the even code in all other maps.
-        decode: function from codes to float32 numbers.
+        decode: function from codes to float32 values.
 
     Example:
         >>> m = MAPS["dynamic8"]
@@ -73,7 +73,7 @@ class Map:
 
     @property
     def table(self) -> np.ndarray:
-        """The float32 numbers that all codes decode to, ascending; for dynamic maps, exactly those of bitsandbytes."""
+        """The float32 values of all codes, in ascending order; for dynamic maps, exactly those of bitsandbytes."""
         if self.name.startswith("dynamic"):
             return dynamic_table(self.bits, self.is_signed)
         if self.is_integer:
@@ -123,14 +123,14 @@ def dynamic_table(bits: int, is_signed: bool) -> np.ndarray:
 def _dynamic_map(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
     """Return a dynamic map, which encodes and decodes by arithmetic instead of by a table.
 
-    A decade has n bins, where n is a power of two, which is 2**first_exponent in the first decade. The distance of a
-    code from the code of zero is n + bin - first_exponent.
+    A decade has n bins: 2**first_exponent in the first decade, and twice as many in each further decade. The distance
+    of a code from the code of zero is n + bin - first_exponent.
     """
     table = dynamic_table(bits, is_signed)
     decade_count, first_exponent = bits - 1, 0 if is_signed else 1
     positive_values = table[table > 0]  # the last is 1
     midpoints = (positive_values[:-1] + positive_values[1:]) / np.float32(2)
-    # the greatest magnitudes that round to 0, and to the greatest value below 1
+    # the greatest magnitude that rounds to 0, and the greatest one that rounds to the value next below 1
     zero_limit, one_limit = float(positive_values[0] / np.float32(2)), float(midpoints[-1])
     # midpoints between the last value of a decade and the first of the next
     decade_limits = [
@@ -140,7 +140,7 @@ def _dynamic_map(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
     zero_code, top_distance = (2**decade_count - 1, 2**decade_count) if is_signed else (0, 2**bits - 1)
 
     def encode(numbers: Array) -> Array:
-        """Return the codes of float32 numbers of magnitude at most 1."""
+        """Return the codes of float32 values of magnitude at most 1."""
         magnitude = jnp.abs(numbers)
         decade = jnp.zeros(magnitude.shape, jnp.int32)
         inverse_top = jnp.full(magnitude.shape, 10.0 ** (decade_count - 1), jnp.float32)
@@ -148,7 +148,7 @@ def _dynamic_map(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
             is_above = magnitude > decade_limit
             decade = jnp.where(is_above, i, decade)
             inverse_top = jnp.where(is_above, float(10 ** (decade_count - 1 - i)), inverse_top)
-        # 2**(decade + first_exponent), by its bits
+        # 2**(decade + first_exponent), made from the bits of a float32
         bin_count = jax.lax.bitcast_convert_type((decade + (first_exponent + 127)) << 23, jnp.float32)
         bin_index = jnp.clip(jnp.ceil((magnitude * inverse_top - 0.1) * (bin_count * (1 / 0.9))) - 1, 0, bin_count - 1)
         distance = (bin_count + bin_index).astype(jnp.int32) - first_exponent
@@ -159,7 +159,7 @@ def _dynamic_map(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
         return (zero_code + signed_distance).astype(dtype)
 
     def decode(codes: Array) -> Array:
-        """Return the float32 numbers of codes."""
+        """Return the float32 values of codes."""
         signed_distance = codes.astype(jnp.int32) - zero_code
         count_plus_index = jnp.abs(signed_distance) + first_exponent
         exponent = jax.lax.bitcast_convert_type(jnp.maximum(count_plus_index, 1).astype(jnp.float32), jnp.int32) >> 23
@@ -229,7 +229,7 @@ def _nf4_decode(codes: Array) -> Array:
 
 
 def _linear_map(name: str, dtype: type) -> Map:
-    """Return the map whose codes, of this signed integer dtype, decode to equal steps from -1 to 1, including 0."""
+    """Return the map from codes of a signed integer dtype to evenly spaced values from -1 to 1, including 0."""
     top = float(jnp.iinfo(dtype).max)
     return Map(
         name,
@@ -287,10 +287,10 @@ def map_of(name: str) -> Map:
 
 
 def encode_by_table(numbers: Array, map: Map) -> Array:
-    """Return, for each number, the index of the nearest value in a map's table; this defines `Map.encode`.
+    """Return, for each input value, the index of the nearest value in a map's table; this defines `Map.encode`.
 
     Args:
-        numbers: float32 numbers of magnitude at most 1.
+        numbers: float32 values of magnitude at most 1.
         map: any map; ties go to the lower value.
     """
     midpoints = (map.table[:-1] + map.table[1:]) / np.float32(2)

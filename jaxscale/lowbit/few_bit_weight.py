@@ -1,4 +1,4 @@
-r"""FewBitWeight: the weight of a layer that is not trained, in 4 or 8 bits, and its product.
+r"""FewBitWeight: an untrained weight of a layer, quantized to 4 or 8 bits, and its matrix product.
 
     scale = max |w| over a block of consecutive inputs of one output
     code  = nearest code to w / scale
@@ -7,11 +7,11 @@ r"""FewBitWeight: the weight of a layer that is not trained, in 4 or 8 bits, and
 A block has a dim of its own: codes have the shape (I / block, bytes of a block, O), and scales (I / block, O). A mesh
 axis that splits the inputs or the outputs therefore never splits a block. Two codes of 4 bits share a byte: the rows of
 the first half of a block are in the low bits, and those of the second half in the high bits, so that joining the halves
-moves whole tiles of a TPU. Under ZeRO 3, devices gather codes, not dequantized numbers.
+moves whole tiles of a TPU. Under ZeRO 3, devices gather codes, not dequantized values.
 
 The product keeps the codes for its backward pass, and dequantizes them a second time there. It returns no gradient of
-the weight, and does not keep its input. Left out: scales in 8 bits (the "double quantization" of QLoRA saves 0.05 bytes
-a number of the 0.56 of 4 bits), and kernels that dequantize within the product.
+the weight, and does not keep its input. Left out: scales in 8 bits (the "double quantization" of QLoRA saves 0.05 of
+the 0.56 bytes per element in 4 bits), and kernels that dequantize within the product.
 
 References:
     Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314.
@@ -33,12 +33,12 @@ from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_l
 from jaxscale.typing import Array, Float
 
 LEAST_BLOCK = 8
-"""Least number of numbers that share a scale: in smaller blocks, float32 scales take more bytes than 4-bit codes."""
+"""Smallest number of elements with a common scale: in smaller blocks, float32 scales are larger than 4-bit codes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """A format in which the numbers of a weight are stored.
+    """A format in which the elements of a weight are stored.
 
     Args:
         name: key of the format in `FORMATS`.
@@ -50,7 +50,7 @@ class WeightFormat:
 
     @property
     def code_map(self) -> Map:
-        """The map between codes and numbers."""
+        """The map between codes and values."""
         return MAPS[self.map]
 
     @property
@@ -110,11 +110,11 @@ FORMATS = {
 
 
 class StoredParam(nnx.Param):
-    """A parameter that is stored in its own type: it is neither trained nor cast to the precision of the plan."""
+    """A parameter that keeps its own dtype: it is neither trained nor cast to the precision of the plan."""
 
 
 class FewBitWeight(nnx.Module):
-    """A weight in few bits; in a stack of layers, its arrays have the layers along their first dim.
+    """A quantized weight. In a stack of layers, its arrays have the layers along their first dim.
 
     Args:
         weight: the weight, [I, O].
@@ -150,7 +150,7 @@ class FewBitWeight(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Type of the dequantized weight."""
+        """Dtype of the dequantized weight."""
         return jnp.dtype(jnp.float32)
 
     def __getitem__(self, index: Any) -> Array:
@@ -158,7 +158,7 @@ class FewBitWeight(nnx.Module):
         return FORMATS[self.format].decode(self.codes[...], self.scale[...])[index]
 
     def multiply(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        """Return `x W` in the type of `x`, to which the dequantized weight is rounded."""
+        """Return `x W` in the dtype of `x`; the dequantized weight is rounded to this dtype first."""
         return _multiply(current(), self.axes, self.format, x, self.codes[...], self.scale[...])
 
 
@@ -186,12 +186,12 @@ def few_bit_format(name: str, field: str) -> WeightFormat:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _multiply(mesh_and_rules: MeshAndRules | None, axes: Any, format: str, x: Any, codes: Any, scale: Any) -> Any:
-    """Return `x W` for the weight of these codes and scales."""
+    """Return `x W` for the weight W that these codes and scales encode."""
     return _product(mesh_and_rules, axes, format, x, 0, codes, scale)
 
 
 def _product(mesh_and_rules: Any, axes: Any, format: str, x: Any, w_dim: int, codes: Any, scale: Any) -> Any:
-    """Multiply `x` and the dequantized weight, summed over dim `w_dim` of the weight, in the type of `x`."""
+    """Return the product of `x` and the dequantized weight, summed over the weight's `w_dim`, in the dtype of `x`."""
     with reopened_layout(mesh_and_rules):  # under ZeRO 3, the codes are gathered here
         codes, scale = constrain(codes, axes[0], None, axes[1]), constrain(scale, *axes)
     weight = FORMATS[format].decode(codes, scale).astype(x.dtype)

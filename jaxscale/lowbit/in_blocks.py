@@ -1,9 +1,9 @@
 """Compute an optax rule's new state on arrays reshaped to blocks, so that XLA for TPU stores no float32 state.
 
 The scale of a block is a maximum over part of the second-minor dim. XLA for TPU fuses the operands of a maximum over a
-whole dim. XLA does not fuse through the reshape before a maximum over part of a dim, but writes 8 bytes for each number
-of each leaf whose shards have several blocks. A rule that treats each number separately can run on arrays of shape (..,
-blocks, block, cols) instead of (.., rows, cols) from the start, which avoids this reshape.
+whole dim. XLA does not fuse through the reshape before a maximum over part of a dim, but writes 8 bytes per element of
+each leaf whose shards have several blocks. A rule that treats each element separately can run on arrays of shape (..,
+blocks, block, cols) instead of (.., rows, cols) from the start. This avoids the reshape.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class BlockReshaper:
 def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any) -> BlockReshaper | None:
     """Return the reshaper to blocks for a rule; `None` if the rule needs the arrays' original shapes.
 
-    A rule needs the original shapes if it mixes the numbers of an array, or if its operations depend on shapes.
+    A rule needs the original shapes if it mixes the elements of an array, or if its operations depend on shapes.
     Operations depend on shapes if, for example, a mask depends on `ndim`, or a rate on the fan-in.
 
     Args:
@@ -134,7 +134,7 @@ def _operation_signatures(rule: optax.GradientTransformation, abstract_gradients
     """
 
     def comparison_key(constant: Any) -> Any:
-        """Return a value that represents a constant in comparisons: its number, or its identity if it is traced."""
+        """Return what represents a constant in comparisons: its value, or its identity if it is traced."""
         return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
     program = jax.make_jaxpr(rule.update)(

@@ -1,6 +1,6 @@
-r"""Products of layers in 8 and 4 bits: fp8, int8, and Sun et al.'s 4-bit training.
+r"""Matrix products of layers in 8 and 4 bits: fp8, int8, and Sun et al.'s 4-bit training.
 
-A layer has three products, and the operands of each are rounded to grids before they are multiplied:
+A layer has three matrix products, and the operands of each are rounded to grids before they are multiplied:
 
     y  = Q(x) Q(w)            summed over the inputs
     dx = Q'(dy) Q(w)^T        summed over the outputs
@@ -9,7 +9,7 @@ A layer has three products, and the operands of each are rounded to grids before
 Q, Q' and Q'' round to three grids, which a `ProductGrids` specifies; one engine computes every recipe. In each
 product, scales are recomputed from the largest magnitude, either of the whole operand or of each of its channels. A
 channel is a line along the dims that the product sums over, so that all terms of a sum have one scale. Gradients pass
-the rounding unchanged. Codes are multiplied in their type; if a chip has no product of this type, XLA widens the
+the rounding unchanged. Codes are multiplied in their dtype. If a chip cannot multiply this dtype, XLA widens the
 operands, and the result is the same.
 
     fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
@@ -58,12 +58,12 @@ def _round_and_clip(x: Any, limit: float) -> Any:
 
 
 def _clip(x: Any, top: float) -> Any:
-    """Return numbers clipped to +-top; a later cast to a floating-point type rounds them."""
+    """Return values clipped to +-top; a later cast to a floating-point dtype rounds them."""
     return jnp.clip(x, -top, top)
 
 
 def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
-    """Round each number to the nearest of 0 and +-top / 4^k for k from 0 to 6; ties go to the greater magnitude.
+    """Round each element to the nearest of 0 and +-top / 4^k for k from 0 to 6; ties go to the greater magnitude.
 
     With `top` = 4^3 the magnitudes are 4^-3 ... 4^3, as in the first phase of two-phase rounding; `top` = 4^3 / 2 gives
     the magnitudes of the second phase.
@@ -87,7 +87,7 @@ class Grid:
     Args:
         dtype: dtype of the codes, in which they are multiplied.
         top: the greatest code.
-        rounding: function from float32 numbers and `top` to the nearest codes.
+        rounding: function from float32 values and `top` to the nearest codes.
         by_channel: whether each channel (a line along the dims that the product sums over) has its own scale; otherwise
             the operand has one scale.
         reach: if a number, scales are powers of two that bring the largest magnitude to between half of `reach` and
@@ -146,7 +146,8 @@ class ProductGrids:
         operands: grid of the activations and the weights.
         onward: grid of the output's gradient in the product that computes the input's gradient.
         inward: grid of the output's gradient in the product that computes the weight's gradient.
-        is_emulated: whether no chip multiplies these operands, so that wider types are used, with the same results.
+        is_emulated: whether the operands are multiplied in wider dtypes, with the same results, because no chip
+            multiplies them directly.
     """
 
     operands: Grid
@@ -169,7 +170,7 @@ RECIPES = {
 
 
 def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
-    """Return the pair of dtypes in which the codes of two operands, of these dtypes, are multiplied.
+    """Return the pair of dtypes in which two operands with codes of these dtypes are multiplied.
 
     If only one of the dtypes is an integer dtype, its codes (of magnitude at most 16) are cast to e4m3.
     """
@@ -233,7 +234,7 @@ _product.defvjp(lambda x, w, grids: (_product(x, w, grids), (x, w)), _product_ba
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:
-    """Compute `x @ w` in a few bits; the gradients of `x` and `w` have the dtypes of `x` and `w`.
+    """Compute the matrix product `x @ w` with quantized operands; gradients have the dtypes of `x` and `w`.
 
     Args:
         x: activations (*B, I).

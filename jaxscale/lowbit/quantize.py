@@ -1,10 +1,10 @@
-r"""Arrays in a few bits: a code for each number, and a float32 scale for each block of a column.
+r"""Quantized arrays: a low-bit code for each element, and a float32 scale for each block of a column.
 
-A block is `block` consecutive numbers along the second-minor dim. Codes have the array's shape, and therefore its
+A block is `block` consecutive elements along the second-minor dim. Codes have the array's shape, and therefore its
 sharding; in the shape of the scales, this dim is divided by the block. On TPU, where arrays lie in tiles of (8, 128)
 over the last two dims, XLA fuses quantization without a copy. The usual blocks along the last dim would cost 16 bytes
-of temporary memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 numbers in a
-row).
+of temporary memory per element (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 consecutive
+elements).
 
     scale = max |x| over a block; NaN and infinity count as 0 and become 0
     codes = nearest code to x / scale
@@ -32,7 +32,7 @@ LEAST_SCALE = 2.0**-126
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["map", "block"])
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array in a few bits, as a pytree of two arrays.
+    """A quantized array, as a pytree of two arrays.
 
     Args:
         codes: codes in the shape of the array and the dtype of the map.
@@ -125,7 +125,7 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
         blocked_numbers = _finite_float32(x).reshape(blocked_shape)
 
         def row_magnitudes(row_index: Any) -> Array:
-            """Return the magnitudes of the numbers in one row of every block.
+            """Return the magnitudes of the elements in one row of every block.
 
             No constant is used here: a constant would lie on the device although `x` may lie in host memory.
             """
@@ -145,7 +145,7 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
 def compute_codes(
     x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False
 ) -> Array:
-    """Return the codes of an array for these scales; a number beyond its scale gets the lowest or highest code.
+    """Return the codes of an array for these scales; an element beyond its scale gets the lowest or highest code.
 
     Args:
         x: array of two dims or more.
@@ -184,14 +184,14 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
 
 
 def pair_with_scales(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array]:
-    """Return an array and its scales in shapes that broadcast, so that each number is paired with its scale.
+    """Return an array and its scales in shapes that broadcast, so that each element is paired with its scale.
 
     Args:
         x: array (.., rows, cols).
         scale: scales (.., blocks, cols).
         repeated: whether to broadcast scales to the shape of the array; otherwise the array is reshaped to (.., blocks,
-            block, cols). XLA for TPU fuses the broadcast, but stores 16 bytes per number for the reshape if a shard has
-            several blocks. XLA for GPU fuses the reshape, but not the broadcast.
+            block, cols). XLA for TPU fuses the broadcast, but stores 16 bytes per element for the reshape if a shard
+            has several blocks. XLA for GPU fuses the reshape, but not the broadcast.
 
     Example:
         >>> [a.shape for a in pair_with_scales(jnp.ones((6, 2)), jnp.ones((3, 2)))]
@@ -223,7 +223,7 @@ def block_of(row_count: int, max_block: int) -> int:
     """Return the block to use for an array: the number of elements of a column that share a scale.
 
     The block is the largest divisor of `row_count` up to `max_block`. If this divisor is less than an eighth of
-    `max_block`, scales would take more than half a byte for each 8-bit number; the block is then the whole column.
+    `max_block`, scales would take more than half a byte per 8-bit element; the block is then the whole column.
 
     Args:
         row_count: size of the second-minor dim on one device.

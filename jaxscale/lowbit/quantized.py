@@ -61,7 +61,7 @@ NEVER_QUANTIZED: Mapping[str, str] = {
     "projector": "a basis, whose columns must stay orthogonal",
     "residual": "the error feedback of compression, which must be exact",
 }
-"""What each state field that must never be quantized holds, and why that must be exact, by the field's name."""
+"""For each state field that must never be quantized, by name: what the field holds, and why that must be exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class StatePolicy:
             parameters stays float32.
         least: smallest number of elements, over all layers, of a parameter whose state is quantized.
         block: largest number of elements of a column that share a scale; `None` for 256, or 128 in 4 bits.
-        signed: names of state fields that are quantized as numbers of both signs.
-        unsigned: names of state fields that are quantized as numbers >= 0.
+        signed: names of state fields that are quantized as values of both signs.
+        unsigned: names of state fields that are quantized as values >= 0.
 
     Example:
         >>> StatePolicy(signed=("x0",))
@@ -115,7 +115,7 @@ class NothingQuantized(UserError):
 
     Attributes:
         reason: sentences, each after a space, on why fields of the state must stay float32; "" if there are none.
-        least: the argument.
+        least: the argument `least`.
     """
 
     def __init__(self, abstract_state: Any, states: str, least: int) -> None:
@@ -141,15 +141,16 @@ def map_params(
     *param_trees: Any,
     transform_non_params: Callable[[Any], Any],
 ) -> Any:
-    """Map a function over the leaves of an optimizer's state that belong to parameters, as `optax.tree.map_params`.
+    """Map a function over the leaves of an optimizer's state that belong to parameters, like `optax.tree.map_params`.
 
     A quantized array is one leaf. The function is not called for parameters that `optax.masked`, `multi_transform` or
     `partition` keep away from a rule.
 
     Args:
-        function: function of a leaf, and of the node of each of `param_trees` for the leaf's parameter.
+        function: function to map. Its arguments are a leaf and, from each of `param_trees`, the node of the leaf's
+            parameter.
         rule: the transformation.
-        state: its state.
+        state: the transformation's state.
         param_trees: trees like the parameters.
         transform_non_params: function of every other leaf.
     """
@@ -234,7 +235,7 @@ def quantize_state(
         """Return the updates for the gradients `updates`, and the new state."""
 
         def update_float32(float32_state: Any) -> tuple[Any, Any]:
-            """Return the updates and the new state of the rule."""
+            """Return the rule's updates and new state for a float32 state."""
             return base_rule.update(updates, float32_state, params, **extra_args)
 
         def new_state_in_blocks(quantized_state: Any) -> Any:
@@ -265,7 +266,7 @@ def quantize_state(
 
 
 def _without_variables(params: Any) -> Any:
-    """Return parameters with arrays in the place of Flax's variables, as `nnx.Optimizer` passes them to `update`.
+    """Return parameters with each Flax variable replaced by its array; `nnx.Optimizer` passes variables to `update`.
 
     A variable cannot hold a quantized array, which is a pytree of two arrays.
     """
@@ -348,7 +349,7 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales
     updates, new_state = update(dequantize(state, repeated=repeated))
 
     def recompute_state(threshold: float) -> Any:
-        """Return the new float32 state by expressions that differ with `threshold`."""
+        """Recompute the new float32 state by expressions that contain `threshold`, so that XLA does not merge them."""
         return update(_decode_disguised(state, threshold=threshold, repeated=repeated))[1]
 
     scale_state = state_for_scales(state) if state_for_scales else recompute_state(-1.0)
@@ -447,7 +448,7 @@ def _local_shape(shape: tuple[int, ...], sharding_or_shape: Any) -> tuple[int, .
 
 
 def _zero_flags(init: Any, params: Params) -> list[bool]:
-    """Return for each leaf of a state whether `init` returns zeros for it, according to its traced program."""
+    """Return for each leaf of a state whether the traced program of `init` returns zeros for it."""
     closed_jaxpr = jax.make_jaxpr(init)(params)
     return [_is_zero(closed_jaxpr.jaxpr, variable) for variable in closed_jaxpr.jaxpr.outvars]
 

@@ -59,7 +59,7 @@ def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
 
 
 def join(weight: Array, correction: Array) -> Float[Array, "..."]:
-    """Return the float32 numbers of bfloat16 numbers and corrections: the inverse of `split`, up to 1.54e-5."""
+    """Join bfloat16 values and corrections to float32 values: the inverse of `split`, up to a relative 1.54e-5."""
     return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS_PER_HALF_UNIT) * _half_unit(weight)
 
 
@@ -166,5 +166,5 @@ def _half_unit(weight: Array) -> Array:
 
 
 def _is_masked(x: Any) -> bool:
-    """Return whether a node of the tree of corrections is the mask of a parameter without a correction."""
+    """Return whether a node is a `MaskedNode`, which marks a parameter without a correction."""
     return isinstance(x, optax.MaskedNode)

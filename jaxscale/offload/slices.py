@@ -17,7 +17,7 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
 
 SLICE_BYTES = 16 * 2**20
-"""Default of the largest slice on each device in bytes: about a millisecond of copying over PCIe."""
+"""Default size of the largest slice on each device, in bytes: about a millisecond of copying over PCIe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,9 @@ def cut(
 ) -> SliceCut:
     """Return how to cut an array into the fewest equal slices of at most `slice_bytes`.
 
-    The array is cut along the first unsharded dim that allows such small slices; if no dim does, along the unsharded
-    dim with the smallest slices. A leading dim of layers is never sharded, and its slices are contiguous in memory.
+    The array is cut along the first unsharded dim that allows such small slices. If no dim allows them, the array is
+    cut along the unsharded dim that gives the smallest slices. A leading dim of layers is never sharded, and its slices
+    are contiguous in memory.
 
     Args:
         shape: shape of the array.

@@ -4,7 +4,7 @@ Two functions return the step of an optimizer, with at most a slice of its state
 
 * `update_in_slices`: slices of state and weights go to the device, are updated there, and go back (ZeRO-Infinity,
   Rajbhandari et al. 2021, arXiv 2104.07857, but without NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). This
-  function is for rules that treat each number separately.
+  function is for rules that treat each element separately.
 * `update_on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
   2101.06840, but without a delay of one step). This function is for any rule.
 
@@ -66,15 +66,15 @@ def update_in_slices(
     """Return the step that applies a rule slice by slice on the device, to trees that may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number, or each layer of a stack, separately. The arrays of the
+        rule: an optax transformation that treats each element, or each layer of a stack, separately. The arrays of the
             rule's state have the parameters' shapes. If these arrays are quantized, each slice contains whole blocks.
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: largest slice of one tensor on each device in bytes, as far as its dims allow.
-        elementwise: the rule within `rule` that must treat each number separately, if the numbers of a block share a
-            scale in the state of `rule`; `rule` by default.
+        elementwise: the rule to check for treating each element separately; by default, `rule`. Pass the wrapped rule
+            if the state of `rule` is quantized, because the elements of a block share a scale.
         layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
-            then whole layers, and all other parameters stay whole. `None` if the rule treats each number separately.
+            then whole layers, and all other parameters stay whole. `None` if the rule treats each element separately.
 
     Raises:
         UserError: the rule mixes elements, and `layers` is `None`.
@@ -227,7 +227,7 @@ def run_in_slices(
     read_tree: Any,
     old_trees: tuple[Any, Any],
 ) -> tuple[Params, Any]:
-    """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
+    """Run `step` on the device, on slices of trees like the parameters and of a rule's state.
 
     Leaves that are cut into the same number of slices form a group. `step` runs on one group at a time, with empty
     arrays for all other leaves.
@@ -260,7 +260,7 @@ def run_in_slices(
             param_indices: list[int] = param_indices,
             state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            """Run `step` on a slice of each leaf of the group; `carried_leaves`, of no parameter, are ignored."""
+            """Run `step` on a slice of each leaf of the group; the carry of earlier slices is ignored."""
             leaf_slices = _put_at(old_leaves, param_indices, written_slices[: len(param_indices)])
             state_slices = _put_at(state_leaves, state_indices, written_slices[len(param_indices) :])
             for index in shared_indices:

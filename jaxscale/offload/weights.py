@@ -36,8 +36,8 @@ class Streamed:
         tie: array of zeros like the weight, on the device, which receives the weight's gradient; `None` leaves the
             gradient on the host.
         dtype: name of the fetched weight's dtype; `None` leaves the dtype unchanged.
-        keep_type: whether the weight is rounded to `dtype` but keeps the dtype that it has on the host. The weight's
-            gradient is then summed in the dtype that it has on the host.
+        keep_type: whether to round the weight to `dtype` but return it in its dtype on the host. Its gradient is then
+            summed in the dtype on the host.
     """
 
     weight: Array

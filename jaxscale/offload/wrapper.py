@@ -63,7 +63,7 @@ def offload_state(
         rule: any optax transformation, including one that `quantize_state` returned, whose state is a quarter as large.
         pattern: regular expression searched in the path of each array of the state ("0/mu/blocks/up"). Matching arrays
             go to the host; by default all arrays do. Scalars (counts, rates) stay on the device.
-        run: place of the updates: "streamed" runs them on the device in slices, for rules that treat each number
+        run: place of the updates: "streamed" runs them on the device in slices, for rules that treat each element
             separately; "host" runs them on the host's CPU, for any rule, and sends gradients and weights there.
         shardings: tree like the parameters with their shardings, so that slices cut no sharded dim. If the parameters
             lie on several devices, pass `jax.tree.map(lambda p: p.sharding, params)`.
@@ -215,16 +215,16 @@ def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract
 
 
 def _is_divided_alike(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
-    """Return whether a sharding divides the dims of an array of the state like those of the array's parameter."""
+    """Return whether a sharding splits the dims of a state array in the same way as the dims of its parameter."""
     leaf_spec, param_spec = (divisible_spec(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
     return leaf.ndim == param.ndim and leaf_spec == param_spec
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """Return a tree of bools: whether a leaf of the state goes to the host, as an array whose path matches `regex`."""
+    """Return a tree of bools like the state: true for arrays whose path matches `regex`, which go to the host."""
 
     def flags_of(path: tuple[Any, ...], node: Any) -> Any:
-        """Return whether an array goes to the host; for a quantized array, this flag for its codes and its scales."""
+        """Return whether an array goes to the host; for a quantized array, the codes and the scales get this flag."""
         is_hosted = node.ndim > 0 and regex.search(path_name(path)) is not None
         return jax.tree.map(lambda _: is_hosted, node)
 
