@@ -1,4 +1,4 @@
-"""Update rules, and wrappers that keep state in a few bits or on the host, or that exchange momentum in one bit.
+"""Update rules, and wrappers that quantize state, keep state on the host, or exchange momentum in one bit.
 
 Importing this package imports no JAX: each name below loads on first use.
 `offload_state` keeps a rule's state on the host in a custom training loop. In runs under a plan, `offload.updates` does

@@ -25,7 +25,7 @@ from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, has_kernel, hyper
 
 _KERNEL_MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
-"""The kernel's name for a pair of maps, by the names of the quantization maps of the first and the second moment."""
+"""The kernel's name for each pair (quantization map of the first moment, map of the second moment)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def fused_advance(
     state_shardings: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
-    """Return the function that makes an AdamW step with a quantized state, by the kernel for leaves that it supports.
+    """Return a function that makes an AdamW step with a quantized state; the kernel updates the leaves it supports.
 
     Args:
         rule: the transformation `quantize_state(optax.adamw(...))`.
@@ -91,7 +91,7 @@ def fused_advance(
         adam_state, schedule_state = rule_state[0], rule_state[2]
 
         def flatten_or_repeat(tree: Any, default: Any) -> list[Any]:
-            """Return the leaves of a tree like the parameters; for `None`, the default once per parameter."""
+            """Return the leaves of a tree like the parameters; if `tree` is `None`, the default for each parameter."""
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
         grads, mus, nus = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
@@ -103,7 +103,7 @@ def fused_advance(
             return advance_by_rule(gradients, state, params, norm, is_good)
 
         def mask_kernel_leaves(arrays: list[Any]) -> Any:
-            """Return the tree of these arrays, with masks in place of the arrays that the kernel updates."""
+            """Return the arrays as a tree like the parameters, with a mask for each leaf that the kernel updates."""
             arrays_and_flags = zip(arrays, kernel_flags, strict=True)
             return treedef.unflatten(
                 [optax.MaskedNode() if uses_kernel else array for array, uses_kernel in arrays_and_flags]

@@ -1,7 +1,7 @@
 """Groups of parameters, each with an update rule of its own, as one optax transformation.
 
-A parameter belongs to the first group whose pattern is found in its name, or is the name of its type of variable; all
-others belong to the optimizer itself. Each rule gets the tree of the parameters, in which those of other groups are
+A parameter belongs to the first group whose pattern is found in its name, or is the name of its type of variable. All
+other parameters belong to the optimizer itself. Each rule gets the tree of all parameters, with those of other groups
 masked. The state is that of `optax.partition`: a group has no state for the parameters of another group.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from jaxscale.optim.optimizer import Optimizer
 
 REST = "rest"
-"""Name, in the state, of the group of all parameters that no pattern matches."""
+"""Name that the state uses for the group of the parameters that no pattern matches."""
 
 
 def group_name(index: int) -> str:
-    """Return the name of a group in the state, from its index among the patterns; -1 is the rest.
+    """Return the name of a group in the state, from its index among the patterns; -1 if no pattern matches.
 
     Example:
         >>> group_name(0), group_name(-1)
@@ -32,14 +32,14 @@ def group_name(index: int) -> str:
 
 
 def group_indices(patterns: Sequence[str], param_info_tree: Any) -> Any:
-    """Return a tree with the index of each parameter's group among the patterns; -1 for the rest.
+    """Return a tree with the index of each parameter's group among the patterns; -1 if no pattern matches.
 
     Args:
         patterns: pattern of each group; the first one that matches a parameter wins.
         param_info_tree: tree of `ParamInfo` like the parameters.
 
     Raises:
-        UserError: a group has no parameter, or the groups have all of them.
+        UserError: a group has no parameter, or the groups have all parameters.
 
     Example:
         >>> from jaxscale.optim.leaves import leaf_of
@@ -100,7 +100,7 @@ def rule_of_groups(optimizer: "Optimizer", steps: int, param_info_tree: Any) -> 
         param_info_tree: tree of `ParamInfo` like the parameters.
 
     Raises:
-        UserError: a group has no parameter, or the groups have all of them.
+        UserError: a group has no parameter, or the groups have all parameters.
     """
     index_tree = group_indices(list(optimizer.groups), param_info_tree)
     rule_by_group: Mapping[Any, Any] = {
@@ -115,8 +115,8 @@ def mask_other_groups(tree: Any, index_tree: Any, kept_index: int) -> Any:
 
     Args:
         tree: tree like the parameters.
-        index_tree: tree of the index of each parameter's group.
-        kept_index: index of the group whose parameters stay.
+        index_tree: tree like the parameters, with the index of each parameter's group.
+        kept_index: index of the group whose parameters are not masked.
     """
     return jax.tree.map(
         lambda own_index, node: node if own_index == kept_index else optax.MaskedNode(), index_tree, tree
@@ -124,7 +124,7 @@ def mask_other_groups(tree: Any, index_tree: Any, kept_index: int) -> Any:
 
 
 def describe_groups(optimizer: "Optimizer", param_info_tree: Any) -> list[str]:
-    """Return a line for each group, for the user, with the group's rule and its parameters; `[]` without groups.
+    """Return a line of text for each group, with the group's rule and its parameters; `[]` if there are no groups.
 
     Args:
         optimizer: the optimizer.

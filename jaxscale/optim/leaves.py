@@ -1,9 +1,9 @@
-"""ParamInfo: facts about a parameter that update rules need, derived from its logical axes.
+"""ParamInfo: the metadata of a parameter that update rules need, derived from the parameter's logical axes.
 
 The layers of a stack lie in one array, along its first dim. A rule that treats each number separately ignores stacks.
 A rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
 SOAP take matrices. The names of logical axes also distinguish matrices from tables, gains and biases. A parameter
-without named axes, as in a foreign module, is classified by its shape and its path, apart from a dim for layers.
+without named axes, such as one of a foreign module, is classified by its path and by its shape without stacked dims.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
 
 _TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Names of modules in foreign models whose matrices are embeddings or heads, besides all names that contain "emb"."""
+"""Names of modules in foreign models whose matrices are embeddings or heads. So are those of names with "emb"."""
 _FUSED_MODULES = ("qkv", "c_attn", "in_proj")
 """Fragments of module names in foreign models. One matrix of such a module holds the projections of queries, keys and
 values."""
@@ -32,7 +32,7 @@ values."""
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """Facts about a parameter that update rules need.
+    """The metadata of a parameter that update rules need.
 
     Args:
         shape: global shape.
@@ -80,7 +80,7 @@ class ParamInfo:
         return math.prod(self.shape[max(self.stack, len(self.shape) - self.column_dims) :])
 
     def has(self, pattern: str) -> bool:
-        """Return whether a pattern of parameters is found in the name, or is the name of the type of variable."""
+        """Return whether a pattern is found in the parameter's name, or is the name of its type of variable."""
         return self.variable == pattern or re.search(pattern, self.name) is not None
 
 

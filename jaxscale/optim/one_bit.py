@@ -1,4 +1,4 @@
-r"""1-bit Adam and 1-bit LAMB: replicas exchange momentum in one bit per number, over a frozen variance.
+r"""1-bit Adam and 1-bit LAMB: with a frozen variance, replicas exchange momentum in one bit per element.
 
 Adam's update is not linear in the gradient, so error feedback cannot correct a gradient that is sent in one bit. With a
 frozen variance v the update is linear in the momentum m, and the error of one message of m is added to the next message
@@ -54,9 +54,9 @@ class OneBitLambState(NamedTuple):
         count: number of updates made.
         mu: the momentum, equal on all replicas.
         nu: the second moment, constant in the frozen phase.
-        fresh: current estimate of the second moment, from the change of the momentum.
+        fresh: current estimate of the second moment, computed from the change of the momentum.
         ratio: running mean of each layer's trust ratio; the dims within a layer have size 1.
-        factor: multiplier of the frozen trust ratio in the last update.
+        factor: factor of the frozen trust ratio in the last update.
     """
 
     count: Any
@@ -125,7 +125,7 @@ class Messages:
         clip_factor = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
-            """Return the gradient `g` of a parameter in the warm-up, and later the momentum updated by it."""
+            """In the warm-up, return the gradient `g` of a parameter; afterwards, the momentum `m` updated by `g`."""
             momentum = decode(m) if is_quantized(m) else m
             return jnp.where(is_frozen, self.b1 * momentum + (1 - self.b1) * (g * clip_factor), g)
 
@@ -243,10 +243,10 @@ def one_bit_lamb(
     _check_freeze(freeze)
 
     def init(params: Any) -> OneBitLambState:
-        """Return the state before the first update."""
+        """Return the initial state: moments and ratios of 0, and factors of 1."""
 
         def fill_tensors(fill_number: float) -> Any:
-            """Return a tree like the parameters, with this value once for each tensor."""
+            """Return a tree like the parameters that holds this value once for each tensor."""
             shapes = [
                 (*param_info.shape[: param_info.stack], *(1,) * (len(param_info.shape) - param_info.stack))
                 for param_info in param_infos_of(leaves, params)
@@ -264,7 +264,7 @@ def one_bit_lamb(
         adam_state, (corrected_mu, corrected_nu) = _state_and_corrected_moments(updates, state, b1, b2, freeze)
 
         def estimate_variance(old_fresh_v: Array, m: Array, old_m: Array, v: Array) -> Array:
-            """Return v in the warm-up, and later the second moment estimated from the change of the momentum."""
+            """In the warm-up, return v; afterwards, the second moment estimated from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
             return jnp.where(is_frozen, b2 * old_fresh_v + (1 - b2) * gradient**2, v)
 
@@ -368,12 +368,12 @@ def _state_and_corrected_moments(
 
 
 def _correct_bias(moment: Array, decay: float, update_count: Array) -> Array:
-    """Return a moment after `update_count` updates with Adam's bias correction."""
+    """Return a moment with Adam's bias correction for `update_count` updates."""
     return moment / (1 - decay ** update_count.astype(jnp.float32))
 
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
-    """Return Adam's update without the learning rate; it is 0 for numbers with zero variance."""
+    """Return Adam's update without the learning rate; elements with zero variance get 0."""
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 

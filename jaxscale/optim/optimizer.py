@@ -94,11 +94,11 @@ class Optimizer:
             `name` and its options. Gradients are first clipped to `clip`, as for other rules. A rule that needs the
             loss gets that of the step as `value`.
         train: which parameters are trained: a regular expression that is searched for in their names, such as
-            "lora|head", or the name of their type, such as "LoRAParam". The others have no gradient and no state; they
-            stay unchanged, in the precision of the plan. `None` trains all.
-        ema: decay of an exponential moving average of the weights, which evaluation, samples and export read, such as
-            0.999; the first updates have the decay (1 + n) / (10 + n) if that is less. `None` keeps no average.
-        moments: number format of the moments between steps: that of the plan, or float32 under any plan.
+            "lora|head", or the name of their type, such as "LoRAParam". All other parameters have no gradient and no
+            state, and stay unchanged, in the precision of the plan. `None` trains all parameters.
+        ema: decay, such as 0.999, of an exponential moving average of the weights. Evaluation, samples and export read
+            the average. Update n has the decay (1 + n) / (10 + n) if that is less. `None` keeps no average.
+        moments: number format of the moments between steps: the format of the plan, or float32 under any plan.
         groups: optimizers of some parameters, by patterns like that of `train`: `{"embed|head": Optimizer("adamw",
             1e-3, weight_decay=0.0)}`. A parameter belongs to the first pattern that matches it. A group inherits
             nothing; `clip`, `train` and `ema` are those of the whole optimizer. On the command line, JSON.
@@ -208,12 +208,12 @@ class Optimizer:
                 )
 
     def _has_schedule(self) -> bool:
-        """Return whether the rule takes the schedule; a rule that takes the cosine also takes a user's function."""
+        """Return whether the rule accepts the schedule; a rule that accepts "cosine" also accepts a user's function."""
         schedule = "cosine" if callable(self.schedule) else self.schedule
         return schedule in RULES[self.name].schedule_names
 
     def _check_own_schedule(self) -> None:
-        """Refuse a schedule of the user's own together with fields that only the named schedules use."""
+        """Raise UserError if the schedule is a user's function but a field is set that only named schedules use."""
         if not callable(self.schedule):
             return
         check_parameters(self.schedule, "optimizer.schedule", 1, "lambda step: 1e-3 / (1 + step)")
@@ -333,7 +333,7 @@ class Optimizer:
         }
 
     def try_own(self, steps: int) -> None:
-        """Try out the schedules and rules of the user's own, before anything is traced.
+        """Try the user's own schedules and rules before the train step is traced.
 
         Args:
             steps: number of updates in the run.
@@ -415,7 +415,7 @@ class Optimizer:
 
 
 def describe_warmup(optimizer: Optimizer, steps: int) -> list[str]:
-    """Return a line for each warm-up of an optimizer or its groups that does not end before a run of `steps` updates.
+    """Return a line of text for each warm-up, of the optimizer or of a group, that a run of `steps` updates cuts off.
 
     Example:
         >>> describe_warmup(Optimizer(learning_rate=1e-3, warmup=99), 10)[0].partition("; ")[0]

@@ -1,8 +1,8 @@
-"""A rule and a schedule of the user's own: checked where they are called, and tried on one small matrix.
+"""Checks of a user's own rule and schedule: at every call, and by a trial on a small matrix before the run.
 
-A rule of optax is a pair of functions that may return anything. Returned updates and states are compared with the
-gradients and the state before. Two updates of a small matrix reveal a learning rate that is not finite, or of the wrong
-sign.
+A rule of optax is a pair of functions that may return anything. At every call, the returned updates are compared with
+the gradients, and the returned state with the state before. Two updates of a small matrix reveal a learning rate that
+is not finite or has the wrong sign.
 """
 
 import math
@@ -23,7 +23,7 @@ TRIED_STEPS = 100_000
 
 
 def with_update_checks(rule: optax.GradientTransformation, custom: Any) -> optax.GradientTransformationExtraArgs:
-    """Return a rule that refuses updates and states that are not like the gradients and the state before.
+    """Return the rule with checks that its updates are like the gradients, and its new state like the old one.
 
     Args:
         rule: the user's rule.
@@ -83,12 +83,12 @@ def try_rule(
 ) -> None:
     """Refuse a rule whose first updates are not finite; warn if its updates go up the gradient, or ignore the rate.
 
-    The rule updates weights of ones by gradients of 0.5 and 2, twice. A rule that needs the model's parameters is not
-    tried. Updates proportional to the gradients cause no warning, because `optax.masked` returns some gradients
-    unchanged.
+    The rule is tried for two updates on weights of 1, with gradients of 0.5 and 2. A rule that needs the model's
+    parameters is not tried. Updates proportional to the gradients cause no warning, because `optax.masked` returns some
+    gradients unchanged.
 
     Args:
-        custom: the user's function of a schedule that returns the rule.
+        custom: the user's function, which takes a schedule and returns the rule.
         rate: the schedule.
         rate_field_names: names of those fields of the optimizer that set the learning rate and that the user set.
 
@@ -147,14 +147,16 @@ numbers: is its learning rate finite at step 0?
 
 
 def try_schedule(schedule: Callable[[Any], Any], steps: int) -> None:
-    """Call a schedule of the user's own at some steps of a run, and, if it can be traced, at the first `TRIED_STEPS`.
+    """Check the rates of a user's own schedule at the first two, the middle and the last step of a run.
+
+    If the schedule can be traced, the rates of the first `TRIED_STEPS` steps are checked, too.
 
     Args:
         schedule: function of the number of updates made that returns the learning rate.
         steps: number of updates in the run.
 
     Raises:
-        UserError: it returned something other than a finite number of 0 or more, or returned 0 at all of these steps.
+        UserError: a rate is not a finite number of 0 or more, or all rates are 0.
 
     Example:
         >>> try_schedule(lambda step: 0.5 - step, 10)

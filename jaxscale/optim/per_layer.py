@@ -125,7 +125,7 @@ def per_layer(
 class ByKindState(NamedTuple):
     """States of the rules of `by_kind`, by the name of the rule.
 
-    The state of a rule has an array of one number in place of each parameter that another rule updates.
+    The state of a rule has an array of one element in place of each parameter that another rule updates.
     """
 
     states: dict[str, Any]
@@ -152,7 +152,7 @@ def by_kind(
     """
 
     def mask_others(tree: Any, name: str) -> Any:
-        """Return the tree, with an array of one number in place of each parameter that another rule updates."""
+        """Return the tree, with an array of one element in place of each parameter that another rule updates."""
         arrays, treedef = jax.tree.flatten(tree)
         arrays_and_infos = zip(arrays, param_infos_of(param_info_tree, tree), strict=True)
         return treedef.unflatten(
@@ -214,7 +214,7 @@ def matrices_by(
 
 @dataclasses.dataclass(frozen=True)
 class _StateForm:
-    """Where the state of a rule contains trees that have the structure of the parameters.
+    """The positions of parameter-like trees (trees with the structure of the parameters) in a rule's state.
 
     Args:
         treedef: structure of the state, in which each tree like the parameters is one leaf.
@@ -225,14 +225,14 @@ class _StateForm:
     param_tree_flags: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
-        """Return the trees of a state that are like the parameters, and its other leaves, which parameters share."""
+        """Return (parameter-like trees of a state, all other leaves of the state, which the parameters share)."""
         nodes_and_flags = list(zip(self.treedef.flatten_up_to(state), self.param_tree_flags, strict=True))
         return [node for node, is_tree in nodes_and_flags if is_tree], [
             node for node, is_tree in nodes_and_flags if not is_tree
         ]
 
     def join(self, param_trees: list[Any], shared_leaves: list[Any]) -> Any:
-        """Return the state with these trees like the parameters and these shared leaves: the inverse of `split`."""
+        """Return the state that consists of these trees and these shared leaves: the inverse of `split`."""
         param_tree_iter, shared_iter = iter(param_trees), iter(shared_leaves)
         return self.treedef.unflatten(
             [next(param_tree_iter if is_tree else shared_iter) for is_tree in self.param_tree_flags]
@@ -246,9 +246,10 @@ def _state_form(rule: UpdateRule) -> _StateForm:
 
 
 def _constrain(arrays: Any, param_info: ParamInfo, *, is_whole: bool) -> Any:
-    """Return a tree of a leaf's arrays, constrained to whole tensors on each device, or else to the leaf's sharding.
+    """Constrain the sharding of a leaf's arrays, and return them.
 
-    An array whose shape is not the leaf's is never constrained to the leaf's sharding.
+    If `is_whole`, each device gets whole tensors. Otherwise, arrays with the leaf's shape get the leaf's sharding, and
+    all other arrays are returned without a constraint.
     """
     if param_info.sharding is None:
         return arrays
@@ -259,7 +260,7 @@ def _constrain(arrays: Any, param_info: ParamInfo, *, is_whole: bool) -> Any:
     sharding = NamedSharding(param_info.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
     def constrain(x: Any) -> Any:
-        """Return the array, constrained to `sharding` if this sharding applies to the array's shape."""
+        """Constrain an array to `sharding` if this sharding applies to the array's shape."""
         return jax.lax.with_sharding_constraint(x, sharding) if is_whole or x.shape == param_info.shape else x
 
     return jax.tree.map(constrain, arrays)

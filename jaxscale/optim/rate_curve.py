@@ -7,16 +7,17 @@ from jaxscale.optim.rules import RULES
 
 
 def rate_curve(optimizer: Optimizer, steps: int, max_points: int = 241) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the indices of some updates, and their learning rates by the formulas of `Optimizer`, without groups.
+    """Return the learning rates of evenly spread updates, computed by the formulas of `Optimizer` without groups.
 
     Args:
         optimizer: the optimizer.
         steps: number of updates in the run.
-        max_points: largest number of evenly spread updates; the last update of the warm-up and the next are added.
+        max_points: largest number of evenly spread updates. The last update of the warm-up and the update after it are
+            added to these.
 
     Returns:
-        int (n,) ascending indices of updates, and their float (n,) learning rates; `None` if the schedule is a function
-        of the user's own, which is not called for a picture.
+        The pair (indices of the updates, ascending, int (n,); their learning rates, float (n,)). `None` if the schedule
+        is a user's function, which is not called for a picture.
 
     Example:
         >>> updates, rates = rate_curve(Optimizer(learning_rate=1.0, warmup=1, schedule="linear"), 11)

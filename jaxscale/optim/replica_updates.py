@@ -64,7 +64,7 @@ def over_replicas(
         return param_info.kind != "vector" and param_info.rows * param_info.columns >= small
 
     def init(params: Any) -> OverReplicasState:
-        """Return the state of a replica before the first update."""
+        """Return a replica's initial state."""
         codec_states = (
             codec.init(param_info.shape, None, replicas, layers=param_info.stack > 0) if uses_codec(param_info) else {}
             for param_info in param_infos_of(leaves, params)

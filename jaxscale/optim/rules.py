@@ -13,7 +13,7 @@ from jaxscale.errors import UserError, near_miss
 
 Rate = Callable[[Any], Any]
 UpdateUnit = Literal["ones", "gradients", "weights"]
-"""Size of a rule's update at learning rate 1: 1 for each number, or the size of the gradients or of the weights."""
+"""Size of a rule's update at learning rate 1: 1 per element, or the size of the gradients, or that of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,9 @@ class RuleEntry:
         schedule_names: names of the schedules that the rule accepts.
         takes_mean_messages: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
             replicas.
-        update_unit: about how large an update is at learning rate 1, apart from weight decay.
-        is_bounded: whether finite gradients and a positive `eps` bound the update by a few dozen times that size, by
-            the rule's definition.
+        update_unit: approximate size of an update at learning rate 1, without weight decay.
+        is_bounded: whether the rule's definition limits the update to a few dozen times `update_unit`, given finite
+            gradients and a positive `eps`.
     """
 
     make: Callable[[RuleSettings], Any]

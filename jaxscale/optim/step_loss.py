@@ -17,7 +17,7 @@ _OPERATOR_NAMES = (
 
 
 def _refuse(*_: Any) -> NoReturn:
-    """Raise the error for a loss that is unknown."""
+    """Raise the error for an unknown loss."""
     raise UserError(
         "optimizer.custom: this rule needs the loss of the step, which is unknown where a stage of an asynchronous "
         "pipeline updates, and where an update is run slice by slice; take a synchronous pipeline, offload.weights "
@@ -26,7 +26,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 
 UNKNOWN: Any = type("Unknown", (), {f"__{name}__": _refuse for name in _OPERATOR_NAMES})()
-"""The loss where a rule is applied outside of a synchronous step; computing with it raises an error."""
+"""The loss that a rule gets outside of a synchronous step; computing with it raises an error."""
 _loss: ContextVar[Any] = ContextVar("step_loss", default=UNKNOWN)
 
 

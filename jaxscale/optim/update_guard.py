@@ -21,7 +21,7 @@ from jaxscale.optim.rules import UpdateUnit
 from jaxscale.typing import Array, Bool, Float, Params
 
 ZERO_RMS = 0.01
-"""Root mean square that smaller parameters are assumed to have, so that parameters that start from zero can change."""
+"""Floor of the parameters' root mean square in the condition, so that parameters that start from zero can change."""
 GuardedAdvance: TypeAlias = Callable[
     [Params, optax.OptState, Params, Array, Bool[Array, ""]], tuple[Params, optax.OptState, Bool[Array, ""]]
 ]
@@ -33,7 +33,7 @@ The returned `is_good` is whether the step was applied. If it is false, paramete
 
 @dataclasses.dataclass(frozen=True)
 class RateEstimate:
-    """The numbers from which the size of an update of a group of parameters is estimated.
+    """The inputs of the estimate of an update's size, for one group of parameters.
 
     Args:
         rate: the learning rate.
@@ -50,12 +50,12 @@ class RateEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateGuard:
-    """The condition on an update.
+    """The condition under which an update is applied.
 
     Args:
-        bound: largest root mean square of an update, divided by that of the parameters; with 0, an update must only
-            have a finite sum of squares.
-        axes: mesh axes of a manual region over whose devices the sums are added.
+        bound: largest root mean square of an update, divided by that of the parameters. If 0, an update needs only a
+            finite sum of squares.
+        axes: mesh axes over which the sums of squares are added, inside a region that is manual over these axes.
 
     Example:
         >>> guard, params = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}
@@ -67,7 +67,7 @@ class UpdateGuard:
     axes: tuple[str, ...] = ()
 
     def allows(self, updates: Params, params: Params) -> Bool[Array, ""]:
-        """Return whether updates may be applied to parameters; the answer is equal on every device."""
+        """Return whether updates may be applied to parameters; the result is equal on every device."""
         squares_and_count = _square_sum(updates), _square_sum(params), _number_count(params)
         if self.axes:
             squares_and_count = jax.lax.psum(squares_and_count, self.axes)
@@ -93,7 +93,7 @@ class UpdateGuard:
             gradient_norm: global norm of the gradients that the rule receives.
             params: the parameters.
             decay: factor of the decoupled weight decay.
-            are_params_read: whether to read the parameters. If not, each number of them counts as `ZERO_RMS`.
+            are_params_read: whether to read the parameters. If false, each of their elements counts as `ZERO_RMS`.
 
         Example:
             >>> guard, params, norm = UpdateGuard(100.0), {"w": jnp.full(4, 0.5)}, jnp.float32(0.2)
@@ -139,7 +139,7 @@ class UpdateGuard:
     def _allows_squares(
         self, update_squares: Float[Array, ""], param_squares: Float[Array, ""], number_count: Float[Array, ""]
     ) -> Bool[Array, ""]:
-        """Return whether an update of `number_count` numbers with this sum of squares is allowed."""
+        """Return whether an update of `number_count` elements with this sum of squares is allowed."""
         is_allowed = jnp.isfinite(update_squares)
         if self.bound > 0:
             max_squares = jnp.square(jnp.float32(self.bound)) * jnp.maximum(param_squares, ZERO_RMS**2 * number_count)
@@ -174,6 +174,6 @@ def _number_count(tree: Params) -> Float[Array, ""]:
 
 
 def _square_sum(tree: Params) -> Float[Array, ""]:
-    """Return the sum of the squares of all numbers of a tree, in float32."""
+    """Return the sum of the squares of all elements of a tree, in float32."""
     leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
     return jnp.sum(jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in leaves]))

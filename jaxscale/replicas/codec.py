@@ -1,4 +1,4 @@
-"""A codec averages a gradient over a mesh axis with slow links by sending few bytes.
+"""A codec averages a gradient over a slow mesh axis with compressed messages.
 
 A codec is applied to one leaf on one device: the local shard of a replica's gradient. A codec runs inside a region that
 is manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
@@ -86,7 +86,7 @@ class Codec(NamedCodec):
     def init(
         self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0
     ) -> CodecState:
-        """Make the state of one leaf on one device of one replica, before the first step.
+        """Return the initial state of one leaf on one device of one replica.
 
         Args:
             shape: shape of the leaf on one device.
@@ -136,7 +136,7 @@ class Codec(NamedCodec):
         float32_gradient = gradient.astype(jnp.float32)
 
         def reduce_by(codec: Codec | None, leaf_gradient: Array, leaf_state: CodecState) -> tuple[Array, CodecState]:
-            """Return the mean of the leaf over the axis and the leaf's new state, both by the codec of a phase."""
+            """Average the leaf over the axis by the codec of one phase; return the mean and the leaf's new state."""
             if codec is None:
                 return lax.pmean(leaf_gradient, axis), leaf_state
 
@@ -253,7 +253,7 @@ def message_bytes(codec: Any, *abstract_inputs: jax.ShapeDtypeStruct) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a layer as a matrix; the rows are all dims but the last together.
+    """Return (number of rows, number of columns) of a layer as a matrix; all dims but the last form the rows.
 
     Example:
         >>> matrix_shape((3, 3, 64, 128)), matrix_shape((768,))

@@ -8,8 +8,8 @@ learning rate η, the momentum μ and the state m:
 
 So the bytes of one step are sent over the slow axis only once in H steps, and with `Plan.reduce` a codec sends d in
 fewer bytes. With H = 1, plain SGD as the inner optimizer and an outer learning rate of 1 without momentum, DiLoCo is
-data-parallel training. With AdamW as the inner optimizer it never is, because each replica scales its gradient by its
-own variance.
+data-parallel training. With AdamW as the inner optimizer, DiLoCo never equals data-parallel training, because each
+replica scales its gradient by its own variance.
 
 Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronize at different steps, so
 that at most one fragment is sent at a time. Two ideas of that paper are left out: overlap of computation with sending,
@@ -207,7 +207,7 @@ def diloco(
     outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
 
     def init(params: Any) -> DilocoState:
-        """Return the state before the first step."""
+        """Return a replica's initial state; the shared weights are the initial parameters."""
         leaves = jax.tree.leaves(params)
         codec_states = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in leaves]
         return DilocoState(
@@ -227,7 +227,10 @@ def diloco(
         treedef = jax.tree.structure(params)
 
         def synchronize() -> Any:
-            """Return (updates to the new shared weights, these shared weights, outer state, the codec's states)."""
+            """Return (updates, shared weights, outer state, codec states).
+
+            The updates set this replica's weights to the new shared weights.
+            """
             displacements, codec_states = jax.tree.leaves(optax.tree.sub(state.shared, local_params)), ()
             if codec is None:
                 means = [lax.pmean(displacement, axis) for displacement in displacements]
@@ -243,7 +246,7 @@ def diloco(
             return optax.tree.sub(shared, params), shared, outer_state, codec_states
 
         def skip() -> Any:
-            """Return the inner updates, followed by the weights and states of `synchronize` unchanged."""
+            """Return (inner updates, shared weights, outer state, codec states); only the inner updates are new."""
             return inner_updates, state.shared, state.outer, state.owed
 
         new_updates, shared, outer_state, codec_states = lax.cond(step_count % every == 0, synchronize, skip)

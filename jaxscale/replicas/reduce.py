@@ -48,7 +48,7 @@ def squared_residual_norm(states: CodecStates) -> Float[Array, ""]:
 
 
 def _index_leading_dims(states: CodecStates, index: int | None) -> CodecStates:
-    """Return states indexed along their leading dims, of replicas and shards; the index `None` adds these dims."""
+    """Index the leading dims of states, for replicas and shards, and return the states; `None` adds these dims."""
     return {
         name: {
             state_name: array[index] if state_name == RESIDUAL else array[index, index]
@@ -144,7 +144,7 @@ class GradientExchange:
             f"For the largest gradient, {largest_name}: {reason}"
         )
 
-    # -- facts ---------------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> int:
@@ -256,12 +256,13 @@ class GradientExchange:
             is_merged: whether the state is merged, and so has no dim of replicas.
         """
         leaf = self.leaves[name]
-        shape, spec = (self.shard_count(name), *local_state.shape), (leaf.axes or None,)
         if state_name == RESIDUAL:
-            shape, spec = leaf.shape, leaf.spec
-        if not is_merged:
-            shape, spec = (self.replicas, *shape), (self.axis, *spec)
-        return jax.ShapeDtypeStruct(shape, local_state.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec)))
+            shape, entries = leaf.shape, tuple(leaf.spec)
+        else:
+            shape, entries = (self.shard_count(name), *local_state.shape), (leaf.axes or None,)
+        leading_shape, leading_entries = ((), ()) if is_merged else ((self.replicas,), (self.axis,))
+        sharding = NamedSharding(self.mesh, PartitionSpec(*leading_entries, *entries))
+        return jax.ShapeDtypeStruct((*leading_shape, *shape), local_state.dtype, sharding=sharding)
 
     def shardings(self, *, is_merged: bool = False) -> Any:
         """Return the shardings of all replicas' states; if `is_merged`, those of the merged states."""
@@ -272,7 +273,7 @@ class GradientExchange:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings(is_merged=is_merged))
 
     def init(self) -> CodecStates:
-        """Make the states before the first step. Call this under `jax.jit` with `out_shardings`."""
+        """Return the initial states. Call this under `jax.jit` with `out_shardings`."""
 
         def init_on_device() -> CodecStates:
             """Return the initial states of this device."""
@@ -314,7 +315,7 @@ class GradientExchange:
         return self._shard_mapped(merge_on_device, (self._specs(),), self._specs(is_merged=True))(states)
 
     def spread(self, merged_states: CodecStates) -> CodecStates:
-        """Return the states of all replicas of this mesh: copies of the merged states, and initial states for the rest.
+        """Return the states of all replicas of this mesh: copies of the merged states; other states are initial ones.
 
         Args:
             merged_states: states from `merge`.
@@ -417,7 +418,7 @@ class GradientExchange:
         return {name: means[name] for name in self.leaves}, checked_states
 
     def initial_device_states(self) -> CodecStates:
-        """Return the states of one device before the first step, inside a region that is manual over the mesh axes."""
+        """Return the initial states of one device, inside a region that is manual over the mesh axes."""
         key = jax.random.key(self.seed)
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded_names}
 

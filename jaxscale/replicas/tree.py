@@ -11,7 +11,7 @@ from jaxscale.typing import Array, Int, PyTree
 
 
 def start_reduction(codec: Codec | str, gradients: PyTree, replicas: int, *, seed: int = 0) -> CodecStates:
-    """Return the states of a codec before the first step, which are equal on every replica.
+    """Return the initial states of a codec, which are equal on every replica.
 
     Args:
         codec: a codec, or its text, such as "powersgd:4".
@@ -31,7 +31,7 @@ def start_reduction(codec: Codec | str, gradients: PyTree, replicas: int, *, see
 def reduce_gradients(
     codec: Codec | str, gradients: PyTree, states: CodecStates, axis: str, step: Int[Array, ""], *, seed: int = 0
 ) -> tuple[PyTree, CodecStates]:
-    """Average gradients over a mesh axis in few bytes; the mean is equal on all devices of the axis.
+    """Average gradients over a mesh axis with compressed messages; the mean is equal on all devices of the axis.
 
     With error feedback, over n replicas,
 

@@ -2,7 +2,7 @@
 
 The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it one
 matrix at a time. Embeddings, head, gains and biases get AdamW. Each moment of a matrix has rank x (shorter dim)
-numbers, and its projection has rank x (longer dim). Neither has the shape of the parameter, so ZeRO does not shard them
+elements, and its projection has rank x (longer dim). Neither has the parameter's shape, so ZeRO does not shard them
 and quantization does not apply. A sharded gradient is gathered, and each device projects the whole gradient.
 """
 

@@ -13,7 +13,7 @@ only twice, in bfloat16 if configured. A stack whose number of layers is not a m
 padded; to need less padding, uneven stacks of equal shape are first concatenated. Left out: the distribution of layers
 over axes that replicate them (data), which would save products and cost a gather.
 
-Momentum is computed as in optax (a bias-corrected average, then Nesterov's step), so that updates equal those of
+Momentum is computed as in optax (a bias-corrected average, then Nesterov's step), so updates equal those of
 `optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
 """
 

@@ -6,7 +6,7 @@ r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo
 As in the authors' code, the first update only computes the bases. The first moment is in the space of the weights.
 The second moment is in the space of the bases; its rows and columns are in the order of the bases' vectors. A side
 longer than `max_dim` is not rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of
-n rows and m columns has 2 n n + 2 m m numbers of state: L, R, Q_L and Q_R. These are not quantized, because small
+n rows and m columns has 2 n n + 2 m m elements of state: L, R, Q_L and Q_R. These are not quantized, because small
 eigenvalues would be lost, and bases would no longer be orthogonal. A sharded matrix is gathered, and each device
 rotates the whole matrix. Left out: Shampoo's grafting, and blocks of a large matrix.
 """
@@ -59,7 +59,7 @@ def soap(
 class Sides(NamedTuple):
     """Two trees like the parameters, one for the rows and one for the columns of n x m matrices.
 
-    Leaves are (n, n) arrays for rows and (m, m) arrays for columns; a side without a basis has an array of one number.
+    Leaves are (n, n) arrays for rows and (m, m) arrays for columns; a side without a basis has an array of one element.
     """
 
     rows: Params
@@ -87,7 +87,7 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
 ) -> UpdateRule:
-    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and directly to the rest.
+    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and to others directly.
 
     Args:
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
@@ -100,7 +100,7 @@ def scale_by_soap(
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
-        """Return the state before the first update."""
+        """Return the initial state, in which all arrays are zero."""
 
         def zero_side(dim: int) -> Any:
             """Return zeros in the shapes of the statistics (and of the bases) of rows (dim 0) or columns (dim 1)."""
@@ -161,14 +161,17 @@ def _update_array(
     )
 
     def compute_bases() -> tuple[Array, ...]:
-        """Return (second moment, bases of rows, bases of columns): the first bases, as eigenvectors of the statistics.
+        """Return (second moment, basis of rows, basis of columns); the bases are the eigenvectors of the statistics.
 
         The eigenvector of the largest eigenvalue comes first.
         """
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refine_bases() -> tuple[Array, ...]:
-        """Return (second moment in the order of the new bases, bases of rows, bases of columns), after an iteration."""
+        """Return (second moment, basis of rows, basis of columns): new bases after one power iteration and QR.
+
+        The second moment is reordered to the new bases.
+        """
         sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
@@ -192,15 +195,15 @@ _orthogonal = sequential_on_cpu(lambda matrix: jnp.linalg.qr(matrix)[0])
 def _sort_along(x: Array, keys: Array, dim: int) -> Array:
     """Return a matrix with its rows (dim 0) or columns (dim 1) in the order of increasing `keys`.
 
-    Every number of the matrix is sorted, because XLA aborts on a gather from a matrix that is sharded over several
-    axes, in a region that is manual over replicas.
+    All elements are sorted; they are not gathered, because inside a region that is manual over replicas, XLA aborts on
+    a gather from a matrix that is sharded over several axes.
     """
     number_keys = jax.lax.broadcast_in_dim(keys, x.shape, (dim,))
     return jax.lax.sort((number_keys, x), dimension=dim, num_keys=1)[1]
 
 
 def _rotate(x: Array, bases: Any, *, is_back: bool = False) -> Array:
-    """Return a matrix rotated into the bases of its rows and columns, or back out of these bases if `is_back`."""
+    """Return a matrix rotated into the bases of its rows and columns; if `is_back`, rotate back out of these bases."""
     left_basis, right_basis = bases
     if left_basis.ndim == 2:
         x = _multiply(left_basis if is_back else left_basis.T, x)

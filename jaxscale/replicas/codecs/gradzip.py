@@ -26,7 +26,7 @@ from jaxscale.typing import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class GradZip(LowRank):
-    """A codec that sends two factors, each of which is the least-squares solution for the other factor.
+    """A codec that sends two factors, each of which is the least-squares solution given the other factor.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.

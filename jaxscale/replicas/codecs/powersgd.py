@@ -24,7 +24,7 @@ DEPENDENT_FRACTION = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRank):
-    """A codec that sends two factors, whose product converges to the best approximation of the gradient of this rank.
+    """A codec that sends two factors; their product converges to the gradient's best approximation of rank `rank`.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
