@@ -200,7 +200,7 @@ def open_folder(folder: Any, data: Any = None, batch: int = 8, *, split: bool = 
         folder: folder that transformers saved.
         data: the data to evaluate on; `None` if the model only generates.
         batch: number of rows of a batch.
-        split: as in `restore_parameters`.
+        split: whether to shard the batch and the parameters, as in `restore_parameters`.
 
     Raises:
         UserError: the folder or its weights are not valid.

@@ -203,7 +203,7 @@ def _multiply_forward(mesh_and_rules: Any, axes: Any, format: str, x: Any, codes
 
 
 def _multiply_backward(mesh_and_rules: Any, axes: Any, format: str, residuals: Any, dy: Any) -> Any:
-    """Return the gradients of (`x`, codes, scales); codes and scales have none (`None`)."""
+    """Return (gradient of `x`, `None`, `None`); codes and scales get no gradient."""
     # because of the barrier, XLA dequantizes a second time instead of keeping the weight of every unrolled layer
     codes, scale, dy = jax.lax.optimization_barrier((*residuals, dy))
     return _product(mesh_and_rules, axes, format, dy, 1, codes, scale), None, None

@@ -5,7 +5,7 @@ float32, computes the update of the weights from the unrounded moments, and enco
 2021, arXiv 2110.02861; Li et al. 2023, arXiv 2309.01507). XLA fuses all of this, so that no float32 moment lies in
 memory. The state is the rule's state with `Quantized` instead of some arrays, and works wherever an optax state does.
 
-Two names determine whether a leaf is quantized: the names of its field in the state and of its parameter. The field
+Two names determine whether a leaf is quantized: that of its field in the state, and that of its parameter. The field
 (`mu`, `nu`, ...) also determines whether the map is signed, which never depends on the data. Parameters of embedding,
 head and norms are excluded; in an embedding, a block of a column would mix frequent tokens with rare ones. Small leaves
 stay float32 too. AdamW's step as one kernel is in `optim/fused.py`. Left out: separate rules such as `Adam8bit`.
@@ -191,7 +191,8 @@ def quantize_state(
             divide every shard; without `local`, blocks divide the global shape.
         layers: tree of bools like the parameters, true if the first dim is stacked layers, along which no block lies.
             By default, blocks lie along the second-last dim of every array of two dims or more.
-        exact: tree of bools like the parameters, true if the state of the parameter stays float32; `None` for none.
+        exact: tree of bools like the parameters, true if the state of the parameter stays float32; by default, all
+            values are false.
         platform: platform on which updates run, "tpu", "gpu" or "cpu"; `None` for the platform that a program is
             compiled for.
 

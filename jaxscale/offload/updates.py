@@ -71,8 +71,8 @@ def update_in_slices(
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: largest slice of one tensor on each device in bytes, as far as its dims allow.
-        elementwise: the rule to check for treating each element separately; by default, `rule`. Pass the wrapped rule
-            if the state of `rule` is quantized, because the elements of a block share a scale.
+        elementwise: the rule that must treat each element separately; `rule` by default. If the state of `rule` is
+            quantized, pass the float32 rule that `rule` wraps, because the elements of a block share a scale.
         layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
             then whole layers, and all other parameters stay whole. `None` if the rule treats each element separately.
 

@@ -24,7 +24,7 @@ STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
 
 _TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Names of modules in foreign models whose matrices are embeddings or heads. So are those of names with "emb"."""
+"""Names of modules in foreign models whose matrices are embeddings or heads; names that contain "emb" count, too."""
 _FUSED_MODULES = ("qkv", "c_attn", "in_proj")
 """Fragments of module names in foreign models. One matrix of such a module holds the projections of queries, keys and
 values."""

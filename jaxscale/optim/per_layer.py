@@ -141,7 +141,7 @@ def by_kind(
 
     Args:
         rules: rules by name. Each rule must treat each parameter separately.
-        rule_name_of: function that returns the name of a leaf's rule.
+        rule_name_of: function from the `ParamInfo` of a parameter to the name of its rule.
         param_info_tree: tree of `ParamInfo` like the parameters; `None` derives the tree from shapes and paths.
 
     Example:

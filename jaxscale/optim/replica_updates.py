@@ -42,7 +42,7 @@ def over_replicas(
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`.
         messages: the replicas' messages, with the rule's b1 and freeze step.
-        codec: codec that averages momenta, without random draws; the means of the warm-up are exact.
+        codec: codec that averages momenta; it must make no random draws. In the warm-up, means are exact.
         axis: name of the replicas' axis.
         replicas: number of replicas.
         leaves: tree of `ParamInfo` like the parameters; the codec averages each layer of a stack separately.

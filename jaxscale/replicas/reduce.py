@@ -48,7 +48,7 @@ def squared_residual_norm(states: CodecStates) -> Float[Array, ""]:
 
 
 def _index_leading_dims(states: CodecStates, index: int | None) -> CodecStates:
-    """Index the leading dims of states, for replicas and shards, and return the states; `None` adds these dims."""
+    """Return the states indexed along their leading dims (replicas, shards); the index `None` adds these dims."""
     return {
         name: {
             state_name: array[index] if state_name == RESIDUAL else array[index, index]
@@ -315,7 +315,7 @@ class GradientExchange:
         return self._shard_mapped(merge_on_device, (self._specs(),), self._specs(is_merged=True))(states)
 
     def spread(self, merged_states: CodecStates) -> CodecStates:
-        """Return the states of all replicas of this mesh: copies of the merged states; other states are initial ones.
+        """Return the states of all replicas of this mesh: copies of the merged states, or initial states.
 
         Args:
             merged_states: states from `merge`.

@@ -87,7 +87,7 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
 ) -> UpdateRule:
-    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and to others directly.
+    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and plain Adam to others.
 
     Args:
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
