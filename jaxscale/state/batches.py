@@ -21,7 +21,7 @@ def shard_of(sharding: NamedSharding, row_count: int) -> tuple[int, int]:
     """Return (index, count): this process feeds part `index` of `count` equal parts of the rows of a batch.
 
     If the rows on a process's devices are not contiguous (a torus orders devices by their links, not by their hosts),
-    the result is (0, 1): the process reads the whole batch, and puts only the rows of its devices on them.
+    the result is (0, 1): the process then reads the whole batch, and puts on its devices only their rows.
 
     Args:
         sharding: sharding of the arrays of a batch.
@@ -40,7 +40,7 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         shard: (index, count) from `shard_of`: these rows are part `index` of `count` equal parts.
 
     Raises:
-        UserError: the devices cannot share the rows evenly.
+        UserError: the rows cannot be split evenly over the devices.
     """
     row_count = len(next(iter(batch.values()))) * shard[1] if batch else 0
     row_shard_count = shard_count(sharding.mesh, next(iter(dim_axes(sharding.spec)), ()))
@@ -68,7 +68,7 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
 
 
 def check_rows(batch: Batch) -> None:
-    """Raise an error for a batch that is not a dict of arrays, and for arrays that differ in their numbers of rows.
+    """Raise UserError if a batch is not a dict of arrays, or if its arrays differ in their numbers of rows.
 
     Example:
         >>> check_rows({"x": np.ones((2, 3)), "labels": np.array([0, 1])})
@@ -89,17 +89,18 @@ def check_rows(batch: Batch) -> None:
 
 
 def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
-    """Raise an error for a batch on the host with tokens or labels that the model does not have.
+    """Raise UserError if a batch on the host has tokens or labels that the model does not have.
 
-    Arrays on devices, and arrays that are not of integers, are not read. A target of weight 0 may hold any number.
+    Arrays on devices, and arrays of types other than integers, are not checked. A target of weight 0 may have any
+    value.
 
     Args:
         batch: the batch.
-        class_counts: for each array of tokens or labels, by its name, the number of tokens or classes.
+        class_counts: number of tokens in the vocabulary, or of classes, by the name of the array of tokens or labels.
 
     Raises:
-        UserError: a token or class is neither from 0 to the count minus 1, nor -100 in targets or labels; or the
-            weights add up to less than 0.
+        UserError: a token or class lies outside the range from 0 to the count minus 1, and is not the -100 that targets
+            and labels may contain; or the weights add up to less than 0.
 
     Example:
         >>> check_values({"labels": np.array([0, -100, 9])}, {"labels": 10})
@@ -130,7 +131,9 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
 
 
 def batch_shapes(experiment: Experiment) -> Batch:
-    """Return the abstract arrays of a global batch, as the data specifies them, or else as in the data's first batch.
+    """Return the abstract arrays of a global batch.
+
+    The method `shapes` of the data specifies them. If the data has no such method, its first batch is read.
 
     Raises:
         UserError: the experiment has no data.
@@ -145,9 +148,10 @@ def batch_shapes(experiment: Experiment) -> Batch:
 
 
 def abstract_arrays(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shape and dtype of each array of a batch (of arrays or of shapes), with `sharding` if it is given.
+    """Return the shape, dtype and `sharding` of each array of a batch, by name.
 
-    The dtypes are those on devices, where 64-bit numbers of NumPy become 32-bit ones unless `jax_enable_x64` is set.
+    The batch may contain arrays or abstract arrays. The dtypes are those on devices: unless `jax_enable_x64` is set,
+    64-bit types become 32-bit types.
     """
     abstract_by_name = {}
     for name, array in batch.items():
@@ -158,7 +162,7 @@ def abstract_arrays(batch: Batch, sharding: NamedSharding | None = None) -> dict
 
 
 def span(slices: Sequence[slice], row_count: int) -> tuple[int, int]:
-    """Return (start, stop) of the rows that `slices`, one for each dim, select from an array with `row_count` rows."""
+    """Return (start, stop) of the rows that `slices` (one slice per dim) select from an array with `row_count` rows."""
     row_slice = slices[0]
     return row_slice.start or 0, row_count if row_slice.stop is None else row_slice.stop
 
@@ -185,7 +189,7 @@ def equal_part(spans: set[tuple[int, int]], row_count: int) -> tuple[int, int]:
 def microbatches(tree: BatchArrays, *, count: int) -> BatchArrays:
     """Return arrays (B, ...) split into microbatches, as (count, B / count, ...).
 
-    Microbatch i has the rows i, i + count, i + 2 count, ..., so that no row changes its device on any mesh.
+    Microbatch i has the rows i, i + count, i + 2 count, ..., so no row moves to another device, whatever the mesh.
 
     Args:
         tree: arrays whose first dim is the B rows of a batch.

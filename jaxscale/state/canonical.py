@@ -47,7 +47,7 @@ class Canonical:
     Args:
         layout: placements of the state.
         extras: the extras that techniques add to the state.
-        naming: names of the arrays of leaves that are shaped like parameters.
+        naming: gives the names of the arrays that come from leaves shaped like parameters.
         owners: for each leaf of the optimizer's state, the name of the parameter whose shape the leaf has, or "".
 
     Attributes:
@@ -119,12 +119,12 @@ class Canonical:
         }
 
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
-        """Return the canonical form of a state: a function to trace."""
+        """Return the canonical form of a state. `take_apart` is this function, jitted."""
         for extra in self._extras:
             state = extra.to_saved(state)
         arrays: dict[str, Array] = {}
         groups_by_name: dict[str, dict[int, Array]] = {}  # arrays of a stack in groups, by name and first layer
-        finish_by_name: dict[str, Callable[[Array], Array]] = {}  # functions for the joined groups
+        finish_by_name: dict[str, Callable[[Array], Array]] = {}  # function that finishes the joined groups, by name
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             if not part.names:
                 continue
@@ -158,8 +158,8 @@ class Canonical:
         Args:
             params: the initial float32 parameters.
             model_state: the model's other state.
-            weights: new arrays by name, with the shapes and shardings of `abstract_arrays`; a stacked leaf keeps its
-                other layers.
+            weights: new arrays by name, with the shapes and shardings of `abstract_arrays`; a stacked leaf keeps the
+                layers that have no new array.
         """
         part_tree = jax.tree.unflatten(self._treedef, self._parts)
 
@@ -178,7 +178,7 @@ class Canonical:
         )
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
-        """Put a train state together from its canonical form, whose arrays are donated, and return the state.
+        """Return the train state that a canonical form describes; the arrays of the form are donated.
 
         An extra whose arrays are missing starts from its initial value.
 
@@ -225,7 +225,7 @@ class Canonical:
 
 
 def _canonical_arrays(leaf: Array, part: Part) -> dict[str, Array]:
-    """Return the arrays of the canonical form of a leaf that is a parameter, in device memory."""
+    """Return the canonical form of a parameter: its arrays by name, in device memory."""
     array = to_device(leaf)
     if array.shape != part.shape:  # cut off the padding
         array = jax.lax.slice(array, (0,) * array.ndim, part.shape)
@@ -236,7 +236,7 @@ def _canonical_arrays(leaf: Array, part: Part) -> dict[str, Array]:
 
 
 def _finished_array(array: Array, dtype: np.dtype | None, is_on_host: bool) -> Array:
-    """Return an array of the canonical form in another dtype (`None` keeps it), and in host memory if `is_on_host`."""
+    """Return an array cast to `dtype` (unless it is `None`), and moved to host memory if `is_on_host`."""
     cast_array = array if dtype is None else array.astype(dtype)
     return to_host(cast_array) if is_on_host else cast_array
 
@@ -249,15 +249,18 @@ def _join_fn(
     group_rows: tuple[int, int] | None,
     row_of_array: tuple[int, ...],
 ) -> Callable[[list[Array]], Array]:
-    """Return a compiled function from the arrays of a leaf to the leaf, shared by leaves of one shape and placement.
+    """Return a jitted function from the canonical arrays of a leaf to the leaf.
+
+    Leaves of one shape and placement share one function.
 
     Args:
         layer_dim: the dim along which arrays are stacked; `None` if the leaf is one array.
         key_impl: name of the generator's implementation if the leaf is a PRNG key, otherwise `None`.
         leaf: shape, dtype and sharding of the leaf.
-        group_rows: (start, stop) of the rows of the array that the leaf holds; `None` for all rows.
-        row_of_array: the row of each array, or of each row of the one array, if some rows of the leaf are zeros or the
-            order differs; () if there is an array for every row.
+        group_rows: (start, stop) of those rows of the single array that the leaf contains; `None` for all rows.
+        row_of_array: index of the leaf's row that each array fills; if `layer_dim` is `None`, index of the leaf's row
+            that each row of the single array fills. All other rows of the leaf are zeros. () if all rows are filled in
+            order.
     """
 
     def join(arrays: list[Array]) -> Array:
@@ -284,11 +287,13 @@ def _join_fn(
 
 
 def _in_one_stack(tree: PyTree[Part], is_layered: Callable[[Part], bool]) -> PyTree[Part]:
-    """Return a tree of `Part`s in which the groups of a stack share one array, unless a leaf is split into layers.
+    """Return a tree of `Part`s in which all groups of a stack share one array.
+
+    The `Part` of a leaf that is split into layers stays unchanged.
 
     Args:
         tree: tree with the `Part` of each leaf.
-        is_layered: function that returns, for the `Part` of a leaf, whether the first dim of the leaf is for layers.
+        is_layered: function from the `Part` of a leaf to whether the leaf's first dim is for layers.
     """
     parts, treedef = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, Part))
     first_layers_by_name: dict[str, set[int]] = collections.defaultdict(set)

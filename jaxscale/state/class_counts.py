@@ -1,4 +1,4 @@
-"""How many tokens or classes a model has for each array of a batch: by its fields, or by a trace of its loss."""
+"""Numbers of tokens or classes for each array of a batch: from the model's fields, or from a trace of its loss."""
 
 import jax
 
@@ -16,8 +16,8 @@ def class_counts(pure_model: PureModel, batch: Batch, context: Context) -> dict[
 
     Args:
         pure_model: the model as pure functions.
-        batch: arrays or shapes of a batch. The loss of a foreign model is traced with it; the trace also shows
-            whether the loss draws random numbers on the host.
+        batch: arrays or shapes of a batch, with which the loss of a foreign model is traced. If the loss draws random
+            numbers on the host, the trace warns about that.
         context: the settings of the forward pass.
     """
     model = pure_model.model

@@ -1,9 +1,11 @@
-"""Conversion: restore a checkpoint whose optimizer state has other bits or blocks than that of the step.
+"""Conversion: restore a checkpoint whose optimizer state is quantized in another way than the step's optimizer state.
 
-Names and shapes show the form of an array. NAME is a float32 array. NAME/codes.MAP and NAME/scale are a quantized
-array, whose block (the numbers that share a scale) follows from the shape of the scale. If the step has shorter blocks,
-scales are repeated, which is exact. For longer blocks, another map or float32, the devices decode and encode arrays one
-by one. Split weights (bfloat16, with corrections in the optimizer state) are joined, or float32 weights are split.
+Names and shapes show the storage format (`Form`) of an array. NAME is a float32 array. NAME/codes.MAP and NAME/scale
+are a quantized array, whose block size (the number of elements that share a scale) follows from the shape of the scale.
+If the block size of the step divides that of the checkpoint, scales are repeated, and the conversion is exact. For any
+other block size, another map or float32, the devices dequantize and quantize arrays one by one. If only the checkpoint
+has split weights (bfloat16, with corrections in the optimizer state), they are joined. If only the step has split
+weights, float32 weights are split.
 """
 
 import collections
@@ -36,9 +38,9 @@ class Conversion:
 
     Args:
         abstract: shape, dtype and sharding of each array to read from the checkpoint, by name.
-        convert: function from the arrays that were read to the arrays of the step, by name. It deletes the arrays that
-            were read.
-        lines: lines for the user on the arrays whose form changes.
+        convert: function from the arrays that were read to the arrays of the step, both by name. It deletes each array
+            whose format it has changed.
+        lines: lines for the user on the arrays whose format changes.
     """
 
     abstract: dict[str, jax.ShapeDtypeStruct]
@@ -48,10 +50,10 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form in which a checkpoint or a step keeps an array: plain float32, or codes with scales.
+    """The storage format of an array in a checkpoint or a step: plain float32, or codes with scales.
 
     Args:
-        map: name of the map from codes to numbers; "" for a plain array.
+        map: name of the map from codes to values; "" for a plain array.
         block: number of elements of a column that share a scale; 0 for a plain array.
     """
 
@@ -59,7 +61,7 @@ class Form:
     block: int = 0
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the names under which a canonical form keeps an array of this form.
+        """Return the names of the arrays that store an array of this format: two if it is quantized, otherwise one.
 
         Args:
             name: name of the array.
@@ -75,7 +77,7 @@ class Form:
 
 
 def forms_of(shape_by_name: Mapping[str, Sequence[int]]) -> dict[str, Form]:
-    """Return the form of each quantized array in a canonical form, by the array's name; plain arrays are left out.
+    """Return the format of each quantized array of a canonical form, by the array's name.
 
     Args:
         shape_by_name: shape of each array of the canonical form, by name.
@@ -98,8 +100,8 @@ def forms_of(shape_by_name: Mapping[str, Sequence[int]]) -> dict[str, Form]:
 def conversion(entry_by_name: Mapping[str, Sequence[PyTree]], abstract_by_name: Abstract) -> Conversion:
     """Return the conversion from the arrays of a checkpoint to those of a step.
 
-    If the checkpoint lacks an array in every form, the array is listed unchanged among the arrays to read, so that the
-    reader reports it as missing.
+    If the checkpoint has an array in no format, the array is listed among the arrays to read in the step's format, so
+    the reader reports it as missing.
 
     Args:
         entry_by_name: (shape, dtype) of each array of the checkpoint, by name; further members of an entry are ignored.
@@ -202,10 +204,12 @@ def _split_fn(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]
 
 
 def change_lines(form_changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
-    """Return lines for the user on arrays whose numbers change, one line for each pair of old and new form.
+    """Return a line for the user on each pair of old and new formats.
+
+    There is no line for a pair whose conversion keeps all codes.
 
     Args:
-        form_changes: old and new form of each array.
+        form_changes: old and new format of each array.
 
     Example:
         >>> change_lines([(Form(), Form("soft8", 256))] * 2 + [(Form("soft8", 256), Form("soft8", 128))])
@@ -222,7 +226,7 @@ def change_lines(form_changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
 
 
 def _is_exact(old_form: Form, new_form: Form) -> bool:
-    """Return whether a change keeps all codes: the new form has the same map, and blocks that divide the old blocks."""
+    """Return whether a change keeps all codes: the map is the same, and the new block size divides the old one."""
     return old_form.map == new_form.map and bool(new_form.block) and old_form.block % new_form.block == 0
 
 
@@ -230,11 +234,11 @@ def _is_exact(old_form: Form, new_form: Form) -> bool:
 def _change_fn(
     old_form: Form, new_form: Form, dtypes_and_shardings: tuple[tuple[np.dtype, NamedSharding], ...]
 ) -> Callable[[list[Array]], list[Array]]:
-    """Return a compiled function that changes one tensor from its arrays in an old form to its arrays in a new form.
+    """Return a jitted function from the arrays of one tensor in an old format to its arrays in a new format.
 
     Args:
-        old_form: form of the arrays that are read.
-        new_form: form of the arrays of the step.
+        old_form: format of the arrays that are read.
+        new_form: format of the step's arrays.
         dtypes_and_shardings: (dtype, sharding) of each array of the step.
     """
     first_dtype = dtypes_and_shardings[0][0]

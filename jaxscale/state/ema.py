@@ -2,7 +2,7 @@
 
     a_n = d_n a_(n-1) + (1 - d_n) w_n,    d_n = min(d, (1 + n) / (10 + n)),    a_0 = w_0
 
-The average is a `StateExtra`: float32 arrays, placed as optimizer state, and divided in a checkpoint as parameters are.
+The average is a `StateExtra`: float32 arrays, placed like optimizer state, and divided in a checkpoint like parameters.
 Until the decay d_n reaches d, the average covers roughly the last tenth of the updates.
 """
 
@@ -24,7 +24,7 @@ from jaxscale.typing import Array, Bool, Params, PyTree
 
 Gradients = TypeVar("Gradients")
 _UpdateFn: TypeAlias = Callable[[Gradients, TrainState, Bool[Array, ""]], tuple[TrainState, Bool[Array, ""]]]
-"""A function from gradients, the state, and whether the step is good so far, to the next state and whether it is."""
+"""A function from (gradients, state, whether the step is good so far) to (next state, whether the step is good)."""
 EMA = "ema"
 """Key of the average in `TrainState.extra`, and prefix of its arrays' names in a checkpoint."""
 
@@ -57,7 +57,7 @@ class WeightAverage:
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), state.params)
 
     def update_fn_with_average(self, update_fn: _UpdateFn[Gradients]) -> _UpdateFn[Gradients]:
-        """Return a function like `update_fn` that also updates the average; a bad step changes neither."""
+        """Return a function like `update_fn` that also updates the average; a bad step leaves it unchanged."""
 
         def update(
             gradients: Gradients, state: TrainState, is_good: Bool[Array, ""]
@@ -97,7 +97,7 @@ class WeightAverage:
         )
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user if the checkpoint lacks the average; empty if it does not."""
+        """Return a note for the user if the checkpoint lacks the average; otherwise an empty text."""
         is_missing = any(name.startswith(f"{self.name}/") and name not in saved_names for name in step_names)
         return "; it has no average of weights, which starts from the weights" if is_missing else ""
 
@@ -106,7 +106,7 @@ class WeightAverage:
         return [f"average of weights with decay {self.decay:g}, which evaluation, samples and export read"]
 
     def check(self, program: CompiledProgram) -> None:
-        """Check nothing, because the step returns the average."""
+        """Check nothing: the step returns the average, so it takes effect."""
 
 
 def with_average(state: TrainState) -> TrainState:

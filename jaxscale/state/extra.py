@@ -84,7 +84,7 @@ class StateExtra(Protocol):
         ...
 
     def init(self, state: TrainState) -> PyTree:
-        """Return the initial value of the extra, given a state without it: a function to jit with `out_shardings`."""
+        """Return the initial value of the extra, given a state without it. Callers jit this with `out_shardings`."""
         ...
 
     def to_saved(self, state: TrainState) -> TrainState:
@@ -96,20 +96,20 @@ class StateExtra(Protocol):
         ...
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Return the inverse of `to_saved`; leaves of `state` that the checkpoint lacks are `None`."""
+        """Return the train state of a step, given its saved form; leaves that the checkpoint lacks are `None`."""
         ...
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return a tree like the saved extra, with a `Part` for each leaf: the arrays that the leaf becomes.
+        """Return a tree like the saved extra, with the `Part` of each leaf, which describes the leaf's arrays.
 
         Args:
-            naming: names of the arrays of leaves that are shaped like parameters.
+            naming: gives the names of the arrays that come from leaves shaped like parameters.
             abstract: shapes of the train state in its saved form.
         """
         ...
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user, starting with "; ", on missing arrays of the extra; empty if none are missing.
+        """Return a note for the user on missing arrays of the extra: empty if none are missing, otherwise "; ...".
 
         Args:
             saved_names: names of the arrays in the checkpoint.

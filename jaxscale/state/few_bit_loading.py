@@ -1,4 +1,4 @@
-"""Codes and scales of the weights of a file, which are computed matrix by matrix when they are placed on devices."""
+"""Weights of a file, quantized matrix by matrix when their codes and scales are placed on devices."""
 
 import dataclasses
 import functools
@@ -16,13 +16,13 @@ EncodedPart = Literal["codes", "scale"]
 
 @dataclasses.dataclass(frozen=True)
 class EncodedArray:
-    """The codes or the scales of an array; the layers that an index selects are read and encoded one by one.
+    """The codes or the scales of an array. Indexing reads and quantizes the selected layers one by one.
 
     Args:
-        array: the float weight (*L, I, O).
+        array: the floating-point weight, of shape (*L, I, O): layers, inputs, outputs.
         format: key of `FORMATS`.
         block: number of inputs that share a scale.
-        part: which of the two arrays this is.
+        part: whether this object stands for the codes or for the scales.
 
     Example:
         >>> codes = EncodedArray(np.ones((3, 16, 2), np.float32), "int8", 8, "codes")
@@ -72,7 +72,7 @@ def _encode(matrix: Array, format: str, block: int, part: EncodedPart) -> Array:
 
 
 def encoded_arrays(pure_model: PureModel, array_by_name: dict[str, LazyArray]) -> dict[str, LazyArray]:
-    """Return arrays of a file by name, with the codes and scales of those weights that the model has in few bits.
+    """Return the arrays of a file by name; codes and scales replace each weight that the model keeps quantized.
 
     Args:
         pure_model: the model as pure functions.

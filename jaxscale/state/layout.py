@@ -39,12 +39,12 @@ BATCH_AXES = ("replica", "data", "fsdp")
 PIPE_AXIS = "pipe"
 """Mesh axis over which the stages of a pipeline are divided."""
 REPLICA_AXIS = "replica"
-"""Mesh axis along which the whole model is copied; its links, between slices or nodes, are the slowest."""
+"""Mesh axis along which the whole model is replicated, over the slowest links: those between slices or nodes."""
 
 
 @runtime_checkable
 class Device(Protocol):
-    """A device that is present, or the description of a device, for planning."""
+    """A device that is present, or a description of a device that a plan is made for."""
 
     @property
     def platform(self) -> str:
@@ -58,7 +58,7 @@ class Device(Protocol):
 
 
 def effective_rules(plan: Plan) -> AxisRules:
-    """Return the plan's axis rules, extended by the axes of Megatron's sequence parallelism and of pipeline stages."""
+    """Return the plan's axis rules, with the axes that Megatron's sequence parallelism and a pipeline add."""
     rules = plan.rules
     if plan.sequence_parallel:
         rules = dataclasses.replace(rules, seq=(*rules.seq, "tensor"))
@@ -130,7 +130,7 @@ def check_model(plan: Plan, model: Model) -> None:
 
 
 def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
-    """Return the placements of each parameter and of its gradient, state and copy, by the parameter's name."""
+    """Return the `Placement` of each parameter, by name: of its master, optimizer state, gradient and copy."""
     rules, has_copy = effective_rules(plan), plan.precision != "float32"
     placements = {}
     for name, abstract_param in named_leaves(pure_model.abstract_params).items():
@@ -146,7 +146,7 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
 
 
 def frozen_specs_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec]:
-    """Return, by name, the placement in which passes read each parameter that is not trained."""
+    """Return the placement in which passes read each frozen parameter, by the parameter's name."""
     rules = effective_rules(plan)
     return {
         name: placement(leaf.shape, pure_model.axis_names.get(name), plan.zero, True, mesh, rules).compute
@@ -163,13 +163,15 @@ class Layout:
         plan: the plan, with its mesh settled.
         mesh: the mesh of the devices.
         rules: the mesh axes of each logical axis, from `effective_rules`.
-        placements: placements of each parameter and of its gradient, state and copy, by the parameter's name.
+        placements: the `Placement` of each parameter, by name: of its master, optimizer state, gradient and copy.
         master_shardings: the `NamedSharding` of each float32 master weight, in a tree like the parameters.
         gradient_shardings: the `NamedSharding` of each gradient, in a tree like the parameters.
-        compute_shardings: the `NamedSharding` of each parameter's copy that passes read, in a tree like the parameters.
+        compute_shardings: the `NamedSharding` of the copy of each parameter that forward and backward passes read, in a
+            tree like the parameters.
         state_shardings: a train state with the `NamedSharding` of every leaf.
         abstract: a train state with the shape, dtype and sharding of every leaf.
-        streamed_names: names of the parameters that blocks fetch themselves, if the plan keeps weights on the host.
+        streamed_names: names of the parameters of blocks. If the plan keeps weights on the host, each block copies its
+            parameters to the device.
     """
 
     plan: Plan
@@ -198,7 +200,7 @@ class Layout:
         rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
 
         def shardings_by_param(kind: str, is_on_host: Callable[[str], bool] = lambda name: False) -> Shardings:
-            """Return the sharding of one kind of tensor (a field of `Placement`) of each parameter."""
+            """Return the sharding of one kind of tensor for each parameter; `kind` is a field of `Placement`."""
 
             def sharding_of(path: KeyPath, _: jax.ShapeDtypeStruct) -> NamedSharding:
                 name = path_name(path)
@@ -299,7 +301,7 @@ class Layout:
                 )
 
     def check_blocks_split(self, pure_model: PureModel) -> None:
-        """Refuse a mesh that splits the inputs of a weight in few bits, but cannot split the weight's blocks evenly."""
+        """Refuse a mesh that splits the inputs of a quantized weight, but cannot split its blocks evenly."""
         for name, weight in pure_model.few_bit_weights.items():
             in_axes = self.rules.axes(weight.axes[0])
             shard_count = math.prod(self.mesh.shape[axis] for axis in in_axes)
@@ -352,7 +354,7 @@ class Layout:
         return [name for name, placement in self.placements.items() if "fsdp" not in axes_of(placement.state)]
 
     def table(self) -> dict[str, PyTree]:
-        """Return the layout as plain data for the report: the mesh, and the parameters' placements, largest first."""
+        """Return the layout as plain data for the report: the mesh, and the placements, largest parameter first."""
         param_rows = []
         for name, leaf in named_leaves(self.abstract.params).items():
             shard_element_count = math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -377,7 +379,7 @@ class Layout:
 
 
 def device_of(mesh: Mesh | AbstractMesh) -> Device:
-    """Return one of the devices of a mesh; all its devices are alike."""
+    """Return one device of a mesh; all devices of a mesh are alike."""
     return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
 
 
@@ -387,15 +389,15 @@ def shardings_of(abstract: AbstractArrays) -> Shardings:
 
 
 def _label_tree(leaf: PyTree, label: Label) -> PyTree[Label]:
-    """Return the label in the structure of a leaf: once for an array, twice for a quantized array."""
+    """Return a tree with the structure of a leaf and a label for each of its arrays; a quantized leaf has two."""
     return jax.tree.map(lambda _: label, leaf)
 
 
 def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
     """Create the initial parameters and the model's other initial state, and return both.
 
-    Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created sharded, so that
-    no device holds all of it.
+    Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created in its sharding,
+    so no device ever holds a sharded leaf whole.
     """
     load = getattr(pure_model.model, "initial_params", None)
     loaded_arrays: dict[str, LazyArray] = {}
@@ -425,7 +427,7 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
         )
 
     def weights_of(abstract_tree: PyTree, sharding_tree: Shardings, drawn_leaf_by_name: dict[str, Array]) -> Params:
-        """Return a tree of arrays: loaded ones, and drawn ones for adapters and for state other than parameters."""
+        """Return a tree of arrays: each loaded array, and the initial value that was drawn for each other leaf."""
 
         def leaf_of(path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
             name = path_name(path)

@@ -1,4 +1,4 @@
-"""Errors of a compiled step: wrong arguments, an array of an earlier trace, a state that an earlier step used up."""
+"""Errors of a compiled step: wrong arguments, an array of an earlier trace, a state donated to an earlier step."""
 
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
@@ -44,13 +44,14 @@ def check_arguments(state: PyTree, batch: PyTree, name: str = "step") -> None:
 
 
 def with_explained_errors(run: Callable[P, R], experiment: Experiment) -> Callable[P, R]:
-    """Return a function like `run` whose errors about its arrays explain what to change.
+    """Return a function like `run` whose errors about its arrays explain what the user should change.
 
-    An array of another trace becomes one more input of the program, which no caller passes. A donated state is deleted.
+    An array that leaked from another trace is an additional input of the program, which no caller passes. The arrays of
+    a donated state are deleted, so no later step can read them.
 
     Args:
         run: the compiled function.
-        experiment: the experiment, with the number of rows of a batch, and the model, whose code is the likely place.
+        experiment: the experiment. Errors report its number of rows in a batch, and the place of its model's score.
     """
 
     def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,7 +80,7 @@ def with_explained_errors(run: Callable[P, R], experiment: Experiment) -> Callab
 
 
 def _explain_row_count(error: Exception, experiment: Experiment, batch: PyTree) -> None:
-    """Raise UserError in place of an error of a step whose batch has another number of rows than the experiment's."""
+    """Raise UserError in place of `error` if the batch does not have the experiment's number of rows."""
     arrays = list(batch.values()) if isinstance(batch, Mapping) else []
     row_count = next((array.shape[0] for array in arrays if getattr(array, "shape", ())), experiment.batch)
     if row_count != experiment.batch and not isinstance(error, UserError):

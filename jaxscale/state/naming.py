@@ -20,9 +20,9 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import PyTree
 
 CODES, SCALE = "codes.", "scale"
-"""Ends of the names of the two arrays that hold a quantized array; the name of the map of its codes follows `CODES`."""
+"""Ends of the names of a quantized array's codes and scales; the name of the codes' map follows `CODES`."""
 SAVED_DTYPES = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
-"""The dtype in which a checkpoint holds 4-bit codes, a byte for each code, by the name of the dtype in the state."""
+"""Dtype of 4-bit codes in a checkpoint, where each code takes a byte, by the name of their dtype in the state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Part:
         layer_dim: the dim along which the leaf is split into layers; `None` if the leaf is not split.
         shape: shape of the leaf without padding.
         key_impl: name of the generator's implementation if the leaf is a PRNG key, otherwise `None`.
-        group_rows: (start, stop) of the rows of the array that the leaf holds, if the leaf is one group of a stack in
-            groups; otherwise `None`.
-        row_of_name: the row of a stacked leaf that becomes the array of each name; () if every row has a name. The rows
-            without a name are zeros, which pad the shorter stages of a pipeline.
+        group_rows: if the leaf is one group of a stack in groups, (start, stop) of its rows in the array of the whole
+            stack; otherwise `None`.
+        row_of_name: for each name, the index of the row of a stacked leaf that becomes its array; () if every row has a
+            name. Rows without a name are zeros, which pad the shorter stages of a pipeline.
         dtype: dtype of the arrays; `None` for the dtype of the leaf.
-        rows: the rows of the leaf that form its one array, in order, if the other rows are zeros that pad the shorter
-            stages of a pipeline, or the order differs; () for all rows in order.
+        rows: indices of the leaf's rows that form its single array, in the order of that array; () for all rows in
+            order. Other rows are zeros, which pad the shorter stages of a pipeline.
     """
 
     names: tuple[str, ...]
@@ -60,11 +60,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Naming:
-    """Names and parts of the leaves of a train state that are shaped like parameters.
+    """The `Part`s, with their names, of those leaves of a train state that are shaped like parameters.
 
     Args:
         pure_model: the model as pure functions.
-        is_split: whether weights are split, which nests the optimizer's state inside the state of the split weights.
+        is_split: whether weights are split into bfloat16 weights and corrections. If so, the optimizer's state is
+            nested inside the state of the split weights.
     """
 
     pure_model: PureModel
@@ -99,7 +100,8 @@ class Naming:
             path: path of the leaf, which follows the prefix.
             name: name of the parameter whose shape the leaf has; `None` for a leaf that belongs to no parameter.
             leaf: shape and dtype of the leaf.
-            role: end of the name, from `roles`, if the leaf is one of the arrays of a quantized array; otherwise "".
+            role: if the leaf is the codes or the scales of a quantized array, the end of its name, from `roles`;
+                otherwise "".
         """
         pure_model = self.pure_model
         array_path = path[:-1] if role else path
@@ -129,7 +131,7 @@ class Naming:
         return Part(names, layer_dim, shape, row_of_name=row_of_name, dtype=dtype)
 
     def part_of_state(self, prefix: str, path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
-        """Return the `Part` of a leaf of the model's state: a parameter that is not trained has a parameter's names.
+        """Return the `Part` of a leaf of the model's state. A frozen parameter is named like a trained one.
 
         Args:
             prefix: prefix of the names of the arrays that are not parameters.
@@ -159,7 +161,7 @@ class Naming:
 
 
 def part_of_whole(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
-    """Return the `Part` of a leaf that becomes one array of this name."""
+    """Return the `Part` of a leaf that becomes a single array with this name."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         # the leaf is abstract, and only a traced key shows its implementation
         implementation_names: list[str] = []

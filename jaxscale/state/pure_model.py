@@ -33,7 +33,7 @@ AxisNames = tuple[str | None, ...]
 LayerIndex: TypeAlias = slice | tuple[slice, ...]
 """A slice of the first dim of an array, or a slice of each dim."""
 _RANDOM_OR_PARAM = nnx.Any(nnx.Param, nnx.RngState)
-"""Filter of Flax for parameters, and for keys and counts of random streams."""
+"""Flax filter for parameters, and for the keys and counts of random streams."""
 
 
 @runtime_checkable
@@ -66,20 +66,20 @@ class PureModel:
             own. () for one group.
         layer_of_row: under a pipeline, the layer in each row of a stacked parameter, in the order of the devices; -1
             for a row of zeros that pads a shorter stage. () if the rows are the layers in order.
-        copy_numbers: under an asynchronous pipeline, a number for the copy of each stage, by the name of the shared
-            parameter: 0 for the stage that reads the parameter, -1 for each other stage, whose copy is zero.
+        copy_numbers: under an asynchronous pipeline, one number per stage for each shared parameter, by name: 0 if the
+            stage reads the parameter, -1 if the copy of the stage stays zero.
         ignored_axes: axis names of a foreign module's parameters that are not logical axes.
-        train: pattern of the names of the parameters that are trained; `None` if all are.
+        train: pattern that selects the trained parameters, by name or type of variable; `None` if all are trained.
         frozen_dtype: dtype of the parameters that are not trained.
         frozen: names of the parameters that are not trained, which are a part of the model's other state.
-        tensor_dims: dims of each trained parameter of a foreign model whose layer is known, by the parameter's name.
-        variable_type_names: name of the type of variable of each trained parameter, by the parameter's name.
+        tensor_dims: the `TensorDims` of those trained parameters of a foreign model whose layers are known, by name.
+        variable_type_names: name of the variable type of each trained parameter, by the parameter's name.
         unnamed_stacks: names of stacked parameters whose module did not name the dim for layers; a checkpoint keeps
-            them whole, as before this dim was known.
+            each of them as one array.
         block_param_names: names of the parameters of blocks that the plan runs: those of a `Stack` or a `Chain`, or of
             a scan over blocks in a foreign module.
-        few_bit_weights: the frozen weights in few bits, by name, as abstract modules; the names of their codes and
-            scales are "NAME/codes" and "NAME/scale".
+        few_bit_weights: the quantized frozen weights, by name, as abstract modules; the names of their codes and scales
+            are "NAME/codes" and "NAME/scale".
     """
 
     model: Model
@@ -126,7 +126,7 @@ class PureModel:
 
         Raises:
             UserError: no parameter is trained, the number of a parameter's axis names differs from the number of its
-                dims, a parameter is not of a real floating-point type, or two variables have one name.
+                dims, a parameter is not of a real floating-point type, or two variables have the same name.
         """
         abstract_module = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, group_depths))
         graphdef, param_state, frozen_state, rest_state = nnx.split(
@@ -217,7 +217,7 @@ class PureModel:
 
     @property
     def frozen_parameters(self) -> int:
-        """Number of elements of the parameters that are not trained; weights in few bits count dequantized."""
+        """Number of elements of the parameters that are not trained; a quantized weight counts its elements."""
         stored_names = {f"{name}/{part}" for name in self.few_bit_weights for part in ("codes", "scale")}
         leaf_by_name = named_leaves(self.abstract_model_state)
         return sum(math.prod(leaf_by_name[name].shape) for name in self.frozen - stored_names) + sum(
@@ -226,13 +226,13 @@ class PureModel:
 
     @functools.cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the arrays, apart from parameters, that training changes; keys of random streams are left out."""
+        """Names of the arrays that are neither parameters nor part of random streams, such as running statistics."""
         module = nnx.merge(self.graphdef, self.abstract_module_params, self.abstract_model_state)
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Not(_RANDOM_OR_PARAM)))]
         return tuple("/".join(map(str, path)) for path in paths)
 
     def random_state(self) -> Params:
-        """Return a state for a model without statistics: each random stream has a fixed key."""
+        """Return the other state of a model without statistics, in which each random stream has a fixed key."""
 
         def fixed_leaf(leaf: jax.ShapeDtypeStruct) -> Array:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -246,7 +246,7 @@ class PureModel:
         return (self.axis_names.get(name) or ("",))[0] == "layers"
 
     def in_rows(self, params: Params) -> Params:
-        """Return the module's parameters, with layers in the order of `layer_of_row`, and with copies by `copies`."""
+        """Return the module's parameters, with layers ordered by `layer_of_row` and the copies of `copy_numbers`."""
 
         def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
@@ -276,14 +276,14 @@ class PureModel:
         return jax.tree_util.tree_map_with_path(gather, params)
 
     def create(self) -> tuple[Params, Params]:
-        """Return the parameters and the other state of a new module: a function to jit with `out_shardings`."""
+        """Return the parameters and the other state of a new module. Callers jit this with `out_shardings`."""
         module = _build(self.model, self.seed, self.vocab_multiple, self.group_depths)
         _, param_state, frozen_state, rest_state = nnx.split(module, _trained_filter(self.train), nnx.Param, ...)
         model_state = _other_state(self.frozen_dtype, frozen_state, rest_state)
         return self.in_rows(_as_float32(nnx.to_pure_dict(param_state))), model_state
 
     def module(self, params: Params, model_state: Params) -> nnx.Module:
-        """Return a new module with these parameters and this other state; works inside JAX's transformations too."""
+        """Return a new module with these parameters and this other state, also inside JAX's transformations."""
         return nnx.merge(self.graphdef, params, model_state, copy=True)
 
     def model_state_of(self, module: nnx.Module) -> Params:
@@ -292,7 +292,7 @@ class PureModel:
 
 
 def _block_prefixes(module: nnx.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the prefixes of the names of all parameters in a `layers.Stack`, and of those in a `layers.Chain`."""
+    """Return two tuples of name prefixes: of the parameters in a `layers.Stack`, and in a `layers.Chain`."""
     stack_prefixes, chain_prefixes = [], []
     for path, node in nnx.iter_graph(module):
         prefix = "".join(f"{word}/" for word in path)
@@ -304,10 +304,10 @@ def _block_prefixes(module: nnx.Module) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def _trained_filter(train: str | None) -> nnx.filterlib.Predicate:
-    """Return a filter of Flax for the variables that are trained.
+    """Return a Flax filter for the variables that are trained.
 
     Args:
-        train: a pattern that is searched for in the names of parameters, or the name of a type of variables; `None` for
+        train: a regular expression to search for in the names of parameters, or the name of a variable type; `None` for
             all parameters.
     """
 
@@ -323,12 +323,12 @@ def _trained_filter(train: str | None) -> nnx.filterlib.Predicate:
 
 
 def _variable_type(variable: nnx.Variable) -> type[nnx.Variable]:
-    """Return the type of a variable, or of the variable whose abstract value this is."""
+    """Return the type of a variable; for an abstract value, the type of the variable that it stands for."""
     return getattr(variable, "type", type(variable))
 
 
 def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.State) -> Params:
-    """Return parameters that are not trained, cast to `frozen_dtype`, and other state, as one nested dict."""
+    """Return one nested dict with the frozen parameters, cast to `frozen_dtype`, and all other state."""
     stored_state, cast_state = nnx.split_state(frozen_state, StoredParam, ...)
     frozen_params = jax.tree.map(
         lambda p: p.astype(frozen_dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, cast_state
@@ -337,7 +337,7 @@ def _other_state(frozen_dtype: str, frozen_state: nnx.State, rest_state: nnx.Sta
 
 
 def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
-    """Raise the error for a model without trained parameters."""
+    """Raise UserError for a model without trained parameters."""
     names = sorted({"/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen_state)})
     if not names:
         raise UserError("the model has no parameter to train: expected an nnx.Param")
@@ -349,10 +349,10 @@ def _refuse_train(train: str | None, frozen_state: nnx.State) -> NoReturn:
 
 
 def _check_names_and_types(param_state: nnx.State, *other_states: nnx.State) -> None:
-    """Refuse parameters that cannot be trained, and variables whose paths have one name.
+    """Refuse parameters that cannot be trained, and variables that have the same name.
 
     Args:
-        param_state: parameters of a module that are trained.
+        param_state: the trained parameters of a module.
         other_states: the other variables of the module.
     """
     path_by_name: dict[str, tuple[object, ...]] = {}

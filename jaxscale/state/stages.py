@@ -59,7 +59,10 @@ class Stages:
 
     @classmethod
     def even(cls, schedule: Schedule, layer_count: int, period: int = 1) -> "Stages":
-        """Return stages of equal numbers of layers; if some layers are left over, the first stages have one more each.
+        """Return stages whose numbers of layers are as equal as possible.
+
+        Periods that are left over go to the first stages, one to each. Layers after the last whole period go to the
+        last stage.
 
         Args:
             schedule: the schedule of the pipeline.
@@ -132,10 +135,10 @@ class Stages:
 
     @functools.cached_property
     def copy_transfers(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """The transfers that copy stages to other ranks: for each chunk of copies, (sent chunk, pairs of ranks).
+        """The transfers that copy stages to other ranks: (sent chunk, rank pairs) for each chunk of copies.
 
-        The sent chunk is the index of the stages among the chunks of their homes. Each pair is (home rank, which sends
-        the chunk; rank that receives the copy).
+        Each home rank sends the chunk with the index "sent chunk" among its own chunks. A rank pair is (home rank that
+        sends the chunk, rank that receives the copy).
         """
         copy_transfers = []
         for chunk in range(len(self.home_stages[0]), self.schedule.chunks):
@@ -164,8 +167,9 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
         plan: the plan, with a pipeline.
 
     Raises:
-        UserError: the model has no blocks, or has running statistics; there are fewer blocks than stages, or not as
-            many blocks as the plan specifies; or the pipeline cannot run the copies or the ticks of the stages.
+        UserError: the model has no blocks, more than one stack or chain, or running statistics; it has fewer blocks
+            than stages, or a number of blocks other than the plan specifies; or the pipeline does not support the
+            copies of stages or the ticks of its schedule.
     """
     pipeline = plan.pipeline
     assert pipeline is not None

@@ -40,7 +40,7 @@ class Watch:
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> Bool[Array, ""]:
-        """Return whether a step is good, as far as its loss and its gradients show.
+        """Return whether a step is good, judged by its loss and the norm of its gradients.
 
         Args:
             loss: mean loss of the step.
@@ -99,4 +99,4 @@ class TrainState:
 
 
 RateVerdict: TypeAlias = Callable[[TrainState, Array], Bool[Array, ""]]
-"""A function from the state and the norm of the gradients to whether an update at its learning rate may be applied."""
+"""A function from the state and the gradients' norm to whether the learning rate allows the next update."""
