@@ -189,7 +189,7 @@ def equal_part(spans: set[tuple[int, int]], row_count: int) -> tuple[int, int]:
 def microbatches(tree: BatchArrays, *, count: int) -> BatchArrays:
     """Return arrays (B, ...) split into microbatches, as (count, B / count, ...).
 
-    Microbatch i has the rows i, i + count, i + 2 count, ..., so no row moves to another device, whatever the mesh.
+    Microbatch i has the rows i, i + count, i + 2 count and so on. No row moves to another device, whatever the mesh.
 
     Args:
         tree: arrays whose first dim is the B rows of a batch.

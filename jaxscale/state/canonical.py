@@ -77,7 +77,7 @@ class Canonical:
         self.take_apart = jax.jit(self._take_apart, out_shardings=self.shardings)
 
     def _part_tree(self, naming: Naming, owners: Sequence[str], abstract: TrainState) -> TrainState:
-        """Return a tree like the train state with a `Part` for each leaf: the arrays that the leaf becomes."""
+        """Return a tree like the train state, with the `Part` of each leaf, which describes the leaf's arrays."""
         map_with_path = jax.tree_util.tree_map_with_path
         return TrainState(
             step=map_with_path(lambda _, leaf: part_of_whole("step", leaf), abstract.step),

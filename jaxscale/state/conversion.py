@@ -178,7 +178,7 @@ def conversion(entry_by_name: Mapping[str, Sequence[PyTree]], abstract_by_name: 
 
 
 def correction_names(names: Iterable[str]) -> dict[str, str]:
-    """Return, by the name of each split weight, the name of the array that holds the weight's correction.
+    """Return the name of the array with each split weight's correction, by the name of the weight.
 
     Args:
         names: names of the arrays of a canonical form.

@@ -109,7 +109,9 @@ class StateExtra(Protocol):
         ...
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
-        """Return a note for the user on missing arrays of the extra: empty if none are missing, otherwise "; ...".
+        """Return a note for the user on missing arrays of the extra; empty if none are missing.
+
+        The note starts with "; ", because it continues a message.
 
         Args:
             saved_names: names of the arrays in the checkpoint.

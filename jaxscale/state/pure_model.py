@@ -283,7 +283,7 @@ class PureModel:
         return self.in_rows(_as_float32(nnx.to_pure_dict(param_state))), model_state
 
     def module(self, params: Params, model_state: Params) -> nnx.Module:
-        """Return a new module with these parameters and this other state, also inside JAX's transformations."""
+        """Return a new module with these parameters and this other state. JAX may trace this method."""
         return nnx.merge(self.graphdef, params, model_state, copy=True)
 
     def model_state_of(self, module: nnx.Module) -> Params:

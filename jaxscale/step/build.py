@@ -138,7 +138,7 @@ class Assembly:
         """Check the plan against every row of the tables in `recipe/combinations.py`.
 
         Raises:
-            Incompatible: requests of the plan do not work together; the error gives the reason and an alternative.
+            Incompatible: settings of the plan do not work together; the error gives the reason and an alternative.
         """
         plan, stages, update = self.resolved_plan.plan, self.resolved_plan.stages, self.update
         has_partial_updates = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
@@ -172,14 +172,14 @@ class Assembly:
         check(facts)
 
     def check(self, devices: Sequence[Device], host_activation_bytes: int) -> None:
-        """Refuse requests of the plan that have no effect, or that need more host memory than there is.
+        """Refuse settings of the plan that have no effect, or that need more host memory than there is.
 
         Args:
             devices: the devices to run on.
             host_activation_bytes: bytes of activations that each device keeps on the host for the backward pass.
 
         Raises:
-            UserError: a request is refused; the error gives the reason, and what to do instead.
+            UserError: a setting is refused; the error gives the reason, and what to do instead.
         """
         experiment, plan, layout = self.resolved_plan.experiment, self.resolved_plan.plan, self.layout
         layout.check_axes_used(experiment.model)
@@ -288,7 +288,7 @@ class Assembly:
 
 
 def _few_bits_text(plan: Plan, pure_model: PureModel, error: NothingQuantized) -> str:
-    """Return the error message for a plan with moments in few bits under which no moment would be quantized."""
+    """Return the error message for a plan that specifies quantized moments, but would quantize none."""
     shape_by_name = {
         name: leaf.shape for name, leaf in named_leaves(pure_model.abstract_params).items() if len(leaf.shape) > 1
     }
@@ -307,7 +307,7 @@ def _few_bits_text(plan: Plan, pure_model: PureModel, error: NothingQuantized) -
 
 
 def describe_ignored_axes(pure_model: PureModel) -> list[str]:
-    """Return a line on the axis names of the module that are not logical axes; [] if all are."""
+    """Return a line for the user on axis names of the module that are not logical axes; [] if there are none."""
     ignored_axes = pure_model.ignored_axes
     if not ignored_axes:
         return []
@@ -318,7 +318,7 @@ def describe_ignored_axes(pure_model: PureModel) -> list[str]:
 
 
 def describe_frozen(pure_model: PureModel) -> list[str]:
-    """Return lines on which parameters are trained and which are in few bits; [] if all are trained."""
+    """Return lines for the user on the trained and the quantized parameters; [] if all parameters are trained."""
     if not pure_model.frozen:
         return []
     trained_names = list(named_leaves(pure_model.abstract_params))
@@ -343,21 +343,23 @@ def describe_frozen(pure_model: PureModel) -> list[str]:
 def _update_shared_weights(
     advance: GuardedAdvance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
 ) -> tuple[TrainState, Bool[Array, ""]]:
-    """Update weights that all replicas share, if the step is good; return the new state and the final `is_good`."""
+    """Update weights that all replicas share, if the step is good; return the new state, and whether it was updated."""
     gradients, clip_norm = exchange_result.gradients, exchange_result.clip_norms
     params, optimizer_state, is_good = advance(gradients, state.optimizer, state.params, clip_norm, is_good)
     return dataclasses.replace(state, params=params, optimizer=optimizer_state), is_good
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:
-    """Refuse requests of the plan that have no effect, as far as shapes show it; `traced_checks.py` checks the others.
+    """Refuse settings of the plan that have no effect, as far as the shapes of arrays show it.
+
+    `traced_checks.py` checks the settings whose effect only a trace shows.
 
     Args:
         experiment: the experiment, whose data may specify the shapes of a batch.
         layout: the layout of the train state, under the plan.
 
     Raises:
-        UserError: a request would have no effect; the error gives the reason, and what to do instead.
+        UserError: a setting would have no effect; the error gives the reason, and what to do instead.
     """
     plan, state_leaves = layout.plan, jax.tree.leaves(layout.abstract.optimizer)
     row_length = _target_position_count(experiment)

@@ -1,7 +1,7 @@
-"""Checks of a compiled step: a request of the plan that has no effect on the program is an error.
+"""Checks of a compiled step: a setting of the plan that has no effect on the program is an error.
 
-The compiled program shows where the train state lies, which bytes in which type the devices send to one another, and
-how many bytes lie on the host. It does not show the speed of the step.
+The compiled program shows where the train state lies, how many bytes of which dtype the devices send to one another,
+and how many bytes lie on the host. It does not show the speed of the step.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import PyTree
 
 SCALAR_BYTES = 256
-"""Upper bound on the bytes of a step's single numbers: loss sums, weights, norms, and whether the step is good."""
+"""Upper bound on the bytes of a step's scalars: loss sums, weights, norms, and whether the step is good."""
 PADDED_SCALAR_BYTES = 4096
-"""Upper bound on the bytes of a step's single numbers on a TPU, which sends at least 512 bytes for each number."""
+"""Upper bound on the bytes of a step's scalars on a TPU, which sends at least 512 bytes for each scalar."""
 
 LEAST_KEPT_ON_HOST = 0.5
-"""Least share of the planned bytes that a compiled step keeps on the host. It is below 1 because the compiler keeps a
-value that is equal in all blocks, such as a table of rotary positions, once."""
+"""Least share of the planned bytes that a compiled step must keep on the host. It is below 1 because the compiler keeps
+only one copy of a value that is equal in all blocks, such as a table of rotary positions."""
 
 
 class NoEffect(AssertionError):
-    """The compiled program does not do what the plan requests: a defect of jaxscale or of the compiler."""
+    """The compiled program does not do what the plan specifies: a defect of jaxscale or of the compiler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def check_compiled(
 
 
 def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: int) -> None:
-    """Compare the bytes that a compiled step keeps on the host for its backward pass with the memory plan's decision.
+    """Check that a compiled step keeps the values on the host that the memory rule's decision places there.
 
     On a CPU, whose only memory is the host's, offload moves nothing (a rehearsal), and nothing is checked.
 
@@ -128,7 +128,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
         temp_bytes: bytes of temporaries of the compiled step that are on the host.
 
     Raises:
-        NoEffect: fewer bytes are on the host than `LEAST_KEPT_ON_HOST` of those that the decision requires.
+        NoEffect: the step keeps less than `LEAST_KEPT_ON_HOST` of the planned bytes on the host.
     """
     planned_bytes = 0 if decision is None else decision.host_bytes
     if not planned_bytes or is_rehearsal([device_of(layout.mesh)]):
@@ -141,7 +141,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
 
 
 def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], str | None]) -> None:
-    """Compare the arrays that a compiled step has on the host with the plan.
+    """Check that a compiled step has the arrays on the host that the plan places there.
 
     Args:
         layout: layout of the train state.
@@ -237,7 +237,7 @@ def check_state(layout: Layout, optimizer: GradientTransformation, output_shardi
 
 
 def check_state_bits(plan: Plan, abstract_state: PyTree) -> None:
-    """Compare the size of the optimizer's moments in a compiled step with its plan.
+    """Check that the optimizer's moments in a compiled step take the bits that the plan specifies.
 
     Args:
         plan: the plan, which specifies the bits of a moment.
@@ -277,7 +277,7 @@ def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], ar
     """
     if are_gradients_scattered:
         scatter_kinds = {"reduce-scatter"}
-        # a TPU computes the product of a sharded weight around a ring
+        # a TPU computes the matrix product of a sharded weight in steps around a ring
         scatter_kinds |= {"collective-permute", "all-to-all"} if platform == "tpu" and plan.zero == 3 else set()
         if not any(
             collective.kind in scatter_kinds and (collective.axes is None or "fsdp" in collective.axes)
@@ -339,14 +339,13 @@ def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slice_c
     Args:
         gradient_exchange: the exchange of gradients by the codec.
         sent_bytes: bytes that one device of the compiled step sends over the axis.
-        slice_count: number of TPU slices between which the program sends. Between slices, single numbers take more
-            bytes.
+        slice_count: number of TPU slices between which the program sends. Between slices, scalars take more bytes.
 
     Raises:
         NoEffect: the step sends fewer bytes than the codec should send, or more, such as gradients in full precision.
     """
     codec_bytes, float32_bytes = gradient_exchange.program_bytes, gradient_exchange.exact_bytes
-    # single numbers are sent in addition; between slices, one of them may fill a tile of 4096 bytes after the codes
+    # scalars are sent in addition; between slices, a scalar may fill a tile of 4096 bytes after the codes
     scalar_bytes = SCALAR_BYTES if slice_count == 1 else 2 * PADDED_SCALAR_BYTES
     if not 0.98 * codec_bytes - scalar_bytes <= sent_bytes <= 1.02 * codec_bytes + scalar_bytes:
         raise NoEffect(
@@ -356,14 +355,14 @@ def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slice_c
 
 
 def check_inner_step(diloco: Diloco, sent_bytes: int) -> None:
-    """Check that a compiled inner step of DiLoCo sends only single numbers over the replica axis.
+    """Check that a compiled inner step of DiLoCo sends only scalars over the replica axis.
 
     Args:
         diloco: settings of DiLoCo, for the message.
         sent_bytes: bytes that one device of the compiled inner step sends over the replica axis.
 
     Raises:
-        NoEffect: the step sends more bytes than single numbers take; for example, it sends a gradient.
+        NoEffect: the step sends more bytes than its scalars take; for example, it sends a gradient.
     """
     if sent_bytes > PADDED_SCALAR_BYTES:
         raise NoEffect(

@@ -1,14 +1,14 @@
 """Find whether a loss couples the rows of a batch, so that it is not the sum of the losses of the rows.
 
-A sum over rows has no second difference over two sets of rows: with sets I and J of a batch, and L(J, I) the loss of
-the batch in which I is replaced by J, and J by I,
+A sum over rows has a second difference of 0 over any two sets of rows: with sets I and J of a batch, and L(J, I) the
+loss of the batch in which I is replaced by J, and J by I,
 
     L(J, I) - L(J, J) - L(I, I) + L(I, J) = 0.
 
 A contrastive loss, a ranking or inputs that are standardized over the batch do not have this property. Such a loss
-changes in microbatches, in replicas that compute gradients of their own rows, and in a batch that is filled up with
-rows of weight 0. A coupling that the batch does not excite, such as a capacity of experts that is not reached, is not
-detected. Batch statistics in training are not measured, because the model runs as in evaluation.
+changes in microbatches, in replicas that compute gradients of their own rows, and in a batch that is padded with rows
+of weight 0. A coupling that does not show in the batch is not detected, such as a capacity of experts that is not
+reached. Batch statistics in training are not measured, because the model runs as in evaluation.
 """
 
 import functools
@@ -36,12 +36,12 @@ def second_difference(loss_of_rows: Callable[[np.ndarray], Loss], row_count: int
     """Return the second difference of a loss over two sets of rows of a batch, relative to the loss.
 
     Args:
-        loss_of_rows: function from the indices of the rows to compute on, [B] int32, to the sums of their loss.
+        loss_of_rows: function from the indices of rows, int32 [B], to the sums of the loss of these rows.
         row_count: number B of rows of the batch.
 
     Returns:
-        The largest difference of the total or the weight over three pairs of sets: the two halves, the even and the
-        odd rows, and the first two quarters. It is 0 if the batch has one row, or if a loss is not finite.
+        The largest second difference of the loss's total or weight, over three pairs of sets: the two halves, the even
+        and the odd rows, and the first two quarters. It is 0 if the batch has one row, or if a loss is not finite.
 
     Example:
         >>> values = np.array([1.0, 2.0, 4.0, 7.0])
@@ -63,7 +63,7 @@ def second_difference(loss_of_rows: Callable[[np.ndarray], Loss], row_count: int
 def _second_difference(
     loss_of_rows: Callable[[np.ndarray], Loss], row_indices: np.ndarray, first_set: np.ndarray, second_set: np.ndarray
 ) -> float:
-    """Return the relative second difference over two sets of rows, given by equally many indices."""
+    """Return the relative second difference over two sets of rows. The sets have equally many indices."""
     totals_and_weights = []
     for first_source, second_source in (
         (second_set, first_set),
@@ -83,7 +83,7 @@ def _second_difference(
 
 
 class Coupling:
-    """Whether the loss of a model couples the rows of a batch, as the model declares, or else as measured once.
+    """Whether a model's loss couples the rows of a batch: as the model declares, or else as measured once.
 
     Args:
         planned: the model under its plan.
@@ -120,7 +120,7 @@ class Coupling:
         )
 
     def _gathering_advice(self) -> str:
-        """Return the advice to let replicas gather what the module returns; "" with microbatches or DiLoCo."""
+        """Return the advice that replicas gather the outputs of the module; "" with microbatches or DiLoCo."""
         plan = self._planned.plan
         if plan.microbatches > 1 or plan.diloco is not None:
             return ""
@@ -130,7 +130,7 @@ class Coupling:
         )
 
     def _check_parts(self, module: nnx.Module, batch: Batch, cut_text: str) -> None:
-        """Refuse a codec if the module itself couples rows, so that replicas cannot compute it on rows of their own.
+        """Refuse a codec if the module itself couples rows; no replica can then compute it on its rows alone.
 
         Args:
             module: the module with its weights.

@@ -1,8 +1,9 @@
 """Choose the mesh of a plan that has none: as many devices as the rows of the batch and the model allow.
 
 Rows are split first. On several TPU slices, a plan with a ZeRO stage shards within each slice, and replicates over the
-slices, so that only gradients cross the slow network between them. Where there are more devices than rows, tensor
-parallelism takes the others, if the model's dims allow it; on CPU devices, which share their cores, it does not.
+slices, so that only gradients cross the slow network between them. If there are more devices than rows, tensor
+parallelism uses the remaining devices, provided that the model's dims allow it. This does not apply to CPU devices,
+because they share their cores.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import Device
 
 TENSOR_SIZES = (1, 2, 4, 8)
-"""Numbers of devices along the tensor axis of a default mesh; more would leave the fast links of a GPU host."""
+"""Numbers of devices along the tensor axis of a default mesh; more would leave the fast links within a GPU host."""
 
 
 def slice_count(devices: Sequence[Device]) -> int:
@@ -28,13 +29,14 @@ def default_mesh(
     """Choose the mesh of a plan that has none.
 
     Args:
-        plan: the plan; its pipeline fixes the devices along "pipe".
+        plan: the plan; its pipeline determines the number of devices along "pipe".
         row_count: number of rows of a microbatch.
         devices: devices that may be used.
-        check_plan: function that raises a `UserError` if the model does not allow a plan.
+        check_plan: function that raises a `UserError` if a plan does not fit the model.
 
     Returns:
-        The mesh, and the reason why it uses tensor parallelism or leaves devices unused; "" if it does neither.
+        A tuple (mesh, reason). The reason says why the mesh uses tensor parallelism or leaves devices unused; it is ""
+        if the mesh does neither.
 
     Raises:
         UserError: the pipeline takes more devices than there are.
@@ -53,7 +55,7 @@ def default_mesh(
         even_shard_counts = [count for count in shard_counts if count * pipe_size % tpu_slice_count == 0]
         if not shard_counts:
             continue
-        # if no count is even over the slices, `MeshSpec.build` refuses the mesh, and its error names one that is
+        # if no count is even over the slices, `MeshSpec.build` refuses the mesh, and its error suggests an even one
         shard_count = max(even_shard_counts or shard_counts)
         replica_count = preferred_replica_count if shard_count % preferred_replica_count == 0 else 1
         mesh = MeshSpec(pipe=pipe_size, replica=replica_count, tensor=tensor_size)

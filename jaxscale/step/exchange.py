@@ -4,8 +4,8 @@ A codec compresses the gradients that replicas send. The residual of a gradient 
 yet, and sends in later steps. A `GradientExchange` applies one codec to all gradients of the model.
 
 Under a codec, `Objective.gradients_by_replica` computes the gradients of each replica. Under every ZeRO stage, each
-gradient that has an evenly divisible dim is then split over the devices of its replica, so that no two devices of a
-replica send the same numbers. `replicas/reduce.py` computes the mean gradients, which the plan's layout then places.
+gradient that has an evenly divisible dim is then split over the devices of its replica, so no two devices of a replica
+send the same values. `replicas/reduce.py` computes the mean gradients, which the plan's layout then places.
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ def exchange_by_codec(gradient_exchange: GradientExchange, messages: Messages | 
 
 
 def no_exchange(gradients: Params, state: TrainState) -> ExchangeResult:
-    """Return the gradients unchanged: the `Exchange` of replicas that train alone, which sends no gradients.
+    """Return the gradients unchanged: the `Exchange` of replicas that train alone and send no gradients.
 
     The `norm` of the result is the root mean square of the norms of the replicas' gradients.
     """
@@ -215,7 +215,7 @@ class CodecResiduals:
         return self.gradient_exchange.init()
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return the train state for a checkpoint, with the states of all replicas and the states merged into one."""
+        """Return the train state for a checkpoint, with the codec states of every replica and their merged states."""
         states = state.extra[self.name]
         return _with_extra(state, self.name, {ALL_REPLICAS: states, ONE_REPLICA: self.gradient_exchange.merge(states)})
 
@@ -250,7 +250,8 @@ class CodecResiduals:
         """Return the `Part` of each state, which specifies how a checkpoint names and divides the state.
 
         A residual is divided into arrays as its parameter is, separately for each replica. The shape of any other state
-        depends on the codec and on the gradient's shards, so the name of the state contains the codec and their hash.
+        depends on the codec and on the gradient's shards, so the name of the state contains the codec, and a hash of
+        the codec and the shards.
         """
         gradient_exchange = self.gradient_exchange
 
@@ -267,7 +268,7 @@ class CodecResiduals:
             fields_text = ", ".join(
                 f"{field.name}={getattr(gradient_leaf, field.name)!r}" for field in dataclasses.fields(gradient_leaf)
             )
-            # checkpoints contain a hash of this text, so it contains `Leaf`, although the class has another name now
+            # checkpoints contain a hash of this text, so it contains `Leaf`, although the class is now `GradientLeaf`
             axes_and_sizes = tuple(gradient_exchange.mesh.shape.items())[1:]
             hashed_text = f"({str(gradient_exchange.codec)!r}, Leaf({fields_text}), {axes_and_sizes!r})"
             codec_text = f"{gradient_exchange.codec} {zlib.crc32(hashed_text.encode()):08x}"
@@ -295,7 +296,7 @@ class CodecResiduals:
         return note + f"; other state of {codec_text} starts from its initial value" * bool(lost_names)
 
     def describe(self) -> list[str]:
-        """Return lines for the user on a codec that runs in every step; `Replicas.describe` covers any other codec."""
+        """Return lines for the user on a codec that runs in every step; [] if only DiLoCo's meetings use the codec."""
         return describe_codec(self.gradient_exchange, self.optimizer) if self.is_used_in_every_step else []
 
     def check(self, program: CompiledProgram) -> None:

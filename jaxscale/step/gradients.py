@@ -2,7 +2,7 @@
 
 Loss and gradients are means over all targets of the global batch, whatever the mesh, the packing and the number of
 microbatches: sums are computed over parts of the batch, added, and divided once. ZeRO is expressed by sharding
-constraints in Auto mode, which XLA turns into the collectives that the table in `sharding/zero.py` implies.
+constraints in Auto mode. XLA turns them into the collectives that the table in `sharding/zero.py` implies.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Return the sum of a score over the microbatches, computed one by one to save memory as in training.
+        """Return the sum of a score over the microbatches. They run one after another, to save memory.
 
         Args:
             score: function from the module and a microbatch to a tree of sums.
@@ -78,7 +78,7 @@ class Objective(Protocol):
         ...
 
     def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, row_indices: Array) -> Array:
-        """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
+        """Return the objective of one microbatch, from float32 masters on the device. This method is only traced.
 
         Args:
             params: float32 master weights.
@@ -209,7 +209,7 @@ class Whole:
         def objective(
             weights: Params, model_state: Params, batch: Batch, context: Context
         ) -> tuple[Array, tuple[Loss, Params]]:
-            """Return the number to differentiate, and the auxiliary (sums of the loss, the model's other state)."""
+            """Return the scalar to differentiate, and the auxiliary (sums of the loss, the model's other state)."""
             return self._objective(params_of(weights), model_state, batch, context, replica_count)
 
         value_and_gradients_fn = jax.value_and_grad(objective, has_aux=True)
@@ -246,13 +246,13 @@ class Whole:
         """Return the objective of a microbatch: the mean loss if the microbatch is the whole batch, otherwise the sum.
 
         Returns:
-            A tuple (the number to differentiate, (sums of the loss, the model's other state)).
+            A tuple (the scalar to differentiate, (sums of the loss, the model's other state)).
         """
         module = self.planned.pure_model.module(params, model_state)
         if replica_count > 1 and ModelTraits.of(self.planned.experiment.model).over == "batch":
             with rows_in_parts(RowParts(REPLICA_AXIS, replica_count)):
                 loss = self.planned.loss(module, batch, context)
-            # each replica has the loss of the whole batch, whose gradient is the mean of theirs
+            # each replica has the loss of the whole batch, whose gradient is the mean of the replicas' gradients
             loss = jax.tree.map(lambda whole_sum: whole_sum / replica_count, loss)
         else:
             loss = self.planned.loss(module, batch, context)
@@ -262,7 +262,7 @@ class Whole:
         return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.model_state_of(module))
 
     def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, row_indices: Array) -> Array:
-        """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
+        """Return the objective of one microbatch, from float32 masters on the device. This method is only traced.
 
         Under a codec or DiLoCo, where each replica has its own gradients, this is the objective of one replica's rows.
         """
@@ -282,7 +282,7 @@ class Whole:
         )
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Return the sum of a score over the microbatches, computed one by one."""
+        """Return the sum of a score over the microbatches, which run one after another."""
         planned = self.planned
         with planned.tracing(is_forward_only=True):
             weights, params_of = planned.differentiated_leaves(state.params)

@@ -77,10 +77,10 @@ def describe_offload(layout: Layout) -> list[str]:
 
 
 def is_judged_whole(plan: Plan, update: Update) -> bool:
-    """Return whether updates are judged by their own size, before they are applied.
+    """Return whether each update is judged by its size before it is applied.
 
-    Otherwise the rule bounds them, or they are never whole on the device, because a fused kernel, slices or the host's
-    CPU apply them.
+    If not, the rule bounds its updates, or no device ever holds a whole update: a fused kernel applies it, or it is
+    applied in slices or on the host's CPU.
     """
     return not plan.offload.any and update.fused_advance is None and not update.is_bounded
 
@@ -92,7 +92,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
         plan: the plan, which specifies where weights and optimizer state lie.
         update: the optimizer.
         layout: placements of parameters and optimizer state.
-        guard: the condition on a whole update.
+        guard: the condition that an update must meet, if updates are judged by their size.
     """
     if is_judged_whole(plan, update):
         return guarded_advance(update.clipped_rule, guard)
@@ -108,7 +108,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout, guard: UpdateGuard) -
 
 
 def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateVerdict | None:
-    """Return the verdict on updates by their learning rate; `None` if updates are judged by their own size.
+    """Return the function that judges updates by their learning rate; `None` if their size is judged instead.
 
     Args:
         plan: the plan, which specifies where weights and optimizer state lie.
@@ -125,7 +125,7 @@ def rate_verdict_of(plan: Plan, update: Update, experiment: Experiment) -> RateV
     has_device_weights = plan.offload.weights == "device" and plan.offload.optimizer_state != "host"
 
     def verdict(state: TrainState, norm: Array) -> Array:
-        """Return whether the update after `state.watch.good` updates may be applied."""
+        """Return whether the next update may be applied, given the gradients' norm."""
         clipped_norm = norm if update.clip is None else jnp.minimum(norm, update.clip)
         rate_estimates = [
             _rate_estimate(
@@ -154,7 +154,7 @@ def _rate_estimate(optimizer: Optimizer, step_count: int, update_count: Array, p
 
 
 def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
-    """Return the function that applies an update that is not judged by its own size."""
+    """Return the function that applies an update, if updates are not judged by their size."""
     if not plan.offload.any:
         return update.fused_advance or update_on_device(update.clipped_rule)
     if plan.offload.optimizer_state == "host":
@@ -179,14 +179,14 @@ def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
 def streamed_weights(
     layout: Layout, params: Params, copies: Params, gradient_shardings: Params
 ) -> tuple[Params, Callable[[Params], Params]]:
-    """Return the differentiated leaves of weights on the host, and a function from them to the module's parameters.
+    """Return the leaves to differentiate for weights on the host, and a function from them to the parameters.
 
-    In the parameters, a weight of a block is a `Streamed`. If the plan puts gradients on the host, the differentiated
-    leaf of such a weight is the weight itself. Otherwise, the leaf is an array of zeros on the device, which receives
-    the gradient. All other weights are copied to the device for the step.
+    Among the parameters that this function returns, each weight of a block is a `Streamed`. If the plan puts gradients
+    on the host, the differentiated leaf of such a weight is the weight itself. Otherwise, the leaf is an array of zeros
+    on the device, which receives the gradient. All other weights are copied to the device for the step.
 
     Args:
-        layout: the names of the weights of blocks, and the plan, which specifies dtypes, and where gradients lie.
+        layout: provides the names of the blocks' weights, and the plan, which specifies dtypes and where gradients lie.
         params: the masters, on the host.
         copies: the copy of each weight that a pass on the device reads.
         gradient_shardings: `NamedSharding` of each gradient.

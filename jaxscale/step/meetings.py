@@ -1,9 +1,9 @@
 """Meetings: the programs in which DiLoCo's replicas synchronize their weights, after steps in which they train alone.
 
-The inner step is one compiled program. A check ensures that this program sends only single numbers over the replica
-axis: sums of the loss and weights, norms, and whether the step is good. The weights are divided into fragments
-(`replicas.py`), and the meeting of each fragment is a program of its own. The host decides after which steps a meeting
-is due. After the last step of a run, all fragments meet.
+The inner step is one compiled program. A check ensures that this program sends only scalars over the replica axis: sums
+of the loss and weights, norms, and whether the step is good. The weights are divided into fragments (`replicas.py`),
+and the meeting of each fragment is a program of its own. The host decides after which steps a meeting is due. After the
+last step of a run, all fragments meet.
 """
 
 import functools
@@ -75,7 +75,7 @@ class Meetings:
     def run_due(
         self, step_number: int, state: TrainState, metrics: Metrics, *, is_run_by_jit: bool
     ) -> tuple[TrainState, Metrics]:
-        """Run the meetings that are due; return the state after them, and the metrics with the number of bytes sent.
+        """Run the meetings that are due; return the state after them, and the metrics, which include the bytes sent.
 
         Args:
             step_number: number of the step that has just run, counted from 1.

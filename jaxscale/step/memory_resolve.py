@@ -1,7 +1,8 @@
 """The decision of a plan's memory rule for one step: the values that each block keeps for its backward pass.
 
 The rules `none`, `dots`, `full` and `jax:POLICY` need no trace of the blocks. Every other rule decides from a trace,
-which shows the blocks' values, their bytes per device and microbatch, their FLOP and, on a known chip, their seconds.
+which shows the blocks' values, their bytes per device and microbatch, their FLOP and, on a known chip, their modeled
+times.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
         devices: the devices of the step.
 
     Raises:
-        UserError: the rule does not fit the model, or the rule's budget is below the least possible one.
+        UserError: the rule does not fit the model, or the rule's budget is below the smallest possible budget.
     """
     decision, plan = _decide_unchecked(objective, devices), objective.planned.plan
     has_segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
@@ -101,7 +102,7 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
 
 
 def is_foreign_list(objective: Objective) -> bool:
-    """Return whether the blocks are a list in a foreign model, not a scan; segments are then cut at the blocks."""
+    """Return whether the blocks are a list in a foreign model rather than a scan; segments start at its blocks."""
     model = objective.planned.experiment.model
     return ModelTraits.of(model).foreign and not getattr(model, "scanned", ())
 
@@ -113,7 +114,7 @@ def traced_blocks(
 
     Args:
         objective: the objective of the step.
-        chip: the chip whose rates give the seconds of operations; `None` leaves the seconds out.
+        chip: the chip whose rates give the modeled times of operations; `None` leaves the times out.
         is_sequence: whether the blocks will run as one sequence; a foreign model is then divided at its blocks.
     """
     microbatch_count = objective.planned.plan.microbatches

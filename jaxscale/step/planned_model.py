@@ -1,4 +1,4 @@
-"""PlannedModel: a model with its plan, which decides placements, blocks, precision and weights in traces of the model.
+"""PlannedModel: a model with its plan; traces of the model follow the plan's placements and precision.
 
 The modules that compute gradients or scores of a batch (`gradients.py`, `pipelined/`) trace a `PlannedModel`.
 """
@@ -85,7 +85,7 @@ class PlannedModel:
         """Return a function that runs `body` on every device, in a region that is manual over some mesh axes.
 
         In the region, `body` computes with this device's shards, and contains all communication along the manual axes.
-        The compiler handles the other axes, and `constrain` places arrays along the other axes only.
+        The compiler handles the other axes, and `constrain` places arrays along those axes only.
 
         Args:
             body: function of this device's shards. If `body` receives weights whole, their gradients are not summed
@@ -218,5 +218,5 @@ def leaves_as_params(leaves: Params) -> Params:
 
 
 def positive_divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """Return a sum of weights, or 1 instead of 0, as a divisor, so that a batch without targets has loss 0."""
+    """Return a sum of weights as a divisor: 1 in place of 0, so a batch without targets has loss 0."""
     return jnp.where(weight > 0, weight, 1.0)

@@ -4,7 +4,7 @@ The parameters of the train state are the weights that all replicas share (θ); 
 Each replica also has weights (w_i) and optimizer state of its own, in arrays with a first dim for the replicas. The
 weights are divided into fragments. In a meeting, the replicas synchronize one fragment: θ moves by the mean of the
 replicas' displacements θ - w_i. Every device sends its shard of the displacements over the replica axis. Under every
-ZeRO stage, no two devices of a replica send the same numbers.
+ZeRO stage, no two devices of a replica send the same values.
 
 A checkpoint holds the arrays of all replicas and the mean over the replicas. So a run can continue from the mean with
 another number of replicas, or from θ without DiLoCo. A run without DiLoCo can continue with DiLoCo.
@@ -58,7 +58,7 @@ class Replicas:
         plain_layout: the layout of the train state without extras.
         optimizer: the whole optimizer of each replica, clipping included.
         displacement_leaves: shape and placement of each displacement that is sent, by the parameter's name.
-        guard: the condition on an outer step.
+        guard: the condition that an outer step must meet.
         displacement_exchange: the exchange of all displacements by the codec; `None` sends them in float32.
         name: key of this extra in `TrainState.extra`.
         label: name of this extra in tables of memory.
@@ -79,7 +79,7 @@ class Replicas:
     def __post_init__(self) -> None:
         assert len(self.fragment_exchanges) == len(self.names_of_fragments)
 
-    # -- facts ---------------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
     def replica_count(self) -> int:
@@ -116,7 +116,7 @@ class Replicas:
         return self.exact_bytes(fragment_index) if exchange is None else exchange.wire_bytes
 
     def describe(self) -> list[str]:
-        """Return a line for the user on the bytes that cross the replica axis, and how often they do."""
+        """Return a line for the user on the bytes sent over the replica axis, and on how often they are sent."""
         diloco, fragment_count = self.diloco, len(self.names_of_fragments)
         fragment_indices = range(fragment_count)
         byte_texts = [bytes_at_least(self.wire_bytes(index)) for index in fragment_indices]
@@ -168,11 +168,11 @@ class Replicas:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replica_count, *x.shape)), tree)
 
     def init_optimizer(self, params: Params) -> optax.OptState:
-        """Return each replica's optimizer state before the first step: a function to jit with `out_shardings`."""
+        """Return each replica's initial optimizer state, along a first dim. Callers jit this with `out_shardings`."""
         return self._spread(self.optimizer.init(params))
 
     def init(self, state: TrainState) -> dict[str, Params]:
-        """Return the value of this extra before the first step, in which all replicas have the shared weights."""
+        """Return the initial value of this extra: each replica has the shared weights, and any momentum is zero."""
         outer_state = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
             outer_state[MOMENTUM] = _zero_momentum(state.params)
@@ -190,7 +190,7 @@ class Replicas:
         """Update each replica by itself, in a region that is manual over replicas.
 
         Args:
-            advance: function that applies one update of the optimizer, or none on any replica.
+            advance: function that applies one update of the optimizer, either on all replicas or on none.
             exchange_result: each replica's gradients and their norms.
             state: the state before the update.
             is_good: whether the step is good so far; if not, weights and optimizer state are left unchanged.
@@ -204,7 +204,7 @@ class Replicas:
         def update_replica(
             gradients: Params, optimizer_state: optax.OptState, weights: Params, clip_norm: Array, is_good: Array
         ) -> tuple[Params, optax.OptState, Array]:
-            """Return one replica's new weights and state, and `is_good`; all other arrays have a first dim of 1."""
+            """Return (weights, optimizer state, `is_good`) of one replica; the arrays have a first dim of 1."""
             own_gradients, own_state, own_weights, own_norm = jax.tree.map(
                 lambda x: x[0], (gradients, optimizer_state, weights, clip_norm)
             )
@@ -222,7 +222,7 @@ class Replicas:
     # -- meetings ------------------------------------------------------------------------------------------------------
 
     def meet(self, fragment_index: int, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Synchronize a fragment of the weights: a function to jit with a donated state.
+        """Synchronize a fragment of the weights. Callers jit this, and donate the state.
 
         If the weights of a replica are not finite, all weights stay unchanged.
 
@@ -322,7 +322,7 @@ class Replicas:
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return the train state for a checkpoint: means over the replicas, and in the extra every replica's arrays."""
+        """Return the train state for a checkpoint, with the means over the replicas and with every replica's arrays."""
         return self._in_saved_form(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def to_saved_abstract(self, abstract: TrainState) -> TrainState:
@@ -371,10 +371,10 @@ class Replicas:
         return dataclasses.replace(state, optimizer=optimizer_state, extra={**state.extra, self.name: outer_state})
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the `Part` of each leaf of this state in its saved form; those of `ALL_REPLICAS` have a replica dim.
+        """Return the `Part` of each leaf of the saved extra; leaves under `ALL_REPLICAS` have a replica dim.
 
         Args:
-            naming: names for arrays in a checkpoint, for leaves that have the shape of a parameter.
+            naming: gives the names of the arrays that come from leaves shaped like parameters.
             abstract: shapes of the train state in its saved form.
         """
         saved_outer_state, optimizer_treedef = abstract.extra[self.name], jax.tree.structure(abstract.optimizer)
@@ -416,7 +416,7 @@ class Replicas:
         return ""
 
     def check(self, program: CompiledProgram) -> None:
-        """Check that the compiled step sends only single numbers over the replica axis."""
+        """Check that the compiled step sends only scalars over the replica axis."""
         sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replica_count, slice_count=program.slice_count)
         check_inner_step(self.diloco, sent_bytes)
 
@@ -427,7 +427,7 @@ def _zero_momentum(params: Params) -> Params:
 
 
 def _mean(tree: PyTree) -> PyTree:
-    """Return each array's mean over the replicas, its first dim; of integer or quantized arrays, those of replica 0."""
+    """Return each array's mean over its first dim, the replicas; integer and quantized arrays are replica 0's."""
 
     def mean_leaf(leaf: Array | Quantized) -> Array | Quantized:
         if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):

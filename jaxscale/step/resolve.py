@@ -55,7 +55,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
     plan, line = resolve_mesh(plan, experiment, devices)
     experiment = with_scans(experiment)
     check_options(plan.compiler, devices[0])
-    check(Facts(plan, experiment))  # refuses combinations of requests
+    check(Facts(plan, experiment))  # refuses combinations of settings
     plan = with_momentum_codec(experiment, plan)
     stages = None
     if plan.pipeline is not None:
@@ -79,7 +79,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note:
 
 
 def with_scans(experiment: Experiment) -> Experiment:
-    """Return the experiment; a foreign model that scans over its blocks then lists the names of the scan's parameters.
+    """Return the experiment; if its model is foreign and scans over blocks, the model lists the scan's parameters.
 
     If the module cannot be traced, the experiment is returned unchanged, and the trace of the step reports the error.
     """
@@ -96,8 +96,8 @@ def with_scans(experiment: Experiment) -> Experiment:
 def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) -> tuple[Plan, str]:
     """Settle the mesh of a plan, and return the plan and a line for the user that describes the choice.
 
-    `default_mesh` chooses the mesh of a plan that has none: along "fsdp" if the plan has a ZeRO stage, otherwise along
-    "data". For a single device, the ZeRO stage becomes 0, so that the same plan runs on a laptop.
+    `default_mesh` chooses the mesh of a plan that has none. It splits rows over "fsdp" if the plan has a ZeRO stage,
+    otherwise over "data". For a single device, the ZeRO stage becomes 0, so that the same plan runs on a laptop.
 
     Args:
         plan: the plan, as the user wrote it.
@@ -153,7 +153,12 @@ def resolve_mesh(plan: Plan, experiment: Experiment, devices: Sequence[Device]) 
 
 
 def _check_default_mesh(plan: Plan, experiment: Experiment) -> None:
-    """Refuse a default mesh if its tensor axis splits no dim of the model, or not evenly, or a request excludes it."""
+    """Refuse a default mesh with a tensor axis that the model or the plan does not allow.
+
+    Raises:
+        UserError: the tensor axis splits no dim of the model, or splits a dim unevenly, or another setting of the plan
+            rules the mesh out.
+    """
     rules = effective_rules(plan)
     if not any("tensor" in rules.axes(name) for name in experiment.model.logical_sizes() if name != "vocab"):
         raise UserError(f"mesh {plan.mesh}: no dim of this model is known to be split over tensor; use data or fsdp")
@@ -185,7 +190,7 @@ def with_momentum_codec(experiment: Experiment, plan: Plan) -> Plan:
         plan: the plan, with its mesh settled.
 
     Raises:
-        UserError: the run ends before momenta would be sent in few bits.
+        UserError: the run ends before momenta would be sent compressed.
     """
     messages, rule_name = experiment.optimizer.messages(experiment.steps), experiment.optimizer.name
     if messages is None:
@@ -206,11 +211,11 @@ def needs_decision(plan: MemoryPlan) -> bool:
 
 
 def settle_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
-    """Return the plan, with one layer per iteration if its memory rule requires that, and a note for the user.
+    """Return (plan, note for the user); the plan runs one layer per iteration if its memory rule requires that.
 
-    A rule that depends on the blocks decides for one layer at a time. On a CPU, one layer per iteration is required by
-    every rule but `none`: such a loop uses the least memory there, and is no slower (the default experiment under
-    `full`: 21.4 MiB of temporaries in a loop, 23.1 without one).
+    A rule that depends on the blocks decides for one layer at a time. On a CPU, every rule but `none` requires one
+    layer per iteration: such a loop uses the least memory there, and is no slower (the default experiment under `full`:
+    21.4 MiB of temporaries in a loop, 23.1 without one).
 
     Args:
         plan: the plan, with its mesh settled.

@@ -33,10 +33,10 @@ class SynchronousStep:
     Args:
         gradient_fn: function that computes the mean gradients, or each replica's gradients.
         exchange: function that exchanges gradients between replicas.
-        update_fn: function that updates weights and optimizer state in the memory where they lie.
+        update_fn: function that updates weights and optimizer state, on the device or on the host.
         guard: the conditions that make a step bad; a bad step is not applied.
-        rate_verdict: function from the state and the gradients' norm to whether the coming update may be applied, by
-            its learning rate; `None` if `update_fn` judges the update itself.
+        rate_verdict: function from the state and the gradients' norm to whether the learning rate allows the next
+            update; `None` if `update_fn` judges the update itself.
         frozen_names: names of the parameters that no step changes; they are a part of the model's other state.
     """
 
@@ -73,7 +73,7 @@ class SynchronousStep:
         return next_state, {**step_metrics, **exchange_result.metrics}
 
     def _has_finite_statistics(self, new_model_state: Params, model_state: Params) -> Bool[Array, ""]:
-        """Return whether each finite number of the model's other state, such as a batch statistic, stays finite."""
+        """Return whether all values of the model's other state (batch statistics) that were finite are still finite."""
         old_leaves = named_leaves(model_state)
         leaf_verdicts = [
             jnp.all(jnp.isfinite(leaf) | ~jnp.isfinite(old_leaves[name]))

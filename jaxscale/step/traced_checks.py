@@ -1,4 +1,4 @@
-"""Checks of a traced step: a request of the plan that has no effect is an error, before anything is compiled.
+"""Checks of a traced step: a setting of the plan that has no effect is an error, before anything is compiled.
 
 The traced program shows which blocks are recomputed, the types of the matrix products, the kernels that are used, and
 whether the model reads a setting at all.
@@ -51,7 +51,7 @@ class KernelTrace:
     Args:
         plan: the plan, which may name implementations.
         mesh: mesh of the step's devices.
-        unfused_reason: why no kernel updates an optimizer state in few bits; `None` if a kernel does.
+        unfused_reason: why no fused kernel updates a quantized optimizer state; `None` if a kernel does.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused_reason: str | None) -> None:
@@ -88,7 +88,7 @@ class KernelTrace:
         return recorded_function
 
     def _record_unfused_update(self) -> None:
-        """Record why no kernel updates a state in few bits, unless the trace has recorded a choice."""
+        """Record why no fused kernel updates a quantized state, unless the trace has recorded a choice."""
         if self._plan.state.moments == "float32" or any(note.kernel == "adam8" for note, _ in self._notes):
             return
         device = device_of(self._mesh)
@@ -139,7 +139,7 @@ def check_traced(
         trace_loss: function that traces the loss alone.
 
     Raises:
-        UserError: a request of the plan has no effect on the traced step.
+        UserError: a setting of the plan has no effect on the traced step.
     """
     plan = planned.plan
     equations_and_runs = list(walk.equations_with_runs(jaxpr))
@@ -159,7 +159,7 @@ def check_traced(
         )
     if plan.precision == "bfloat16":
         narrow_share = _narrow_share(equations_and_runs)
-        # an optimizer that decomposes matrices, or a codec, may compute more products than the model: trace it alone
+        # an optimizer that decomposes matrices, or a codec, may compute more products than the model: trace the loss
         if narrow_share < 0.5:
             narrow_share = _narrow_share(walk.equations_with_runs(trace_loss().jaxpr))
         if narrow_share < 0.5:
@@ -178,14 +178,16 @@ def check_traced(
 
 
 def _check_products(plan: Plan, equations_and_runs: Sequence[tuple[JaxprEqn, int]]) -> None:
-    """Compare the operands of a traced step's products with its plan's recipe.
+    """Compare the operands of a traced step's matrix products with the plan's recipe.
 
     Args:
         plan: the plan, whose `matmul` may be a recipe of matrix products.
-        equations_and_runs: each equation of the step, jaxprs inside it included, with the number of times that it runs.
+        equations_and_runs: (equation, number of times that it runs) for each equation of the step and of jaxprs inside
+            it.
 
     Raises:
-        UserError: no layer computes a product by the recipe, or one of a layer's three products is in another type.
+        UserError: no layer computes a product by the recipe, or one of a layer's three products is computed in another
+            dtype.
     """
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
@@ -209,7 +211,7 @@ def _check_products(plan: Plan, equations_and_runs: Sequence[tuple[JaxprEqn, int
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """Return the product of a layer that an equation computes: "forward", "onward" or "inward"; `None` for none."""
+    """Return which product of a layer an equation computes: "forward", "onward", "inward" or, if none, `None`."""
     if eqn.primitive.name != "dot_general":
         return None
     (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
@@ -224,7 +226,7 @@ def _role_of(eqn: JaxprEqn) -> str | None:
 
 
 def _abstract_operands(eqn: JaxprEqn) -> list[ShapedArray]:
-    """Return the shapes and types of an equation's operands, without operands that are not arrays."""
+    """Return the shapes and dtypes of those operands of an equation that are arrays."""
     return [variable.aval for variable in eqn.invars if isinstance(variable.aval, ShapedArray)]
 
 
@@ -249,10 +251,10 @@ def _is_policy_of_plan(memory_plan: MemoryPlan, policy: Callable[..., bool] | No
 
 
 def _narrow_share(equations_and_runs: Iterable[tuple[JaxprEqn, int]]) -> float:
-    """Return the share of the FLOP of matrix products and convolutions whose operands are both narrower than float32.
+    """Return the share of matrix-product and convolution FLOP whose operands are all narrower than float32.
 
     Args:
-        equations_and_runs: each equation, with the number of times that it runs.
+        equations_and_runs: (equation, number of times that it runs) for each equation.
     """
     narrow_flop, total_flop = 0, 0
     for eqn, run_count in equations_and_runs:

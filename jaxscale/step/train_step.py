@@ -139,8 +139,8 @@ class TrainStep:
         self._class_counts: dict[str, int] | None = None  # counted for the first batch
         self._model_flop_by_shapes: dict[frozenset[tuple[str, jax.ShapeDtypeStruct]], int] = {}
         self._coupling, self._is_loss_checked = Coupling(planned), False
-        # whether each program waits for the one before: up to JAX 0.10, collectives of some fifty programs in flight
-        # starve one another of a CPU's threads
+        # whether each program waits for the previous program: up to JAX 0.10, collectives of some fifty programs in
+        # flight starve one another of a CPU's threads
         self._is_serial = layout.mesh.size > 1 and layout.platform == "cpu"
         # up to JAX 0.10, an executable refuses its own 4-bit arrays; a jitted function compiles the same program once
         self._is_run_by_jit = any(
@@ -152,7 +152,7 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"<TrainStep of {self.experiment.name!r}, {self.parameters:,} parameters, {self.plan!r}>"
 
-    # -- facts ---------------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:
@@ -176,7 +176,7 @@ class TrainStep:
 
     @property
     def kernels(self) -> tuple[KernelChoice, ...]:
-        """The implementation of each kernel that the step uses, and the reason for it; () before a trace."""
+        """The implementation of each kernel that the step uses, and the reason for the choice; () before a trace."""
         return self._kernel_trace.choices
 
     @property
@@ -321,7 +321,7 @@ class TrainStep:
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
         """Return the state that a canonical form describes; its arrays are donated.
 
-        An extra may lack arrays; it then starts from its initial value.
+        An extra whose arrays are missing starts from its initial value.
 
         Args:
             arrays: arrays of the canonical form by name, placed as `canonical_abstract` specifies.
@@ -329,7 +329,7 @@ class TrainStep:
         return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """Return a note for the user, starting with "; ", on missing arrays of extras; empty if none are missing.
+        """Return notes for the user on missing arrays of extras, each of which starts with "; "; empty without one.
 
         Args:
             names: names of the arrays in the checkpoint.
@@ -337,7 +337,7 @@ class TrainStep:
         return "".join(extra.note_on_missing(names, self.canonical_abstract()) for extra in self.extras)
 
     def module(self, state: TrainState) -> nnx.Module:
-        """Return the user's module with the parameters of a state, or their average, to generate or inspect."""
+        """Return the user's module with a state's parameters, or their average, for generation or inspection."""
         params = with_average(state).params
         if self.plan.offload.masters:
             device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.master_shardings)
@@ -347,10 +347,10 @@ class TrainStep:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def compile(self, batch: Batch) -> Compiled:
-        """Compile the step for batches of the (global) shapes of `batch`, and check that every request takes effect.
+        """Compile the step for batches with the global shapes of `batch`, and check that every setting takes effect.
 
         Returns:
-            Bytes and FLOP of the compiled step, and the seconds that compilation took.
+            Bytes and FLOP of the compiled step, and its compile time in seconds.
         """
         start_time = time.perf_counter()
         traced_step = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
@@ -371,14 +371,14 @@ class TrainStep:
         return Compiled.of(executable, seconds)
 
     def check_traced(self, jaxpr: ClosedJaxpr, batch: Batch) -> None:
-        """Refuse requests that have no effect on the model.
+        """Refuse settings of the plan that have no effect on the model.
 
         Args:
             jaxpr: jaxpr of the whole step.
             batch: arrays or shapes of the batch for which the step was traced.
 
         Raises:
-            UserError: a request has no effect; the error gives the reason, and what to do instead.
+            UserError: a setting has no effect; the error gives the reason, and what to do instead.
         """
         trace_loss = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
         check_traced(self.objective.planned, self.decision, batch, jaxpr, trace_loss)
@@ -401,11 +401,12 @@ class TrainStep:
             batch: device arrays, from `place`.
 
         Returns:
-            The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate` and that
-            of each group, `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row` (since
-            the last one that was applied); with a codec also `residual_norm` (norm of the residuals) and `wire_bytes`
-            (that each device sends over the replica axis). Under DiLoCo, `grad_norm` is the root of the mean square of
-            the replicas' norms, and `wire_bytes` is 0 in steps without a meeting.
+            The next state, and scalars by name: `loss` (nats per target), `grad_norm` (before clipping),
+            `learning_rate` (and the rate of each group), `weight` (number of targets), `skipped` (number of steps that
+            were not applied), `skipped_in_row` (number of these since the last applied step). With a codec, there are
+            also `residual_norm` (norm of the residuals) and `wire_bytes` (bytes that each device sends over the replica
+            axis). Under DiLoCo, `grad_norm` is the root of the mean square of the replicas' norms, and `wire_bytes` is
+            0 in steps without a meeting.
         """
         check_arguments(state, batch)
         if self._is_serial:
@@ -456,7 +457,7 @@ class TrainStep:
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run the step function, and return the next state and the metrics, including those that all steps have."""
+        """Run the step function; return the next state, and the metrics with learning rates and skip counts added."""
         next_state, metrics = self.parts.step_function(state, batch)
         learning_rates = self.experiment.optimizer.learning_rates(state.watch.good, self.experiment.steps)
         common_metrics = {
@@ -493,5 +494,5 @@ class TrainStep:
         return metric(self.objective, function, self._with_newest_weights(state), batch)
 
     def _with_newest_weights(self, state: TrainState) -> TrainState:
-        """Return the state that an evaluation reads: with averaged weights, or an asynchronous pipeline's newest."""
+        """Return the state for evaluation: with averaged weights, or with an asynchronous pipeline's newest weights."""
         return with_average(state) if self.async_pipeline is None else self.async_pipeline.with_newest_weights(state)

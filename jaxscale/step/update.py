@@ -1,8 +1,8 @@
-"""Update: the optimizer of an experiment, with its state in the number of bits that the plan specifies.
+"""Update: the optimizer of an experiment, with its state in the number format that the plan specifies.
 
-The experiment specifies the update rule (an optax transformation), and the plan specifies the bits of its moments. A
-state in few bits is divided into blocks within each device's shard, and all moments of a block share one scale.
-`Layout` places the state, and `step/host.py` selects the device or the host for the update.
+The experiment specifies the update rule (an optax transformation), and the plan specifies the number format of its
+moments. A quantized state is divided into blocks within each device's shard, and all moments of a block share one
+scale. `Layout` places the state, and `step/host.py` selects the device or the host for the update.
 """
 
 import dataclasses
@@ -38,21 +38,22 @@ _LARGEST_GROWTH = 36.0
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An optimizer as three optax transformations, and facts about them.
+    """An optimizer as three optax transformations, and their properties.
 
     Args:
         float32_rule: the experiment's rule without clipping, with float32 weights and state.
-        rule: the rule without clipping, with weights and state in the bits that the plan specifies.
+        rule: the rule without clipping, with weights and state in the number formats that the plan specifies.
         clipped_rule: the whole optimizer: clipping, then `rule`.
         clip: global norm to which gradients are clipped; `None` if they are not clipped.
         is_split: whether weights are kept in bfloat16, with their rounding errors in the optimizer state.
         messages: function that computes the momenta that each replica sends (1-bit Adam and LAMB); `None` if replicas
             send gradients.
         fused_advance: function that applies the whole update by a fused kernel of the platform; `None` without one.
-        unfused_reason: why no kernel updates a state in few bits; `None` if a kernel does, or if the state is float32.
-        is_bounded: whether the rule bounds its updates, so that their size need not be measured.
+        unfused_reason: why no fused kernel updates a quantized state; `None` if a kernel does, or if the state is
+            float32.
+        is_bounded: whether the rule bounds its updates, so their size need not be measured.
         by_layer_flags: tree that shows for each parameter whether it is a stack whose layers the rule treats one by
-            one; `None` for a rule of the user's own, for which this is unknown.
+            one; `None` if that is unknown, because the rule is the user's own.
         param_infos: tree of the `ParamInfo` of each parameter.
     """
 
@@ -73,8 +74,8 @@ class Update:
         """Return the optimizer of an experiment under a plan.
 
         Raises:
-            UserError: moments of this rule cannot be kept in the bits that the plan specifies, or the plan updates such
-                moments on the host of a TPU, which the compiler for TPU does not support.
+            UserError: moments of this rule cannot be kept in the number format that the plan specifies, or the plan
+                updates quantized moments on the host of a TPU, which the compiler for TPU does not support.
         """
         placements, map_with_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
         shardings = map_with_path(
@@ -180,7 +181,7 @@ def _bounds_updates(optimizer: Optimizer) -> bool:
 
 
 def _exact_flags(optimizer: Optimizer, param_infos: PyTree[ParamInfo]) -> PyTree[bool]:
-    """Return a tree that shows for each parameter whether its moments stay float32, as its optimizer specifies."""
+    """Return a tree of bools: whether each parameter's moments stay float32, as the parameter's optimizer specifies."""
     member_by_index = optimizer.members()
     if not optimizer.groups:
         return jax.tree.map(lambda _: optimizer.moments == "float32", param_infos)
@@ -189,7 +190,7 @@ def _exact_flags(optimizer: Optimizer, param_infos: PyTree[ParamInfo]) -> PyTree
 
 
 def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
-    """Return why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
+    """Return why the kernel of 8-bit AdamW cannot update a quantized state; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
         return "the kernel needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
@@ -221,8 +222,9 @@ def _fused_adamw(
     Args:
         optimizer: AdamW, with its options.
         step_count: number of steps of the run, for the schedule of the learning rate.
-        rule: the rule with its state in few bits, without clipping.
-        param_infos: tree with the `ParamInfo` of each parameter, which shows whether the parameter decays.
+        rule: the rule with its quantized state, without clipping.
+        param_infos: tree with the `ParamInfo` of each parameter, which shows whether weight decay applies to the
+            parameter.
         shardings: `NamedSharding` of each parameter's state.
         device_name: platform and kind of the device, such as "tpu TPU v5e".
     """
@@ -262,7 +264,7 @@ def describe_kinds(param_infos: PyTree[ParamInfo]) -> str:
 
 
 def describe_state(plan: Plan, abstract_state: PyTree, parameter_count: int) -> list[str]:
-    """Return a line for the user on an optimizer state in few bits; [] for a float32 state.
+    """Return a line for the user on a quantized optimizer state; [] for a float32 state.
 
     Args:
         plan: the plan, which specifies the bits of a moment.

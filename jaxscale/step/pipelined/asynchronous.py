@@ -152,7 +152,7 @@ class AsyncPipeline:
         return Remedies(anneal=anneal, correction=correction or None)
 
     def _make_exchange(self) -> GradientExchange | None:
-        """Return the exchange of one stage's gradients, whole on each device, by the codec; `None` without a codec."""
+        """Return the codec's exchange of one stage's gradients, whole on each device; `None` without a codec."""
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
@@ -259,7 +259,7 @@ class AsyncPipeline:
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def in_flight(self, state: TrainState) -> Flight:
-        """Return the state in flight of an empty pipeline, whose stages have made as many updates as `state.step`."""
+        """Return the state in flight of an empty pipeline, in which each stage has made `state.step` updates."""
 
         def fill_stage(
             stage_params: Arrays, shared_params: Arrays, free: dict[int, Array], watch: Watch, update_count: Array
@@ -331,7 +331,7 @@ class AsyncPipeline:
     def with_newest_weights(self, state: TrainState) -> TrainState:
         """Return the state with the newest weights in a synchronous pipeline's layout: one copy of each shared weight.
 
-        The optimizer state stays unconverted, so the result serves only passes that do not read the optimizer state.
+        The optimizer state is not converted, so only passes that do not read it may use the result.
         """
         stage_params, copies_by_name = self.synchronous.split(state.params)
         rank_by_name = {name: numbers.index(0) for name, numbers in self.model_with_copies.copy_numbers.items()}
@@ -497,4 +497,4 @@ class InFlight:
         return [str(self.pipeline), *codec_lines]
 
     def check(self, program: CompiledProgram) -> None:
-        """Check nothing, because the text of the program does not show how often stages update."""
+        """Check nothing: the text of the program does not show how often stages update."""

@@ -5,7 +5,8 @@ functions in place of the blocks (`blocks.viewing_stage`). The result is three p
 the blocks of a single stage, and one after the blocks, which ends with the loss.
 
 A rank is a device of the pipe axis. The stages of a rank are its chunks, and the arrays that one stage sends to the
-next are a message. A few schedules run a stage on two ranks: its home, and a rank that has a copy of its weights.
+next are a message. A few schedules run a stage on two ranks: the home of the stage, and a rank that has a copy of the
+stage's weights.
 
 In a stack, all blocks are alike, and the blocks of a stage are the rows of the stacked parameters that lie on its rank.
 In a `layers.Chain`, blocks differ, and one program serves all ranks: a `lax.switch` on the index of the stage runs the
@@ -47,11 +48,11 @@ Score: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
 Arrays: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter, or in a packed message by the name of their dtype."""
 WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
-"""Weights by the name of their parameter; some may come from the host."""
+"""Weights by the name of their parameter; a weight on the host is a `Streamed`."""
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each row in the global batch."""
 TracedFn: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: a part of a model, or a function that runs blocks, which a `blocks.StageRunner` gets."""
+"""A function of traced arrays: a part of a model, or the `run_blocks` that a `blocks.StageRunner` receives."""
 
 
 class TraceEnd(Exception):
@@ -242,13 +243,13 @@ class StackForm:
         return jax.tree_util.tree_map_with_path(gather, params)
 
     def chunks(self, stage_params: Arrays) -> Arrays:
-        """Return the rows (chunks, depth, ...) of this rank's stages, then those of the copies that it runs."""
+        """Return the rows of this rank's stages, and then of the copies that it runs, as (chunks, depth, ...)."""
         depth = self.stages.depth
         own_chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stage_params)
         return append_copies(self.stages, own_chunks)
 
     def gradients_at_home(self, chunk_gradients: Arrays) -> Arrays:
-        """Return the gradient rows of this rank's stages, from the gradients of `chunks` on all ranks."""
+        """Return the gradient rows of this rank's stages, from the gradients of the chunks on all ranks."""
         own_gradients = sum_at_home(self.stages, chunk_gradients)
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own_gradients)
 
@@ -273,16 +274,16 @@ class FlatSlice:
 
     @property
     def end(self) -> int:
-        """Index after that of the parameter's last element in the flat array."""
+        """Index after the parameter's last element in the flat array."""
         return self.begin + math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class MessageForm:
-    """One form for messages of different shapes: a flat array for each dtype, padded to the longest message's length.
+    """One format for messages of different shapes: a flat array for each dtype, padded to the longest message.
 
     Args:
-        abstract_messages: the abstract message at each boundary of stages; boundary 0 is before the first stage.
+        abstract_messages: the abstract message at each boundary between stages; boundary 0 is before the first stage.
 
     Example:
         >>> form = MessageForm([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
@@ -362,7 +363,7 @@ class ChainForm:
         return flat_slices
 
     def _block_index_of(self, name: str) -> int | None:
-        """Return the index of the block that a parameter belongs to; `None` if it belongs to none."""
+        """Return the index of the block that a parameter belongs to; `None` for a parameter outside of the blocks."""
         indices_and_paths = enumerate(self.stages.chain)
         return next((block_index for block_index, path in indices_and_paths if name.startswith(f"{path}/")), None)
 
@@ -445,7 +446,7 @@ class ChainForm:
             return _trace_view(self.planned, view, score, {**zeros, **shared_params}, microbatch, key)
 
         def message_form(blocks_runner: TracedFn, first_input: PyTree) -> MessageForm:
-            """Return the form of all messages, from the input of the first block; `blocks_runner` runs later blocks."""
+            """Return the format of all messages, given the first block's input and a runner of blocks."""
             abstract_messages = [jax.eval_shape(lambda x: x, first_input)]
             for start, stop in itertools.pairwise(boundaries):
                 abstract_messages.append(jax.eval_shape(blocks_runner(start, stop), abstract_messages[-1]))

@@ -98,14 +98,14 @@ class Pipelined:
 
         Args:
             score: function from the module, a microbatch and the settings of the pass to sums.
-            objective: function from the sums to the number to differentiate.
+            objective: function from the sums to the scalar to differentiate.
         """
         model_parts, last_stage = self.form.model_parts(score), self.stages.schedule.stages - 1
 
         def run_stage(
             stage_params: Arrays, shared_params: Arrays, message: PyTree, microbatch: Microbatch, action: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
-            """Run one stage on a message; return the next message, the number to differentiate, and the sums."""
+            """Run one stage on a message; return the next message, the scalar to differentiate, and the sums."""
             weights: WeightsByName = stage_params
             if action.frozen is not None:  # the weights are on the host; zeros on the device receive their gradients
                 plan = self.planned.plan
@@ -213,7 +213,7 @@ class Pipelined:
     def _reader_stages(
         self, message: PyTree, chunk: Arrays, shared_params: Arrays, microbatch: Microbatch, key: Key
     ) -> tuple[int, ...] | None:
-        """Return the indices of the stages that read shared parameters; `None` for all stages, if blocks read some."""
+        """Return the indices of the stages that read shared parameters; `None` (all stages) if blocks read some."""
         run_blocks = self.form.model_parts(self.loss).inside
         read_flags = leaf_read_flags(run_blocks, message, chunk, shared_params, microbatch, key, jnp.int32(0))
         start = len(jax.tree.leaves((message, chunk)))  # index of the first leaf of the shared parameters
@@ -408,7 +408,7 @@ def _manual_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _with_replica_dim(specs: StageAndSharedSpecs) -> StageAndSharedSpecs:
-    """Return placements with a first dim, which is split over the replica axis, before the dims of `specs`."""
+    """Return the placements with an additional first dim, which is split over the replica axis."""
     return jax.tree.map(
         lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )

@@ -19,7 +19,7 @@ from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def copy_numbers(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """Return, by the name of each shared parameter, the number of every rank's copy, for `PureModel.copy_numbers`.
+    """Return `PureModel.copy_numbers`: for each shared parameter, by name, a number for the copy of every rank.
 
     The number is 0 if the stage of the rank reads the parameter, and -1 if not; a copy with number -1 stays zero.
 
@@ -101,7 +101,7 @@ def batch_weight_fn(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Fl
         program = jax.make_jaxpr(weight_of_loss)(
             planned.pure_model.abstract_module_params, planned.pure_model.abstract_model_state, dict(batch)
         )
-    pruned_program, read_flags = prune(program, [True])  # read_flags: whether it reads each leaf of its arguments
+    pruned_program, read_flags = prune(program, [True])  # read_flags: whether the weight depends on each leaf
     model_leaf_count = len(read_flags) - len(batch)
     if any(read_flags[:model_leaf_count]):
         raise UserError(
