@@ -96,7 +96,7 @@ class StateExtra(Protocol):
         ...
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Return the train state of a step, given its saved form; leaves that the checkpoint lacks are `None`."""
+        """Return the train state of a step, given its saved form, in which missing leaves are `None`."""
         ...
 
     def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:

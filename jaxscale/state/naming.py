@@ -60,7 +60,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Naming:
-    """The `Part`s, with their names, of those leaves of a train state that are shaped like parameters.
+    """The `Part` of each leaf of a train state that is shaped like a parameter.
 
     Args:
         pure_model: the model as pure functions.

@@ -118,7 +118,7 @@ def check_compiled(
 
 
 def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: int) -> None:
-    """Check that a compiled step keeps the values on the host that the memory rule's decision places there.
+    """Check that a compiled step keeps as many bytes on the host as the memory rule's decision requires.
 
     On a CPU, whose only memory is the host's, offload moves nothing (a rehearsal), and nothing is checked.
 
@@ -141,7 +141,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
 
 
 def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], str | None]) -> None:
-    """Check that a compiled step has the arrays on the host that the plan places there.
+    """Check that a compiled step has as many bytes on the host as the plan requires, and reads arrays in slices.
 
     Args:
         layout: layout of the train state.

@@ -83,7 +83,7 @@ def _second_difference(
 
 
 class Coupling:
-    """Whether a model's loss couples the rows of a batch: as the model declares, or else as measured once.
+    """Whether a model's loss couples the rows of a batch. The model declares it, or one measurement finds it.
 
     Args:
         planned: the model under its plan.

@@ -179,7 +179,7 @@ def _advance_by_parts(plan: Plan, update: Update, layout: Layout) -> Advance:
 def streamed_weights(
     layout: Layout, params: Params, copies: Params, gradient_shardings: Params
 ) -> tuple[Params, Callable[[Params], Params]]:
-    """Return the leaves to differentiate for weights on the host, and a function from them to the parameters.
+    """Return (leaves to differentiate, function from them to the module's parameters) for weights on the host.
 
     Among the parameters that this function returns, each weight of a block is a `Streamed`. If the plan puts gradients
     on the host, the differentiated leaf of such a weight is the weight itself. Otherwise, the leaf is an array of zeros

@@ -102,7 +102,10 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
 
 
 def is_foreign_list(objective: Objective) -> bool:
-    """Return whether the blocks are a list in a foreign model rather than a scan; segments start at its blocks."""
+    """Return whether the blocks are a list in a foreign model, rather than a scan.
+
+    A list is cut into segments between its blocks.
+    """
     model = objective.planned.experiment.model
     return ModelTraits.of(model).foreign and not getattr(model, "scanned", ())
 

@@ -305,7 +305,7 @@ class Replicas:
     def _manual_over_replicas(
         self, function: Callable[..., R], input_specs: Specs, output_specs: Specs
     ) -> Callable[..., R]:
-        """Return `function` in a region that is manual over replicas, so that it sends nothing between replicas."""
+        """Return `function`, run in a region that is manual over replicas: XLA sends nothing between them."""
         return jax.shard_map(
             function,
             mesh=self.plain_layout.mesh,

@@ -329,7 +329,7 @@ class TrainStep:
         return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """Return notes for the user on missing arrays of extras, each of which starts with "; "; empty without one.
+        """Return notes for the user on missing arrays of extras, each starting with "; "; empty if none are missing.
 
         Args:
             names: names of the arrays in the checkpoint.

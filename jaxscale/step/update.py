@@ -236,7 +236,7 @@ def _fused_adamw(
 
 
 def describe_kinds(param_infos: PyTree[ParamInfo]) -> str:
-    """Return a line for the user with the numbers of matrices, tables and vectors, as update rules classify parameters.
+    """Return a line for the user with the number of parameters of each kind: matrix, table or vector.
 
     Args:
         param_infos: tree of the `ParamInfo` of each parameter.
