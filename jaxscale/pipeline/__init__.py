@@ -4,10 +4,10 @@
 |---|---|
 | schedules | action.py (one pass), orders.py (the actions of each rank), check.py (validity), ticks.py, versions.py |
 | named schedules | schedules/ (one file for each), method.py, builders.py |
-| requests for a schedule, such as `1f1b:4x8` | plan.py |
+| plans, which specify a schedule in a text form such as `1f1b:4x8` | plan.py |
 | files of schedules in PyTorch's CSV format | csv.py, messages.py, infer_routes.py |
 | seconds and bubbles of a schedule | clock/: simulate.py, table.py, clock.py, many_orders.py, costs.py, measured.py |
-| choice of partition and schedule | choose/: partition.py (blocks of a stage), search.py (orders), auto.py |
+| choice of partition and schedule | choose/: partition.py (blocks of each stage), search.py (orders), auto.py |
 | execution in JAX | run/: execute.py, asynchronous.py, tables.py, actions.py, passes.py, split.py |
 | charts | charts/ |
 """
@@ -43,7 +43,7 @@ _MODULE_BY_NAME = {
     "value_and_grad": "jaxscale.pipeline.run.gradients",
     "virtual_workers": "jaxscale.pipeline.choose.virtual_workers",
 }
-"""The module that defines each public name; a name is imported from its module at its first use."""
+"""For each public name, the module that defines it. The module is imported when the name is first used."""
 
 if TYPE_CHECKING:
     from jaxscale.pipeline.action import Action, Kind

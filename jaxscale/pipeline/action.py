@@ -1,7 +1,7 @@
 """Action: one cell of a pipeline schedule, a pass of one microbatch through one stage.
 
-The text form is PyTorch's: `0F3` is the forward of microbatch 3 on stage 0. PyTorch has no `U`, the update of an
-asynchronous schedule.
+The text form is PyTorch's: `0F3` is the forward of microbatch 3 on stage 0. The kind `U`, the update of an asynchronous
+schedule, does not exist in PyTorch.
 """
 
 import enum
@@ -23,11 +23,11 @@ class Kind(enum.StrEnum):
     W = "W"
     """Backward for the weights: the weight gradient alone, which no stage waits for."""
     U = "U"
-    """Update of a stage's weights inside the schedule; only asynchronous schedules have it."""
+    """Update of a stage's weights inside the schedule; only asynchronous schedules have updates."""
 
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""The kinds of passes: all kinds but U, in the order of the integer codes that stand for kinds in searches."""
+"""The kinds of passes: all kinds but U. Searches encode a kind as its index in this tuple."""
 GRADIENT = (Kind.B, Kind.I)
 """The kinds that compute the input gradient."""
 
@@ -40,7 +40,7 @@ class Action(NamedTuple):
     Args:
         kind: kind of the pass.
         stage: index of the stage, from 0; stage 0 has the embedding.
-        microbatch: index of the microbatch, from 0; for `U`, the last microbatch of the update.
+        microbatch: index of the microbatch, from 0. For `U`, the last microbatch whose gradient is in the update.
 
     Example:
         >>> str(Action(Kind.F, stage=0, microbatch=3))

@@ -43,9 +43,9 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
     Args:
         lanes: the lanes by name, or a single lane, which gets the empty name.
         phases: (motif, number of repetitions) of each phase. A motif consists of words separated by blanks. A word is a
-            kind and the name of a lane: `F1` is the next forward of lane 1, and `B1` or `I1` its next backward. `W1` is
-            the weight gradient of the oldest `I1` that has no weight gradient yet. `W` alone is the weight gradient of
-            the oldest `I` without one in any lane.
+            kind and the name of a lane: `F1` is the next forward of lane 1, and `B1` or `I1` is the lane's next
+            backward. `W1` is the weight gradient of the oldest `I1` that has no weight gradient yet. `W` alone looks
+            for the oldest such `I` in all lanes.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 3), ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
@@ -132,7 +132,7 @@ def single_route(
         name: name of the schedule.
         orders: the actions of each rank.
         microbatches: m, number of microbatches.
-        bound: for each rank, the most activations that it may hold.
+        bound: for each rank, the most activations that the rank may hold.
         route: the rank of each stage; empty: stage s is on rank s.
         cycle: kinds of successive ticks, as in `Schedule`.
         versions: weights of an asynchronous schedule, as in `Schedule`.
@@ -175,9 +175,9 @@ def vee(
         ranks: p, number of ranks.
         microbatches: m, any number of microbatches.
         phases_of: function from a rank and a number of microbatches to the phases of that rank's order.
-        min_microbatches: the fewest microbatches that `phases_of` is defined for. If m is smaller, the order is the one
-            for `min_microbatches` without the actions of microbatches m and later.
-        max_activations: the most activations that a rank may hold; an activation belongs to one stage.
+        min_microbatches: the fewest microbatches for which `phases_of` is defined. If m is smaller, the order is made
+            for `min_microbatches`, and the actions of microbatches m and later are removed.
+        max_activations: the most activations that a rank may hold; activations are counted for each stage separately.
     """
     padded_microbatches = max(microbatches, min_microbatches)
     orders = []

@@ -1,4 +1,4 @@
-"""Functions that return or draw a schedule that is given by its name."""
+"""Functions that return or draw the schedule with a given name."""
 
 from jaxscale.errors import unknown
 from jaxscale.pipeline.charts.text import text_chart
@@ -13,7 +13,7 @@ def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = N
     """Return a named schedule: the passes of each device, in order.
 
     Args:
-        name: name of the method, such as "1f1b" or "zb-h1"; the keys of `METHODS` are all names.
+        name: name of the method, such as "1f1b" or "zb-h1"; `METHODS` has all names as its keys.
         ranks: p, number of devices on the pipe axis.
         microbatches: m, number of microbatches per update of the weights.
         chunks: v, number of stages per device, if the method lets the user choose it; `None`: the method's default.
@@ -21,7 +21,7 @@ def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = N
 
     Raises:
         UserError: the name is unknown (the message suggests the nearest name), or the method is not defined for these
-            numbers.
+            numbers of ranks, microbatches, chunks and updates.
 
     Example:
         >>> schedule("1f1b", 4, 8).live
@@ -41,8 +41,8 @@ def draw(schedule: Schedule | str, costs: Costs | None = None, *, width: int = 1
 
     Args:
         schedule: any schedule, or its text, such as "1f1b:4x8".
-        costs: seconds of the passes of each stage; `None`: for all stages of a rank together, a forward takes 1 second
-            and a backward takes 2.
+        costs: seconds of the passes of each stage. `None`: all ranks are equal; a forward through all stages of a rank
+            takes 1 second, and a backward takes 2.
         width: number of columns.
 
     Example:

@@ -20,9 +20,9 @@ class Fault(UserError):
     Args:
         schedule: name of the schedule.
         reason: text of the message; `{0}`, `{1}`, ... stand for the cells of `mentions`.
-        rank: rank of the wrong action; `None` if the error does not concern a single rank.
+        rank: rank of the wrong action; `None` if the error concerns no particular rank.
         cell: index of the wrong action in the order of its rank; `None` if an action is missing.
-        mentions: (rank, cell) of each of the other actions that the message mentions.
+        mentions: (rank, cell) of each other action that the message mentions.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Fault(UserError):
         self.schedule, self.reason, self.rank, self.cell, self.mentions = schedule, reason, rank, cell, tuple(mentions)
 
     def renumbered(self, new_indices: Sequence[Sequence[int]]) -> "Fault":
-        """Return the same fault with other indices of cells: cell c of rank r becomes `new_indices[r][c]`."""
+        """Return the same fault with its cells renumbered: cell c of rank r becomes `new_indices[r][c]`."""
         new_cell = None if self.rank is None or self.cell is None else new_indices[self.rank][self.cell]
         new_mentions = [(rank, new_indices[rank][cell]) for rank, cell in self.mentions]
         return Fault(self.schedule, self.reason, self.rank, new_cell, new_mentions)
 
 
 def check_shape(schedule: "Schedule") -> None:
-    """Check the counts: every route has a rank for each stage, every microbatch a route, and every rank a stage.
+    """Check that every route has a rank for each stage, that every microbatch has a route, and every rank a stage.
 
     Raises:
         Fault: a count is wrong; the message gives the expected count.
@@ -82,7 +82,9 @@ def _located_actions(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
 
 
 def check_actions(schedule: "Schedule") -> None:
-    """Check that every forward and backward (B, or I and W) occurs once, on the rank that its microbatch's route gives.
+    """Check that every forward and every backward (B, or I and W) occurs once and is on its rank.
+
+    The rank of an action follows from its stage and from the route of its microbatch.
 
     Raises:
         Fault: an action is missing, occurs twice or is misplaced; the error names the rank and the cell.
@@ -132,8 +134,8 @@ def check_actions(schedule: "Schedule") -> None:
 def check_updates(schedule: "Schedule") -> None:
     """Check the updates of an asynchronous schedule; a synchronous schedule must have no updates.
 
-    Each stage must be updated right after the backwards of each group of microbatches. If `Versions.lag` sets the
-    version of the weights that a forward reads, this version must exist before the forward.
+    Each stage must be updated after the backwards of each group of microbatches, and before its next backward. If
+    `Versions.lag` sets the version of the weights that a forward reads, this version must exist before the forward.
 
     Raises:
         Fault: an update is missing or misplaced, or a version is read too early; the error names the rank and the cell.
@@ -185,7 +187,8 @@ def check_progress(schedule: "Schedule") -> None:
     """Check that no action waits forever.
 
     Raises:
-        Fault: some ranks wait for one another in a circle; the message names the action at which each rank waits.
+        Fault: some ranks wait for one another in a circle (a deadlock); the message names the action of each of these
+            ranks that waits, and what it waits for.
     """
     orders = schedule.orders
     done_actions: set[Action] = set()
@@ -228,7 +231,7 @@ def check_progress(schedule: "Schedule") -> None:
 
 
 def check_stash(schedule: "Schedule") -> None:
-    """Check that no rank holds more activations than its bound.
+    """Check that no rank holds more activations than `Schedule.bound` allows.
 
     Raises:
         Fault: a rank holds more activations than its bound; the error names the rank.

@@ -1,10 +1,10 @@
-"""CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
+"""CSV: the file format in which PyTorch and torchtitan store schedules (torch.distributed.pipelining, torch 2.13).
 
 Each line is the order of a rank. Each cell is an action, such as `0F0`, `7I0`, `7W0` or `0B0`, or a pair of actions,
 such as `(0F7;7B3)OVERLAP_F_B`. The cells of a line give an order, not times: empty cells are dropped, and an action
 runs as soon as its inputs arrive. The lowered form also has messages, which are checked and then dropped. UNSHARD,
-RESHARD and REDUCE_GRAD are ignored. The file gives neither the rank of each stage nor the number of microbatches; both
-are inferred from the actions.
+RESHARD and REDUCE_GRAD are ignored. The file specifies neither the rank of each stage nor the number of microbatches;
+both are inferred from the actions.
 
 Left out: the updates of asynchronous schedules, because PyTorch's format has no updates.
 """
@@ -51,15 +51,15 @@ def _cell_contents(text: str) -> Iterator[Action | Message]:
 def parse_csv(text: str, name: str = "csv") -> Schedule:
     """Parse the schedule that a CSV text describes.
 
-    If each column has passes of one kind, and every pass is in a later column than its inputs, the result is a
-    lock-step schedule, in which each tick is of one kind.
+    If all passes of each column have the same kind, and every pass is in a later column than its inputs, the result is
+    a lock-step schedule, in which each tick has one kind.
 
     Args:
-        text: text of the file, with passes alone (PyTorch's compute-only form) or with messages (the lowered form).
+        text: text of the file. It has only passes (PyTorch's compute-only form) or also messages (the lowered form).
         name: name of the schedule, and of the file in error messages.
 
     Raises:
-        Fault: a cell is invalid, or an action or message is missing, occurs twice, is misplaced or waits forever; the
+        Fault: a cell is invalid, or an action or message is missing, occurs twice, is misplaced or waits forever. The
             error names the rank and the cell in the file, both counted from 0.
         UserError: the text is empty.
 
@@ -112,7 +112,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """Return the schedule as a lock-step schedule if its columns can be ticks; otherwise return it unchanged."""
+    """Return the schedule as a lock-step schedule if its columns can be ticks; otherwise return `schedule`."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
         is_misplaced = any(column_of[input_action] >= column for input_action in schedule.inputs(action))
@@ -124,7 +124,7 @@ def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedul
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Read a schedule from a CSV file; the name of the schedule is the name of the file.
+    """Read a schedule from a CSV file. The schedule gets the name of the file.
 
     Raises:
         UserError: the file cannot be read, or its text is not a valid schedule (see `parse_csv`).
@@ -150,8 +150,8 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
 
     Args:
         schedule: a synchronous schedule.
-        lower: whether to write the lowered form, with messages (PyTorch's `compute_comms`); otherwise there is a column
-            for each tick, with an empty cell if the rank is idle.
+        lower: whether to write the lowered form, which has messages (PyTorch's `compute_comms`). Otherwise each tick is
+            a column, and the cell of an idle rank is empty.
 
     Raises:
         UserError: the schedule is asynchronous.

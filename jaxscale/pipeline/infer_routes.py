@@ -11,7 +11,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 def count_microbatches(name: str, orders: Orders) -> int:
-    """Return the number of microbatches that most stages have; in an invalid schedule, some stages have fewer or more.
+    """Return the number of microbatches of most stages. In an invalid schedule, some stages have fewer or more.
 
     Args:
         name: name of the schedule, for error messages.
@@ -29,8 +29,8 @@ def count_microbatches(name: str, orders: Orders) -> int:
     key_count_of = Counter(last_microbatch_of.values())  # for each last microbatch, the number of keys that have it
     last_microbatch = min(key_count_of, key=lambda microbatch: (-key_count_of[microbatch], microbatch))
     if last_microbatch >= sum(map(len, orders)):
-        reason = f"is of microbatch {last_microbatch}, but most earlier microbatches are missing"
-        raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
+        problem_text = f"is of microbatch {last_microbatch}, but most earlier microbatches are missing"
+        raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, problem_text)
     return last_microbatch + 1
 
 
@@ -38,8 +38,8 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
     """Return (routes, route): for every route, the rank of each stage; for each microbatch, the index of its route.
 
     A stage is on the rank that runs most of the stage's actions. Actions of the stage on other ranks are misplaced, and
-    the check of the schedule reports them. There may be several routes, such as the two directions of Chimera, if each
-    route gives every rank the same number of stages.
+    the check of the schedule reports them. Several routes are inferred, such as the two directions of Chimera, only if
+    each route gives every rank the same number of stages.
 
     Args:
         name: name of the schedule, for error messages.
@@ -47,9 +47,10 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         microbatches: m, number of microbatches.
 
     Raises:
-        Fault: a stage has no action on any rank, although a later stage has one.
+        Fault: a stage has no action on any rank, although a later stage has one; or there are far too few actions for
+            the stages and microbatches.
     """
-    # for each (stage, microbatch), and for each (stage, None) over all microbatches: its number of actions on each rank
+    # for each (stage, microbatch), the number of its actions on each rank; (stage, None) counts all microbatches
     rank_counters: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
     for rank, order in enumerate(orders):
         for action in order:
@@ -58,17 +59,17 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
     last_stage = max(stage for stage, _ in rank_counters)
     for stage in range(last_stage):
         if (stage, None) not in rank_counters:
-            reason = f"is of stage {last_stage}, but stage {stage} has no rank"
-            raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
+            problem_text = f"is of stage {last_stage}, but stage {stage} has no rank"
+            raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, problem_text)
 
-    # each stage has two actions for each microbatch; in a table with few of them, the next loops would take very long
+    # a valid schedule has two or more actions for each stage and microbatch; with far fewer, the loops take too long
     action_count = sum(map(len, orders))
     if (last_stage + 1) * microbatches > 2 * action_count + 1024:
-        reason = f"has {action_count} actions, expected two or more for each of {last_stage + 1} stages and "
-        raise Fault(name, f"{reason}{microbatches} microbatches", 0)
+        problem_text = f"has {action_count} actions, expected two or more for each of {last_stage + 1} stages and "
+        raise Fault(name, f"{problem_text}{microbatches} microbatches", 0)
 
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
-        """Return the usual rank of each stage for a microbatch, or for all microbatches (`None`)."""
+        """Return, for each stage, the rank with most of its actions for a microbatch; `None`: for all microbatches."""
         stage_counters = (
             rank_counters[stage, microbatch] or rank_counters[stage, None] for stage in range(last_stage + 1)
         )
@@ -84,7 +85,7 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         return (usual_route(None),), (0,) * microbatches
 
     def agreement_count(microbatch: int, route: Sequence[int]) -> int:
-        """Return how many actions of a microbatch are on the ranks that a route gives."""
+        """Return how many actions of a microbatch are on the ranks to which a route assigns their stages."""
         return sum(rank_counters[stage, microbatch][rank] for stage, rank in enumerate(route))
 
     route_indices = (
@@ -94,8 +95,8 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
     return tuple(routes), tuple(route_indices)
 
 
-def _fault_at_first(name: str, orders: Orders, is_wrong: Callable[[Action], bool], reason: str) -> Fault:
-    """Return a fault at the first wrong action; the text of its reason starts with that action."""
+def _fault_at_first(name: str, orders: Orders, is_wrong: Callable[[Action], bool], problem_text: str) -> Fault:
+    """Return a fault at the first wrong action. Its message is the action's text form, followed by `problem_text`."""
     wrong_places = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if is_wrong(a))
     rank, cell = next(wrong_places)
-    return Fault(name, f"{orders[rank][cell]} {reason}", rank, cell)
+    return Fault(name, f"{orders[rank][cell]} {problem_text}", rank, cell)

@@ -1,8 +1,8 @@
-"""The messages (SEND and RECV) of a lowered schedule, which is PyTorch's form of a schedule with communication.
+"""The messages (SEND and RECV) of a lowered schedule: PyTorch's form of a schedule with explicit communication.
 
-`0SEND_F3` follows the forward of microbatch 3 on stage 0. `1RECV_F3`, on the rank of stage 1, precedes the forward on
-stage 1. `SEND_B` and `RECV_B` carry gradients to the previous stage. Stages on the same rank send no messages to each
-other.
+`0SEND_F3` follows the forward of microbatch 3 on stage 0. `1RECV_F3`, on the rank of stage 1, comes before the forward
+on stage 1. `SEND_B` and `RECV_B` transfer gradients to the previous stage. Stages on the same rank send no messages to
+each other.
 """
 
 from collections import Counter
@@ -35,10 +35,10 @@ class Message(NamedTuple):
 
 
 def _message_ends(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
-    """Return the SEND and the RECV of an action's result, each as (rank, message, action next to the message).
+    """Return (rank, message, adjacent action) of the SEND and of the RECV of an action's result.
 
-    The SEND is next to the action itself, and the RECV is next to the action that reads the result. The list is empty
-    if no other rank reads the result.
+    The SEND belongs right after the action itself, and the RECV before the action that reads the result. The list is
+    empty if no other rank reads the result.
     """
     kind, stage, microbatch = action
     if kind is Kind.F and stage + 1 < schedule.stages:
@@ -60,12 +60,15 @@ def _message_ends(schedule: Schedule, action: Action) -> list[tuple[int, Message
 def check_messages(
     schedule: Schedule, located_messages: Iterable[tuple[int, int, Message]], column_of: Mapping[Action, int]
 ) -> None:
-    """Check that every result that another rank needs is sent once, after its action, and received before its reader.
+    """Check the messages of a schedule in a CSV file.
+
+    Every result that another rank needs must have one SEND, after the action that computes the result, and one RECV,
+    before the action that reads the result. There must be no other messages.
 
     Args:
         schedule: the actions of the ranks.
-        located_messages: (rank, column, message) of every message in the CSV file of the schedule.
-        column_of: the column of each action in that file.
+        located_messages: (rank, column, message) of every message in the file.
+        column_of: the column of each action in the file.
 
     Raises:
         Fault: a message is missing, occurs twice or is misplaced; the error names the rank and the column.
@@ -103,7 +106,7 @@ def lowered_cells(schedule: Schedule) -> list[list[str]]:
     """
     cell_rows = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
     ending_kinds = (Kind.B, Kind.W)  # the kinds that end a backward
-    # how many backwards of each (rank, stage) have not ended yet
+    # for each (rank, stage), the number of backwards that have not ended yet
     remaining_counts = Counter(
         (rank, action.stage)
         for rank, order in enumerate(schedule.orders)

@@ -1,4 +1,4 @@
-"""Method: a named way to make a schedule; each file of `schedules/` defines one."""
+"""Method: a named way to make a schedule. Each file of `schedules/` defines one method."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jaxscale.values.limits import MAX_SCHEDULE_FORWARDS, check_at_most
 
 
 def _accept_all_numbers(ranks: int, microbatches: int, chunks: int) -> None:
-    """Accept all numbers."""
+    """Accept any numbers of ranks, microbatches and chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Method:
     Args:
         name: name in the text form of a plan, such as `1f1b`.
         title: description in one line, for tables and charts.
-        make: function that makes the schedule from (ranks, microbatches), with the keyword `chunks` if `interleaves` is
-            true and the keyword `updates` if `steps` is true.
+        make: function that makes the schedule from (ranks, microbatches). It also gets the keyword `chunks` if
+            `interleaves` is true, and the keyword `updates` if `steps` is true.
         chunks: number of stages per rank; if `interleaves` is true, the default number.
-        interleaves: whether the user may choose `chunks`, by `v=` in the text form.
-        steps: whether the weights are updated inside the schedule, which makes it asynchronous.
-        streams: whether there is an update for each microbatch; the text form then has no number of microbatches, for
+        interleaves: whether the user may choose `chunks`, with `v=` in the text form.
+        steps: whether the schedule is asynchronous: the weights are updated inside the schedule.
+        streams: whether each microbatch has its own update. The text form then has no number of microbatches, for
             example `pipedream:4`.
         refuse: function of (ranks, microbatches, chunks) that raises UserError if `make` has no schedule for these
-            numbers. It checks a plan without making the schedule.
+            numbers. It does not make the schedule.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Method:
     refuse: Callable[[int, int, int], None] = _accept_all_numbers
 
     def check(self, ranks: int, microbatches: int, chunks: int | None = None) -> None:
-        """Check the numbers of a schedule without making it; a schedule of many actions takes long to make.
+        """Check the numbers of a schedule without making the schedule, because a large schedule takes long to make.
 
         Args:
             ranks: p, number of devices on the pipe axis.
@@ -73,7 +73,7 @@ class Method:
         self.refuse(ranks, microbatches, chunks or self.chunks)
 
     def schedule(self, ranks: int, microbatches: int, chunks: int | None = None, updates: int = 1) -> Schedule:
-        """Make the schedule for a number of devices and microbatches.
+        """Make the schedule for given numbers of devices and microbatches.
 
         Args:
             ranks: p, number of devices on the pipe axis.

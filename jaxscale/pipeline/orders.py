@@ -1,9 +1,9 @@
 """Schedule: the ordered actions of each device of a pipeline, as data that checks itself.
 
-A schedule has no times: an action runs after the actions before it on its device and after its inputs. So one
-`Schedule` serves the checks (`check.py`), the simulator (`clock/simulate.py`), the charts (`charts/draw.py`) and the
-executor (`run/execute.py`). A schedule from PyTorch's CSV (`csv.py`) is the same type as a named schedule
-(`schedules/`). `ticks.py` computes the ticks of a schedule's actions.
+A schedule has no times: an action runs after its inputs and after the actions that precede it on its device. So the
+checks (`check.py`), the simulator (`clock/simulate.py`), the charts (`charts/draw.py`) and the executor
+(`run/execute.py`) all use the same `Schedule`. Schedules from PyTorch's CSV (`csv.py`) and named schedules
+(`schedules/`) have this type too. `ticks.py` computes the ticks of a schedule's actions.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ class Versions:
 
     Args:
         group: number of microbatches per update: 1 in PipeDream and PipeMare, M in 2BW.
-        backward: the weights at which a backward linearizes (differentiates) its stage: "forward" for the weights that
-            its forward read, "newest" for the newest weights of its stage.
-        lag: in group g, counted from 0, a forward reads version max(0, g - lag); `None`: a forward reads the newest
-            version of its stage.
+        backward: the weights at which a backward differentiates its stage. "forward": the weights that the forward of
+            the same microbatch read; "newest": the newest weights of the stage.
+        lag: a forward in group g (counted from 0) reads version max(0, g - lag). `None`: it reads the newest version of
+            its stage.
     """
 
     group: int
@@ -53,11 +53,11 @@ class Schedule:
         routes: `routes[r][stage]` is the rank that runs the stage for the microbatches of route r; only bidirectional
             schedules have several routes.
         route: for each microbatch, the index of its route in `routes`.
-        versions: the weights that an asynchronous schedule computes with; `None`: the schedule is synchronous, and the
-            weights are updated once, after it.
-        cycle: the kinds of successive ticks of a lock-step schedule, in which every tick is of one kind on all ranks;
-            the cycle repeats. `None`: a tick may have several kinds.
-        bound: for each rank, the most activations that it may hold; an activation belongs to one stage and one
+        versions: the weights that an asynchronous schedule computes with. `None`: the schedule is synchronous, and the
+            weights are updated once, after the schedule.
+        cycle: the kinds of successive ticks of a lock-step schedule; the cycle repeats. In such a schedule, all actions
+            of a tick have the same kind. `None`: a tick may have several kinds.
+        bound: for each rank, the most activations that the rank may hold; an activation belongs to one stage and one
             microbatch. `None`: no limit.
 
     Raises:
@@ -103,12 +103,12 @@ class Schedule:
 
     @functools.cached_property
     def chunks(self) -> int:
-        """The largest number of chunks that a rank holds; a chunk is the weights of one stage."""
+        """The most chunks that any rank holds; a chunk is the weights of one stage."""
         return max(len(stages) for stages in self._stages_of_ranks)
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the stages that it runs: those on the first route, then those that other routes add."""
+        """For each rank, the stages that it runs: first its stages on the first route, then those on other routes."""
         stage_sets: list[dict[int, None]] = [{} for _ in range(self.ranks)]  # the keys are ordered sets
         for route in self.routes:
             for stage, rank in enumerate(route):
@@ -116,11 +116,11 @@ class Schedule:
         return tuple(map(tuple, stage_sets))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank runs; the rank's chunk c is the weights of the stage at index c here."""
+        """Return the stages that a rank runs. The stage at index c has its weights in the rank's chunk c."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """Return (rank, chunk) of a stage for the microbatches of a route, which is given by its index."""
+        """Return the rank of a stage for the microbatches of route `route`, and the index of its chunk on this rank."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
@@ -135,15 +135,15 @@ class Schedule:
 
     @functools.cached_property
     def fused(self) -> frozenset[tuple[int, int]]:
-        """The pairs (stage, microbatch) whose backward is one action B instead of I and W."""
+        """The pairs (stage, microbatch) whose backward is one action, B, instead of two, I and W."""
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.B)
 
     def gradient(self, stage: int, microbatch: int) -> Action:
-        """Return the action that computes the input gradient of a stage: B, or I if the backward is split."""
+        """Return the action that computes a stage's input gradient: B or, if the backward is split, I."""
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that must be done before an action; for an update, the order of its rank is enough."""
+        """Return the actions whose results an action needs; none for an update, which follows the order of its rank."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
@@ -154,7 +154,7 @@ class Schedule:
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
-        """For each rank, the most activations that it holds at once; it holds one from F until B (or W) is done."""
+        """For each rank, the most activations that it holds at once; each is held from F until B (or W) is done."""
         # the first half of a tuple of counts: the activations between F and the end of B (or W)
         return tuple(
             max((sum(counts[: len(counts) // 2]) for counts in self.activation_counts(rank)), default=0)
@@ -162,10 +162,10 @@ class Schedule:
         )
 
     def activation_counts(self, rank: int) -> set[tuple[int, ...]]:
-        """Return the set of distinct counts of activations that a rank holds during its actions, as tuples.
+        """Return the distinct tuples of activation counts that occur during the actions of a rank.
 
         The first half of a tuple has, for each stage of the rank, the number of activations between F and the end of B
-        (or W). The second half has, for each stage, the number of activations between I and the end of W.
+        or W. The second half has, for each stage, the number of activations between I and the end of W.
         """
         index_of_stage = {stage: index for index, stage in enumerate(self.stages_of(rank))}
         current_counts = [0] * (2 * len(index_of_stage))

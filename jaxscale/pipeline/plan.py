@@ -1,4 +1,4 @@
-"""A request for a schedule for a number of devices and microbatches, with a short text form."""
+"""Pipeline plans: a schedule's name, its numbers of devices and microbatches, and options, with a short text form."""
 
 import dataclasses
 import functools
@@ -17,30 +17,30 @@ from jaxscale.values.limits import MAX_AXIS_DEVICES, MAX_LAYERS, check_at_most
 
 
 def _form_template(method: Method) -> str:
-    """Return the template of the text form of a method, such as `1f1b:PxM`."""
+    """Return the template of a method's text form, such as `1f1b:PxM`."""
     size_template = "P" if method.streams else "PxM"
     return f"{method.name}:{size_template}" + ("[,v=V]" if method.interleaves else "")
 
 
 def forms() -> dict[str, str]:
-    """Return the template of the text form, by the name of the schedule."""
+    """Return a dict from the name of each schedule to the template of its text form."""
     return {**{name: _form_template(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
 
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
-"""Names of the options of the text form: `v` is the number of stages per device, the others are fields of a plan."""
+"""Names of the options of the text form: `v` is the number of stages per device; the other names are fields."""
 _SIZE = re.compile(r"([0-9]{1,18})(?:x([0-9]{1,18}))?")
 
 
 @functools.lru_cache(maxsize=128)
 def _cached_schedule(method: Method, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
-    """Return the schedule of a method, from a cache."""
+    """Return the schedule of a method; equal arguments get the schedule from a cache."""
     return method.schedule(ranks, microbatches, chunks, updates)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """A request for a schedule for a number of devices and microbatches, with a text form.
+    """A schedule's name, its numbers of devices and microbatches, and options, with a text form.
 
     | text form | schedule |
     |---|---|
@@ -60,16 +60,15 @@ class PipelinePlan:
         chunks: V, number of stages per device; `None`: the default of the method.
         path: path of the file.
         stages: number of blocks of each stage, in order; `None`: every stage has the same number of blocks.
-        stash: what a stage keeps from a forward to its backward: "residuals", those that the memory plan of each block
-            selects; or "input", the stage's input alone, from which the backward runs the forward again.
-        lowering: how the schedule becomes a program: "switch", with a branch for each kind of action, so that idle
-            devices do nothing; or "phased", with the kinds written out one after the other without branches. "phased"
-            needs schedules in which each tick is of one kind (lockstep, gpipe); idle devices compute on zeros and drop
-            the results.
+        stash: what a stage keeps from a forward to its backward. "residuals": the residuals that the memory plan of
+            each block selects. "input": only the stage's input; the backward runs the forward again.
+        lowering: how the schedule becomes a program. "switch": each tick has a branch for each kind of action, and idle
+            devices do nothing. "phased": the program has no branches, and its ticks have fixed kinds. Idle devices
+            compute on zeros and drop the results. Each tick must have only one kind (lockstep, gpipe).
         anneal: number of updates over which PipeMare's rescheduling fades. Rescheduling gives stages with stale weights
             smaller learning rates. 0: no rescheduling; `None`: a quarter of the run for pipemare, otherwise 0.
-        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1: the
-            share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
+        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1. It is
+            the share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
             `None`: exp(-2) = 0.135.
         synchronous_steps: number of synchronous training steps before an asynchronous pipeline is filled.
 
@@ -135,8 +134,8 @@ class PipelinePlan:
         """Parse the text form of a plan.
 
         Raises:
-            UserError: the name is unknown (the message suggests the nearest name), numbers are missing or superfluous,
-                or the method has no schedule for these numbers.
+            UserError: the name or an option is unknown (the message suggests the nearest name), numbers are missing or
+                superfluous, or the method has no schedule for these numbers.
         """
         name_text, colon, arguments = text.strip().partition(":")
         name = name_text.lower()
@@ -190,7 +189,7 @@ class PipelinePlan:
         return self.name in METHODS and METHODS[self.name].steps
 
     def shape(self) -> tuple[int, int]:
-        """Return the number of devices on the pipe axis, and the number of microbatches of a batch.
+        """Return (ranks, microbatches): the number of devices on the pipe axis, and of microbatches in a batch.
 
         Raises:
             UserError: the file is missing or invalid, or the schedule of `auto` has not been chosen yet.
@@ -209,8 +208,7 @@ class PipelinePlan:
 
         Args:
             updates: number of updates of an asynchronous schedule.
-            ranks: number of devices on the pipe axis of the mesh, which must be the schedule's number of devices;
-                `None`: not checked.
+            ranks: number of devices on the mesh's pipe axis; the schedule must be for this number. `None`: not checked.
 
         Raises:
             UserError: the file is missing or invalid, the schedule is for another number of devices, or the schedule of
@@ -233,7 +231,7 @@ class PipelinePlan:
 
 
 def schedule_of(schedule: Schedule | str) -> Schedule:
-    """Return a schedule unchanged, or the schedule that a text such as "1f1b:4x8" describes.
+    """Return a given schedule unchanged, or the schedule that a text such as "1f1b:4x8" specifies.
 
     Raises:
         UserError: the text is not the text form of a plan, or the plan has no schedule yet (`auto`).

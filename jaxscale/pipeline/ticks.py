@@ -1,9 +1,9 @@
 """The tick in which each action of a schedule runs if all ranks go from tick to tick together.
 
 One program on many devices (SPMD) exchanges messages at the end of every tick, so a result arrives one tick later. An
-action runs in the first tick in which its rank is free and its inputs have arrived. In a lock-step schedule (`cycle`) a
-tick is of one kind on all ranks. The kinds of the cycle take turns, and a turn without any action takes no tick. An
-update inside a schedule belongs to the tick of the backward before it.
+action runs in the first tick in which its rank is free and its inputs have arrived. In a lock-step schedule (`cycle`),
+all actions of a tick have the same kind. The kinds of the cycle take turns, and a turn without any action takes no
+tick. An update inside a schedule belongs to the tick of the backward before it.
 """
 
 from collections import deque
@@ -13,16 +13,16 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> dict[Action, int]:
-    """Return the tick of each action, as early as its inputs and the order of its rank allow.
+    """Return the tick of each action: the earliest that its inputs and the order of its rank allow.
 
     Args:
         schedule: the actions of each rank, in order.
-        forward_only: whether to leave out all actions but forwards (evaluation).
-        pace: number of ticks between the entries of two successive microbatches, for a pipeline that never drains; 0:
+        forward_only: whether only the forwards run, for evaluation.
+        pace: number of ticks between the entries of two successive microbatches, for a pipeline that never drains. 0:
             microbatches enter as early as possible.
 
     Returns:
-        The tick of each action, from 0; the dictionary is sorted by tick, then by rank.
+        The tick of each action; ticks count from 0. The dict is sorted by tick, then by rank.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -54,7 +54,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
 
 
 def rows(schedule: Schedule) -> list[list[Action | None]]:
-    """Return, for each tick, the action of each rank, `None` if the rank is idle; updates are left out."""
+    """Return, for each tick, the action of each rank, or `None` if the rank is idle. Updates are left out."""
     tick_of = ticks(schedule)
     table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(tick_of.values()))]
     for rank, order in enumerate(schedule.orders):

@@ -1,7 +1,7 @@
 """Versions of weights in an asynchronous schedule: which version each action uses, and how long each version lives.
 
-Version n of a stage is its weights after n updates. The number of versions that live at once follows from the schedule:
-p on the first stage of PipeDream, 2 in 2BW, 1 in PipeMare.
+Version n of a stage is the stage's weights after n updates. The number of versions that live at once follows from the
+schedule: p on the first stage of PipeDream, 2 in 2BW, 1 in PipeMare.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ class Use:
     """The versions of the stage's weights that an action uses.
 
     Args:
-        reads: the version that a forward reads, or at which a backward linearizes its stage.
-        makes: the version that the update right after this backward makes; `None` if no update follows.
+        reads: the version that a forward reads, or at which a backward differentiates its stage.
+        makes: the version that the update right after a backward makes; `None` if no update follows the action.
     """
 
     reads: int
@@ -26,10 +26,11 @@ class Use:
 
 
 def uses(schedule: Schedule) -> dict[Action, Use]:
-    """Return the versions that each forward and backward uses; an update counts as part of the backward before it.
+    """Return the versions that each forward and backward uses. An update counts as part of the backward before it.
 
     Raises:
-        UserError: the schedule is synchronous, a backward is split into I and W, or an update follows no backward.
+        UserError: the schedule is synchronous, a backward is split into I and W, or an update does not follow the
+            backward of its microbatch.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -80,7 +81,7 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
 def version_lifetimes(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
     """Return, by stage, (first tick, tick after the last, version) for every version of the stage's weights.
 
-    A version lives from the tick after the update that makes it until its last reader or the next update, whichever is
+    A version lives from the tick after the update that makes it until its last read or the next update, whichever is
     later.
 
     Args:
@@ -103,7 +104,9 @@ def version_lifetimes(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict
 
 
 def ring_slot_count(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
-    """Return the fewest slots n that values can take in turn: value i takes slot i mod n, which must be free then.
+    """Return the smallest number of slots n such that values can take the slots in turn.
+
+    Value i takes slot i mod n, which must be free when the value's lifetime begins.
 
     Args:
         lifetimes: (first tick, tick after the last, name) of each value, in the order in which values take slots.

@@ -16,7 +16,7 @@ _MODULE_BY_NAME = {
     "to_device": "jaxscale.sharding.memory_space",
     "to_host": "jaxscale.sharding.memory_space",
 }
-"""The module from which each public name loads at its first use."""
+"""For each public name, the module that defines it. The module is imported when the name is first used."""
 
 if TYPE_CHECKING:
     from jaxscale.sharding.memory_space import on_host, to_device, to_host

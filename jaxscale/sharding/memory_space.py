@@ -1,10 +1,10 @@
 """The memory space of an array: device memory, or host memory that the device reads by DMA ("pinned_host").
 
-The memory space is part of the type of an array. All operands of an operation must lie in one memory space, so arrays
-on the host are moved to the device explicitly. The gradient of `to_device` lies on the host, because the transpose of
-the move is the move back.
+The memory space is part of an array's type. All operands of an operation must lie in one memory space, so arrays on the
+host are moved to the device explicitly. The gradient of the argument of `to_device` lies on the host, because the
+transpose of a move is the move back.
 
-The CPU backend supports these memory kinds, but has only one memory. There, offload is a rehearsal: the program
+The CPU backend supports these memory kinds, but has only one memory. On a CPU, offload is a rehearsal: the program
 computes the same values, but moves no bytes.
 """
 
@@ -22,16 +22,16 @@ HOST_KIND = "pinned_host"
 """Memory kind of the host memory that a device can read and write."""
 
 HOST_BYTES_FACTOR = 2
-"""Bytes of host memory for each offloaded byte, because XLA may hold the old and the new copy of a buffer at once."""
+"""Bytes of host memory for each offloaded byte: XLA may hold the old and the new copy of a buffer at the same time."""
 
 
 def on_host(x: Any) -> bool:
-    """Return whether an array, traced or not, lies in host memory."""
+    """Return whether an array lies in host memory. The array may be traced."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(tree: Tree) -> Tree:
-    """Move every leaf of a tree to device memory, with its sharding unchanged; call this function under `jit`.
+    """Move every leaf of a tree to device memory, with the same sharding. Call this function under `jit`.
 
     Example:
         >>> bool(jax.jit(lambda x: to_device(to_host(x)) + 1)(1) == 2)
@@ -41,29 +41,29 @@ def to_device(tree: Tree) -> Tree:
 
 
 def to_host(tree: Tree) -> Tree:
-    """Move every leaf of a tree to host memory, with its sharding unchanged; call this function under `jit`."""
+    """Move every leaf of a tree to host memory, with the same sharding. Call this function under `jit`."""
     return jax.tree.map(lambda leaf: leaf if on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host), tree)
 
 
 def in_memory_of(reference_sharding: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """Return `sharding` in host memory if `reference_sharding` is in host memory, otherwise unchanged."""
+    """Return `sharding` with host memory as its memory kind if `reference_sharding` has it, otherwise unchanged."""
     return sharding.with_memory_kind(HOST_KIND) if reference_sharding.memory_kind == HOST_KIND else sharding
 
 
 def is_rehearsal(devices: Iterable[Any]) -> bool:
-    """Return whether offload on these devices is only a rehearsal: they are CPUs, whose memory is the host's."""
+    """Return whether offload on these devices is only a rehearsal, because all of them are CPUs."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def check_host_memory(devices: Iterable[Any], option: str) -> None:
-    """Raise an error if an option needs host memory, and a device cannot reach host memory.
+    """Raise UserError if a device has no host memory, which an option needs.
 
     Args:
         devices: devices of the mesh.
-        option: the option, as the user wrote it.
+        option: the option that needs host memory, as the user wrote it.
 
     Raises:
-        UserError: a device has no memory of the kind `pinned_host`, or JAX cannot list its memories.
+        UserError: a device has no memory of the kind `pinned_host`, or JAX cannot list the memories of any device.
     """
     # an `AbstractDevice` lists no memories; the TPUs and GPUs that it describes have host memory
     attached_devices = [device for device in devices if not isinstance(device, AbstractDevice)]

@@ -17,21 +17,21 @@ from jaxscale.values.limits import MAX_AXIS_DEVICES, check_at_most
 from jaxscale.values.read_files import whole_number
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
-"""Mesh axes from the slowest link to the fastest: replicas lie across slices, tensor shards on the nearest chips."""
+"""Mesh axes, from the slowest link to the fastest: replicas lie on different slices, tensor shards on nearby chips."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Number of devices along each mesh axis. The text form, such as `"data:2,fsdp:4"`, leaves out axes of one device.
+    """Number of devices along each mesh axis. The text form, such as `"data:2,fsdp:4"`, omits axes of one device.
 
     Args:
         replica: copies of the whole model across slices or nodes (HSDP's outer axis).
         data: data-parallel copies of the model inside a slice.
         pipe: pipeline stages.
         fsdp: devices over which ZeRO shards.
-        expert: devices over which experts are spread.
+        expert: devices over which the experts are distributed.
         sequence: devices over which a sequence is split (context parallelism).
-        tensor: devices over which heads, mlp and vocabulary are split (Megatron).
+        tensor: devices over which heads, mlp and vocabulary are split (Megatron's tensor parallelism).
 
     Example:
         >>> MeshSpec.parse("data:2,fsdp:4")
@@ -74,7 +74,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """Return the mesh that a text form such as "data:2,fsdp:4" describes; "1" is a single device."""
+        """Return the mesh that a text form such as "data:2,fsdp:4" specifies. "1" specifies a single device."""
         if not text.strip():
             raise UserError("mesh: got an empty text, expected AXIS:DEVICES such as data:2,fsdp:4, or 1 for one device")
         device_counts: dict[str, int] = {}
@@ -103,16 +103,16 @@ class MeshSpec:
         return ",".join(f"{axis}:{count}" for axis, count in self.sizes.items() if count > 1) or "1"
 
     def build(self, devices: Sequence[Any] | None = None) -> Any:
-        """Build the `jax.sharding.Mesh`, with axes in Auto mode, and devices in an order that follows their links.
+        """Build the `jax.sharding.Mesh`, with all axes in Auto mode. The order of the devices follows their links.
 
         Args:
-            devices: the mesh uses the first `self.devices` of these devices; all of JAX's by default. From
-                `jax.sharding.AbstractDevice`s, the result is an `AbstractMesh`, for which programs can be traced, but
+            devices: the devices; by default all devices of JAX. The mesh uses the first `self.devices` of them. If they
+                are `jax.sharding.AbstractDevice`s, the result is an `AbstractMesh`: programs can be traced for it, but
                 not run.
 
         Raises:
-            UserError: there are fewer devices than the mesh takes, a process has none of them, or the TPU slices have
-                unequal numbers of devices.
+            UserError: there are fewer devices than the mesh takes, a process has no device of the mesh, or the TPU
+                slices have unequal numbers of devices.
         """
         import jax
         from jax.experimental import mesh_utils
@@ -146,7 +146,7 @@ class MeshSpec:
                 f"mesh's {self.devices} devices, expected the same number on each slice; use a mesh of "
                 f"{min(device_count_by_slice.values()) * slice_count} devices, or a mesh within one slice"
             )
-        # an axis may be a part of a dim of the torus, such as tensor:2 on 4x4
+        # an axis may cover only a part of a dim of the torus, such as tensor:2 on 4x4
         if slice_count == 1:
             device_array = mesh_utils.create_device_mesh(axis_sizes, mesh_devices, allow_split_physical_axes=True)
         else:
@@ -160,10 +160,10 @@ class MeshSpec:
         return jax.sharding.Mesh(device_array, AXES, axis_types=axis_types)
 
     def across(self, slices: int) -> tuple[int, ...]:
-        """Return the number of slices that each axis spans, in the order of `AXES`; the slowest axes span the slices.
+        """Return the number of slices that each axis spans, in the order of `AXES`. Only the slowest axes span slices.
 
         Args:
-            slices: number of TPU slices, all of one size.
+            slices: number of TPU slices, which must have equal sizes.
 
         Raises:
             UserError: the slowest axes cannot be split evenly over the slices.

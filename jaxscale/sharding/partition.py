@@ -10,15 +10,15 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 DimAxes = tuple[tuple[str, ...], ...]
-"""For each dim, the mesh axes that split it, the slowest first."""
+"""For each dim, the mesh axes that split it, starting with the slowest axis."""
 
 
 def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
     """Return the mesh axes that split each dim of an array.
 
     Args:
-        spec: a `PartitionSpec`, or its entries; a dim that the spec leaves to the compiler counts as whole.
-        rank: number of dims of the array, which may be more than the entries of `spec`.
+        spec: a `PartitionSpec`, or its entries. If the spec leaves a dim to the compiler, the dim counts as whole.
+        rank: number of dims of the array. Dims without an entry in `spec` are whole.
 
     Example:
         >>> dim_axes(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
@@ -29,10 +29,10 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
 
 
 def spec_of(axes_of_dims: Sequence[Sequence[str]]) -> PartitionSpec:
-    """Return the `PartitionSpec` that splits each dim over these mesh axes: the inverse of `dim_axes`.
+    """Return the `PartitionSpec` that splits each dim over given mesh axes: the inverse of `dim_axes`.
 
     Args:
-        axes_of_dims: the mesh axes of each dim; whole dims at the end are left out of the result.
+        axes_of_dims: the mesh axes of each dim. The result has no entries for whole dims at the end.
 
     Example:
         >>> list(spec_of([("data", "fsdp"), (), ("tensor",), ()]))
@@ -55,7 +55,7 @@ def shard_count(mesh: Any, axes: Iterable[str]) -> int:
 
 
 def divisible_spec(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """Return `spec` for an array of this shape, with dims that the mesh axes cannot split evenly left whole.
+    """Return `spec` for an array of this shape. Dims that the mesh axes cannot split evenly become whole.
 
     Example:
         >>> from jax.sharding import AbstractMesh

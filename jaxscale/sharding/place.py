@@ -1,7 +1,7 @@
 """constrain: place an activation by the logical axes of its dims.
 
 The train step opens a `layout`. Inside the layout, `constrain(x, "batch", "seq", "embed")` is a sharding constraint.
-Outside any layout it is the identity, so that the same model file runs on one device, in a notebook and on a pod.
+Outside any layout, `constrain` is the identity, so the same model file runs on one device, in a notebook and on a pod.
 """
 
 import contextlib
@@ -19,28 +19,30 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
 MeshAndRules: TypeAlias = tuple[Any, AxisRules]
-"""A hashable tuple (mesh, rules that place arrays on the mesh); the mesh may be abstract."""
+"""A hashable tuple: a mesh, which may be abstract, and the rules that place arrays on it."""
 
 _layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("layout", default=None)
 """The mesh and rules in force; `None` outside any layout."""
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
-    """Return a context inside which `constrain` places traced arrays on `mesh` by `rules`.
+    """Return a context manager. Inside it, `constrain` places traced arrays on `mesh` by `rules`.
 
     Args:
-        mesh: a `jax.sharding.Mesh`; to trace for absent devices, an `AbstractMesh` of axes in Auto mode.
+        mesh: a `jax.sharding.Mesh`. To trace for devices that are not attached, an `AbstractMesh` with axes in Auto
+            mode.
         rules: mesh axes of each logical axis.
     """
     return reopened_layout((mesh, rules))
 
 
 def reopened_layout(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context like that of `layout`, for a mesh and rules that `current` returned earlier.
+    """Return a context manager like that of `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as the
-    layout of the step around the manual region of a pipeline stage. So a backward function that places arrays takes the
-    layout of the forward call as a static argument, and opens that layout with this function.
+    JAX may trace the backward function of a `custom_vjp` later than the forward call, when another layout is open. For
+    example, this is the step's layout instead of the one in the manual region of a pipeline stage. So a backward
+    function that places arrays takes the layout of the forward call as a static argument, and opens that layout with
+    this function.
     """
     return scoped(_layout, mesh_and_rules)
 
@@ -53,8 +55,8 @@ def current() -> MeshAndRules | None:
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
     """Return the PartitionSpec of an array whose dims have the logical axes `names`.
 
-    Each mesh axis is used once, for the first dim whose rule names the axis. A dim that its mesh axes cannot split
-    evenly stays whole. (The sizes that a plan relies on are checked before tracing.)
+    Each mesh axis splits at most one dim: the first dim whose rule names the axis and that can be split evenly. A dim
+    that its mesh axes cannot split evenly stays whole. (The sizes that a plan relies on are checked before tracing.)
     """
     if len(names) != len(shape):
         raise ValueError(
@@ -70,7 +72,7 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Constrain `x` to the placement of its logical axes under the layout in force, and return it.
+    """Return `x`, constrained to the placement that the current layout gives its logical axes.
 
     Args:
         x: an activation.
@@ -89,7 +91,7 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def move(x: Array, source_names: tuple[str | None, ...], target_names: tuple[str | None, ...]) -> Array:
-    """Move `x` from one placement to another, and return it; its gradient moves back.
+    """Return `x`, moved from one placement to another. The gradient moves back to the first placement.
 
     A constraint alone would place the gradient by `target_names` too: partial sums would be all-reduced and then
     sliced. With `move`, XLA can use a reduce-scatter instead.
@@ -111,7 +113,7 @@ def move(x: Array, source_names: tuple[str | None, ...], target_names: tuple[str
 def _move(
     mesh_and_rules: MeshAndRules, source_names: tuple[str | None, ...], target_names: tuple[str | None, ...], x: Array
 ) -> Array:
-    """Return `x` placed by `target_names`; its gradient is placed by `source_names`."""
+    """Return `x` placed by `target_names`. The gradient of `x` is placed by `source_names`."""
     with reopened_layout(mesh_and_rules):
         return constrain(x, *target_names)
 

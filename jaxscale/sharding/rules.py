@@ -1,6 +1,6 @@
 """AxisRules: the mesh axes of each logical axis.
 
-There is one field for each logical axis. So `dataclasses.replace` makes the rules of a strategy, and refuses a typo.
+Each logical axis has a field. So `dataclasses.replace` makes the rules of a strategy, and refuses a misspelled axis.
 
 Parameters and activations use the same logical axes. The rules do not describe how ZeRO shards parameters over "fsdp":
 for each parameter, `zero.py` chooses a dim that can be split evenly.
@@ -18,13 +18,13 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-    """Mesh axes per logical axis; `()` keeps a dim whole.
+    """The mesh axes over which each logical axis is split; `()` keeps a dim whole.
 
     Args:
         batch: rows of the batch.
         seq: positions of the residual stream; Megatron's sequence parallelism adds "tensor" here.
         inner_seq: positions inside attention and mlp, where "tensor" already splits heads and mlp.
-        kv_seq: key and value positions; whole by default, because every query reads all of them.
+        kv_seq: positions of keys and values; whole by default, because every query reads all positions.
         embed: width of the residual stream.
         heads: query heads, and the (heads * head_dim) dim of their projections.
         kv_heads: key and value heads, and the (kv_heads * head_dim) dim of their projections.

@@ -1,4 +1,4 @@
-"""ZeRO as placement rules: the dim of each parameter that the fsdp axis splits, and the placements of the tensors.
+"""ZeRO as placement rules: which dim of each parameter the fsdp axis splits, and for which of its tensors.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
 
@@ -9,8 +9,8 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 | 2 | split, if they are copied to bf16 | split | split | whole |
 | 3 | split | split | split | split, gathered layer by layer |
 
-HSDP applies the same rules to a mesh that also has a data or replica axis. Tensors are split over the fsdp axis, and
-replicated over the other axis.
+HSDP applies the same rules to a mesh that also has a data or replica axis. Tensors are split over the fsdp axis and
+replicated over the data or replica axis.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ ZERO_AXIS = "fsdp"
 def split_spec(
     shape: Sequence[int], names: Sequence[str | None] | None, spec: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
-    """Return `spec` with one dim split over `axis`, or unchanged if no dim can be split evenly.
+    """Return `spec` with one dim split over `axis` too, or unchanged if no dim can be split evenly.
 
-    Among the dims whose size on a device is a multiple of the size of the axis, the largest one is split. The stacked
-    "layers" dim is never split, because a scan over layers would have to gather all of it.
+    A dim can be split if its size on a device is a multiple of the size of the axis; the largest such dim is split. The
+    stacked "layers" dim is never split, because a scan over layers would have to gather the whole stack.
 
     Args:
         shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
         spec: placement before this split, such as that of tensor parallelism.
         mesh: the mesh.
-        axis: mesh axis to split over.
+        axis: mesh axis over which to split.
     """
     axis_size, axes_of_dims = mesh.shape[axis], dim_axes(spec, len(shape))
     if axis_size == 1 or any(axis in axes for axes in axes_of_dims):
@@ -75,8 +75,8 @@ class Placement:
     Args:
         master: placement of the parameter between steps.
         state: placement of optimizer state that has the parameter's shape.
-        gradient: placement of the gradient, as an input of the optimizer.
-        compute: placement of the copy that the forward and backward passes read.
+        gradient: placement of the gradient that the optimizer reads.
+        compute: placement of the copy of the parameter that the forward and backward passes read.
     """
 
     master: PartitionSpec
@@ -93,15 +93,15 @@ def placement(
     mesh: Any,
     rules: AxisRules,
 ) -> Placement:
-    """Return the placements of a parameter's tensors under a ZeRO stage.
+    """Return the placements of a parameter's tensors for a ZeRO stage.
 
     Args:
         shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
-        stage: ZeRO stage.
+        stage: ZeRO stage, from 0 to 3.
         has_copy: whether the step computes with a lower-precision copy of float32 master weights.
         mesh: the mesh.
-        rules: mesh axes per logical axis.
+        rules: mesh axes of each logical axis.
     """
     unsplit_spec = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
     sharded_spec = split_spec(shape, names, unsplit_spec, mesh)
@@ -114,15 +114,15 @@ def placement(
 
 
 def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """Return a placement with all tensors but the compute copy split over one more axis, if a dim can be split evenly.
+    """Return a placement in which master weights, optimizer state and gradient are also split over `axis`.
 
-    All these tensors are split along the same dim, and over the additional axis first, so that each shard of the most
-    finely split tensor lies within a shard of every other tensor. Otherwise XLA would exchange shards in every step,
-    even over a slow axis.
+    A tensor without a dim that can be split evenly stays unchanged. The tensors are split along the same dim, and over
+    the additional axis first. So each shard of the most finely split tensor lies within a shard of every other tensor.
+    Otherwise XLA would exchange shards in every step, even over a slow axis.
 
     Args:
         coarse_placement: the placement without the additional axis.
-        axis: mesh axis to split over.
+        axis: mesh axis over which to split.
         shape: shape of the parameter.
         mesh: the mesh.
     """
@@ -130,7 +130,7 @@ def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], 
     state_spec = split_spec(shape, None, coarse_placement.state, mesh, axis)
     old_axes_of_dims, new_axes_of_dims = dim_axes(coarse_placement.state, len(shape)), dim_axes(state_spec, len(shape))
     dim = next((dim for dim in range(len(shape)) if old_axes_of_dims[dim] != new_axes_of_dims[dim]), None)
-    if dim is None:  # another tensor, which is split less finely, may have a dim that can be split evenly
+    if dim is None:  # the state has no such dim, but a tensor that is split less finely may have one
         split_spec_by_field = {
             field: split_spec(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()
         }
@@ -140,13 +140,13 @@ def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], 
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
-    """Return `spec` with its dim number `dim` split over `axis` first, and then over the axes that split it before."""
+    """Return `spec` with the dim at index `dim` split over `axis` first, and then over the dim's other axes."""
     axes_of_dims = dim_axes(spec, dim + 1)
     return spec_of([*axes_of_dims[:dim], (axis, *axes_of_dims[dim]), *axes_of_dims[dim + 1 :]])
 
 
 def stack_placement(tensor_placement: Placement, axis: str) -> Placement:
-    """Return the placement of a stack of tensors, each placed by `tensor_placement`, with the stack split over `axis`.
+    """Return the placement of a stack of tensors: `axis` splits the stack, `tensor_placement` places each tensor.
 
     Example:
         >>> spec = PartitionSpec("tensor")

@@ -1,4 +1,4 @@
-"""Charts of one schedule or of several on one scale, with a table of numbers: as text, as SVG, or as an HTML page."""
+"""Charts of schedules, as text, as SVG or as an HTML page. Several schedules share one time scale and one table."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ class Chart:
 
     Args:
         simulations: (name, simulation) of each schedule.
-        timed: whether the costs are in seconds; otherwise the unit is unknown, and times are shown without a unit.
+        timed: whether the costs are in seconds. Otherwise their unit is unknown, and times are shown without a unit.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -46,7 +46,7 @@ class Chart:
 
     @property
     def format_time(self) -> Callable[[float], str]:
-        """The function that formats a time."""
+        """The function that formats a time as text."""
         return duration if self.timed else "{:.5g}".format
 
     def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
@@ -67,7 +67,7 @@ class Chart:
         return text if unicode else text.translate(PLAIN)
 
     def table(self) -> str:
-        """Return the numbers of each schedule as a table of text."""
+        """Return a table of text with one row for each schedule: its times, bubble, activations and weights."""
         heads, rows = self._heads_and_rows()
         table = [heads, *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -107,7 +107,7 @@ class Chart:
         return joined([self.svg(), self.html_table()])
 
     def html_table(self) -> Markup:
-        """Return the numbers of each schedule, as an HTML table."""
+        """Return the same table as `table` in HTML."""
         heads, rows = self._heads_and_rows()
         return markup.table(rows, heads, numeric=range(1, len(heads)))
 
@@ -116,10 +116,11 @@ class Chart:
         return joined([element("p", line) for line in self.legend().splitlines()])
 
     def write(self, path: str | Path) -> None:
-        """Write the chart to a file, whose suffix sets the format.
+        """Write the chart to a file. The file's suffix selects the format.
 
         Raises:
-            UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules, or writing fails.
+            UserError: the suffix is not .svg, .html or .csv; a CSV is to hold several schedules or an asynchronous one;
+                or the file cannot be written.
         """
         check_file(path, [simulation.schedule for _, simulation in self.simulations])
         if Path(path).suffix == ".csv":
@@ -137,7 +138,7 @@ class Chart:
         )
 
     def _heads_and_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads of the table's columns, and the cells of each schedule's row."""
+        """Return (heads, rows): the heads of the table's columns, and the cells of each schedule's row."""
         number_text_dicts = [self._number_texts(simulation) for _, simulation in self.simulations]
         rows = [
             [name, *text_by_head.values()]
@@ -146,7 +147,7 @@ class Chart:
         return ["", *number_text_dicts[0]], rows
 
     def _number_texts(self, simulation: Simulation) -> dict[str, str]:
-        """Return the numbers of a schedule, formatted as text, by the heads of their columns."""
+        """Return the cells of a schedule's row: the text of each number, by the head of its column."""
         has_bytes = any(any(other_simulation.live_bytes) for _, other_simulation in self.simulations)
         return {
             "time": self.format_time(simulation.seconds),
@@ -161,7 +162,7 @@ class Chart:
 
 
 def schedule_to_draw(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """Make the schedule of a plan, to be drawn; an asynchronous schedule is long enough to show its steady state.
+    """Make the schedule of a plan for a drawing. An asynchronous schedule is made long enough to show its steady state.
 
     Args:
         plan: the plan of the schedule.
@@ -179,11 +180,11 @@ def schedule_to_draw(plan: PipelinePlan, updates: int | None = None) -> Schedule
 
 
 def page(title: str, body: str) -> str:
-    """Return a self-contained HTML page, whose first paragraph describes the action under the pointer.
+    """Return a self-contained HTML page. Its first paragraph describes the action under the pointer.
 
     Args:
         title: title of the page, plain text.
-        body: HTML of the page's content, which contains charts from `Chart.svg`.
+        body: HTML of the page's content, with charts from `Chart.svg`.
     """
     description = element("p", "Point at an action.", id="action")
     return markup.page(title, element("h1", title), description, Markup(body), style=_STYLE, script=_SCRIPT)
@@ -197,8 +198,8 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
         schedules: the schedules to be drawn.
 
     Raises:
-        UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules or an asynchronous one, or the
-            folder does not exist.
+        UserError: the suffix is not .svg, .html or .csv; a CSV is to hold several schedules or an asynchronous one; or
+            the folder does not exist.
     """
     if not is_folder(Path(path).parent):
         raise UserError(
@@ -215,7 +216,10 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
 
 
 def _weight_copies(schedule: Schedule) -> float:
-    """Return the weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
+    """Return how many copies of a rank's share of the model the fullest rank holds, with all versions of the weights.
+
+    A rank's share is the number of stages divided by the number of ranks.
+    """
     # by stage, the lifetimes of the versions of its weights
     lifetimes = version_lifetimes(schedule, ticks(schedule)) if schedule.versions else {}
     rank_copy_counts = (  # for each rank, its copies of stages' weights

@@ -1,7 +1,7 @@
-"""Simulated schedules as an SVG image: a panel for each schedule, a row for each rank, and time to the right.
+"""Simulated schedules as an SVG image: a panel for each schedule and a row for each rank; time runs to the right.
 
-All panels have the same scale. Pointing at an action shows a description of the action (`<title>`). `draw.py` makes a
-page from the image.
+All panels have the same time scale. If the pointer is on an action, the browser shows a description of it (`<title>`).
+`draw.py` makes a page from the image.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ WORDS = {
 def svg_chart(
     panels: Sequence[tuple[str, Simulation]], *, format_time: Callable[[float], str] = "{:.4g}".format
 ) -> Markup:
-    """Draw one schedule, or several below one another.
+    """Draw schedules, one below the other.
 
     Args:
         panels: (heading, simulation) of each panel.
-        format_time: function that formats a time.
+        format_time: function that formats a time as text.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -63,14 +63,14 @@ def svg_chart(
 def _panel(
     heading: str, simulation: Simulation, top: float, pixels_per_second: float, format_time: Callable[[float], str]
 ) -> tuple[list[Markup], float]:
-    """Return the elements of one schedule's panel, and the height of the panel in pixels.
+    """Return (elements, height): the SVG elements of one schedule's panel, and the height of the panel in pixels.
 
     Args:
         heading: text above the panel.
         simulation: the simulation to be drawn.
         top: distance of the panel from the top of the image, in pixels.
-        pixels_per_second: scale of the time.
-        format_time: function that formats a time.
+        pixels_per_second: scale of the time axis.
+        format_time: function that formats a time as text.
     """
     schedule, seconds = simulation.schedule, simulation.seconds
     row_height = 24 if schedule.ranks <= 8 else 16

@@ -1,8 +1,8 @@
-"""A simulated schedule as lines of text: one line for each rank, with time to the right.
+"""A simulated schedule as lines of text: one line for each rank; time runs to the right.
 
-An action is shown as the letter of its kind and, if it fits, the index of its microbatch. Padding fills the rest of the
-action's width. Lowercase letters stand for a rank's later stages. If actions are narrower than a column, the column
-shows the action that fills most of it.
+An action is shown as the letter of its kind and, if every action has room for it, the index of its microbatch. Padding
+fills the rest of the action's width. Letters are uppercase for a rank's first stage and lowercase for its later stages.
+If several actions fall into one column, the column shows the longest of them.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxscale.pipeline.orders import Action, Kind
 FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
 """The character that pads an action of each kind."""
 PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
-"""A table for `str.translate`, which replaces characters that a terminal without Unicode cannot show."""
+"""A table for `str.translate` that replaces the characters beyond ASCII, for terminals that cannot show them."""
 COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
 """For each kind, two of the 256 terminal colors: one for a rank's first stage and one for its later stages."""
 MIN_COLUMNS = 24
@@ -34,14 +34,14 @@ def text_chart(
     color: bool = False,
     format_time: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
-    """Draw the chart of a simulation; the right end of a rank's line has the most activations that the rank holds.
+    """Draw the chart of a simulation. Each rank's line ends with the most activations that the rank holds.
 
     Args:
         simulation: the simulation to be drawn.
         width: columns of the terminal.
         time_scale: number of columns per second; `None`: as many as fill the width (`columns_per_second`).
         color: whether to use escape sequences for colors.
-        format_time: function that formats a time.
+        format_time: function that formats a time as text.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -75,8 +75,8 @@ def text_chart(
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     """Return the number of columns per second with which the longest simulation fills a terminal.
 
-    If every action can have a whole number of columns, the result is the largest scale for which this is the case,
-    although some of the width may stay unused.
+    If all durations are multiples of the shortest, the scale is rounded down so that every action has a whole number of
+    columns. Some of the width may then stay unused.
     """
     plot_width = min(width - len(_rank_label(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
     full_width_scale = max(plot_width, MIN_COLUMNS) / max(sim.seconds for sim in simulations)
@@ -101,7 +101,7 @@ def axis_line(time_scale: float, column_count: int, format_time: Callable[[float
     Args:
         time_scale: number of columns per second.
         column_count: number of columns of the chart.
-        format_time: function that formats a time.
+        format_time: function that formats a time as text.
 
     Example:
         >>> axis_line(1.2, 40, "{:g}".format)
@@ -145,7 +145,7 @@ def _cells(
         is_numbered: whether to show the index of an action's microbatch.
     """
     cells: list[Cell] = [(" ", None, False)] * column_count
-    shown_widths = [0.0] * column_count  # for each column, the part of it that the action in its cell fills
+    shown_widths = [0.0] * column_count  # for each column, the share of its width that the shown action fills
     for action, (start, end) in zip(order, spans, strict=True):
         is_later_stage, width = action.stage != first_stage, (end - start) * time_scale
         first_column, end_column = round(start * time_scale), round(end * time_scale)
@@ -169,7 +169,7 @@ def _label(action: Action) -> str:
 
 
 def _colored_text(cells: Sequence[Cell]) -> str:
-    """Return the text of cells with escape sequences for the color of each kind, and blanks in place of padding."""
+    """Return the text of cells, with escape sequences for the color of each kind. Blanks replace the padding."""
     text, current_style = "", (None, False)
     for character, kind, is_later in cells:
         if (kind, is_later) != current_style:

@@ -2,9 +2,9 @@
 
 Every named synchronous schedule is tried with every number of microbatches, and the model's blocks are divided into
 stages (`partition.py`) that fit the devices' memory. The candidate that takes the fewest seconds for the same batch on
-the `neighbour` machine wins. Among candidates with equal seconds, the one that needs the least memory wins. More
-microbatches shorten the bubble, but a small microbatch may take more than its share of the batch's time; measured
-prices show this. Candidates that would not be faster than the best so far even without a bubble are skipped.
+the `neighbour` machine wins. If several candidates take equal seconds, the candidate that needs the least memory wins.
+More microbatches shorten the bubble, but a small microbatch may take more than its share of the batch's time; measured
+prices show this. A candidate is skipped if, even without a bubble, it would not be faster than the best so far.
 
 Left out: asynchronous schedules, which train differently, and searched schedules (`search.py`), which are made for one
 partition.
@@ -22,13 +22,13 @@ from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedules import METHODS
 
 Prices = ModelPrices | Mapping[str, ModelPrices]
-"""The prices of a model; for several kinds of devices, the prices of the model on each kind, by kind."""
+"""The prices of a model on one kind of device, or a dict of them by the name of the kind."""
 _TOLERANCE = 1e-9  # relative difference up to which seconds count as equal
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineCandidate:
-    """A schedule, number of microbatches and stash, with the partition or the reason why there is no partition.
+    """A schedule, a number of microbatches and a stash, with their partition or the reason why there is none.
 
     Args:
         name: name of the schedule.
@@ -64,8 +64,8 @@ class Choice:
     Args:
         best: the fastest candidate.
         partition: the partition of the fastest candidate.
-        candidates: all candidates with a partition, the fastest first, and then those without a partition.
-        skipped: number of other candidates, skipped because even without a bubble they would not be faster.
+        candidates: all candidates with a partition, the fastest first, followed by all candidates without a partition.
+        skipped: number of further candidates that were skipped: even without a bubble, they would not be faster.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -108,19 +108,20 @@ def choose_pipeline(
     """Choose the fastest schedule, number of microbatches, stash and partition that fit the memory.
 
     Args:
-        prices_of: function from a number of microbatches to the prices of a model for one microbatch, such as
-            `ModelPrices.share` of the prices for a whole batch.
+        prices_of: function from a number of microbatches to the prices of a model for one microbatch. An example is
+            `batch_prices.share`, if `batch_prices` are the `ModelPrices` for a whole batch.
         ranks: p, number of devices on the pipe axis.
         microbatches: the numbers of microbatches to try.
         devices: the device of each rank, in order; `None`: equal devices without a memory limit.
         names: names of the schedules to try; `None`: all synchronous schedules.
-        chunks: values of v to try besides 1, for schedules whose v can be chosen.
+        chunks: values of v to try in addition to 1, for schedules whose v can be chosen.
         stashes: the values of `stash` to try: what a stage keeps from a forward to its backward.
         width: number of partial partitions that branch and bound keeps, as in `partition`.
 
     Raises:
         TooLarge: no candidate fits; the message gives the bytes of the candidate that comes nearest to the memory.
-        UserError: a schedule is unknown or asynchronous, or no schedule is defined for these numbers.
+        UserError: a schedule is unknown or asynchronous, or no schedule is defined for these numbers of ranks,
+            microbatches and chunks.
     """
     synchronous_names = [name for name, method in METHODS.items() if not method.steps and name != NAME]
     for name in names or ():
@@ -164,7 +165,7 @@ def choose_pipeline(
 def _candidates(
     names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
 ) -> Iterator[PipelineCandidate]:
-    """Yield the candidates to try; those that are likely to be fast come first, so that most later ones are skipped."""
+    """Yield the candidates to try. Likely fast candidates come first, so that most of the later ones are skipped."""
     likely_names = ("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep")
     position_of = {name: position for position, name in enumerate(likely_names)}
     for stash in stashes:
@@ -175,7 +176,7 @@ def _candidates(
 
 
 def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
-    """Return a lower bound on the seconds: no rank idles, and every block is on the fastest kind of device."""
+    """Return the seconds of the batch if no rank idles and every block is on its fastest device: a lower bound."""
     model_prices = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
     forward_run_count = 2 if stash == "input" else 1
     seconds = 0.0

@@ -3,13 +3,13 @@
 A *cut* is an array of boundaries, int[stages + 1]: stage s has the blocks cut[s] to cut[s + 1] - 1. A *linear* is an
 array float[stage, feature] with the coefficients of a linear function of the stages' features. The seconds of a
 pipeline are a maximum of linear functions, one for each path through the schedule. The bytes of a pipeline are a
-maximum of linear functions too, one for each rank and moment.
+maximum of linear functions too, one for each rank and point in time.
 
 Dynamic programming finds the cut for which one linear function is least: V(k, b) = min over e of value(k, b, e) + V(k +
 1, e), where stage k has the blocks b to e - 1. V(k, b) is the least cost of stage k and all later stages. Added to the
 cost of the stages before k, it is a lower bound for every cut that begins with these stages. A lower bound of one
-function is also a lower bound of the maximum of several functions. Branch and bound finds cuts for which the maximum of
-several functions is small.
+function is also a lower bound of the maximum of several functions. Branch and bound finds cuts for which this maximum
+is small.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ def features(
 
     Args:
         block_prices: price of each block.
-        first_price: price of the embedding, before the first block.
-        last_price: price of the head, after the last block.
-        is_recomputed: whether a backward runs the forward again, so that only the stage's input is stashed.
+        first_price: price of the embedding, before the first block; `None`: it costs nothing.
+        last_price: price of the head, after the last block; `None`: it costs nothing.
+        is_recomputed: whether only the stage's input is stashed and the backward runs the forward again.
     """
     block_count = len(block_prices)
     feature_table = np.zeros((len(FEATURES), block_count + 1, block_count + 1))
@@ -80,9 +80,9 @@ class BoundedCuts:
     """The result of branch and bound.
 
     Args:
-        cuts: int[cut, stages + 1], the cuts with an objective that may be below the ceiling.
-        lower_bound: a lower bound on the objective of every cut that was dropped for lack of width; infinite if no cut
-            was dropped for that reason.
+        cuts: int[cut, stages + 1], the cuts whose objective may be below the ceiling.
+        lower_bound: a lower bound on the objective of every cut that was dropped because more than `width` partial cuts
+            were left; infinite if no cut was dropped for that reason.
     """
 
     cuts: np.ndarray
@@ -100,7 +100,7 @@ class BlockChain:
     Attributes:
         stages: number of stages.
         blocks: number of blocks.
-        possible: bool[stage, begin, end], whether a stage may have the blocks begin to end - 1.
+        possible: bool[stage, begin, end], whether the stage may have the blocks begin to end - 1.
     """
 
     def __init__(self, stages: int, feature_tables: Sequence[np.ndarray], kind_indices: Sequence[int]) -> None:
@@ -116,11 +116,11 @@ class BlockChain:
         )
 
     def exclude_above(self, linear: np.ndarray, limit: float) -> None:
-        """Exclude every stage whose contribution to a linear function, float[stage, feature], is above a limit."""
+        """Exclude every stage whose contribution to the linear function `linear` is above a limit."""
         self.possible &= self.contributions(linear) <= limit * (1 + 1e-12)
 
     def contributions(self, linear: np.ndarray) -> np.ndarray:
-        """Return float[stage, begin, end]: what a stage adds to a linear function, infinite for impossible stages."""
+        """Return float[stage, begin, end]: what each stage adds to a linear function; infinite if it is impossible."""
         stage_contributions = np.where(self.possible, 0.0, np.inf)
         for stage in np.flatnonzero(linear.any(1)):
             stage_contributions[stage] += self._contribution(linear, stage)
@@ -155,7 +155,7 @@ class BlockChain:
         )
 
     def cost_to_go(self, stage_values: np.ndarray, *, use_max: bool = False) -> np.ndarray:
-        """Return float[stage + 1, begin]: the least cost of a stage that starts at block begin and all later stages.
+        """Return float[stages + 1, begin]: the least cost of a stage that starts at block begin and all later stages.
 
         Args:
             stage_values: float[stage, begin, end], the value of each possible stage.
@@ -202,13 +202,13 @@ class BlockChain:
         If there are more than `width` partial cuts, those with the least lower bounds are extended.
 
         Args:
-            paths: linears whose value for a cut is never above the objective.
-            limit_linears: linears whose value for a cut must be at most 1.
+            paths: linears; for no cut is their value above the objective.
+            limit_linears: linears; the value of each for a cut must be at most 1.
             stage_bounds: float[stage, begin, end], a lower bound on the objective of every cut with this stage.
             ceiling: value that the objective must stay below.
-            width: number of partial cuts that are kept.
+            width: the most partial cuts that are kept.
         """
-        # float[linear, stage, begin, end], and the least sums from each stage on, float[linear, stage, begin]
+        # float[linear, stage, begin, end], and float[linear, stage, begin]: the least sums over a stage and later ones
         linear_values = np.stack([self.contributions(linear) for linear in (*paths, *limit_linears)])
         costs_to_go = np.stack([self.cost_to_go(linear_stage_values) for linear_stage_values in linear_values])
         bounds_to_go = self.cost_to_go(stage_bounds, use_max=True)

@@ -1,8 +1,8 @@
 """The fastest schedule of a small pipeline, found by a trial of every order: the reference for `search.py`.
 
-All microbatches take equally long. So the passes of each kind can be in the order of microbatches in a fastest order,
-and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand orders of three
-microbatches, and a million orders of four microbatches.
+All microbatches take equally long. So there is a fastest order that runs the passes of each kind in the order of the
+microbatches, and only such orders are tried. A backward is one action or two. Two ranks have about ten thousand
+schedules of three microbatches, and a million schedules of four microbatches.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from jaxscale.pipeline.orders import Action, Kind
 _BATCH_SIZE = 20_000  # number of schedules that are timed at once
 _FEW_SCHEDULES = 30_000  # number of schedules that are timed in a tenth of a second
 _FEW_FORWARDS = 6
-"""The most forwards of all stages together for which `has_few_schedules` counts the orders."""
+"""With more forwards than this in all stages together, `has_few_schedules` returns False without counting orders."""
 
 
 def all_orders(stage: int, microbatches: int, max_activations: int) -> Iterator[tuple[Action, ...]]:
@@ -26,7 +26,7 @@ def all_orders(stage: int, microbatches: int, max_activations: int) -> Iterator[
     Args:
         stage: index of the stage.
         microbatches: m, number of microbatches.
-        max_activations: the most activations that may wait for a backward (or W) at once.
+        max_activations: the most activations that may wait for a B or W at once.
 
     Example:
         >>> [" ".join(map(str, order)) for order in all_orders(0, 1, 1)]
@@ -61,7 +61,7 @@ def all_orders(stage: int, microbatches: int, max_activations: int) -> Iterator[
 def fastest_orders(
     costs: Costs, microbatches: int, max_activations: int
 ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-    """Return (seconds, orders) of the fastest schedule with one stage per rank, on the `neighbour` machine.
+    """Return (seconds, orders) of the schedule that is fastest on the `neighbour` machine, with one stage per rank.
 
     Args:
         costs: costs of the stages.
@@ -94,7 +94,7 @@ def fastest_orders(
 
 
 def has_few_schedules(stage_count: int, microbatch_count: int, max_activations: int) -> bool:
-    """Return whether there are so few schedules with one stage per rank that a tenth of a second suffices to time all.
+    """Return whether all schedules with one stage per rank are so few that they can be timed in a tenth of a second.
 
     Example:
         >>> has_few_schedules(2, 3, 3), has_few_schedules(2, 4, 4), has_few_schedules(8, 32, 8)

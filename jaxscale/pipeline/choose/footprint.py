@@ -3,9 +3,9 @@
 A *linear* is an array float[stage, feature] with the coefficients of a linear function of the features in
 `chain_cut.py`. A rank holds the weights of its stages (in an asynchronous schedule, several versions of them), the
 activations that wait for a backward, the messages at both ends of its stages, and the working bytes of the stage that
-runs. The number of waiting activations of each stage changes from moment to moment. A moment covers another moment if
-it has at least as many activations of every stage. For a rank, there is one function for each running stage and each
-moment that no other moment covers. The rank needs the maximum of these functions.
+runs. The number of waiting activations of each stage changes over time. One point in time covers another if, for every
+stage, at least as many activations wait. A rank has one function for each stage that may run and each point in time
+that no other covers. The rank needs the maximum of these functions.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ END_MESSAGES = 2
 
 
 class Footprint(NamedTuple):
-    """The bytes of a rank at some moment.
+    """The bytes of a rank at one point in time.
 
     Args:
         rank: the rank.
@@ -34,7 +34,7 @@ class Footprint(NamedTuple):
 
 
 def footprints(schedule: Schedule) -> list[Footprint]:
-    """Return, for every rank, the footprints of the moments in which it may need the most memory.
+    """Return the footprints of every rank at the points in time at which the rank may need the most memory.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -52,7 +52,7 @@ def footprints(schedule: Schedule) -> list[Footprint]:
             constant_linear[stage, INDEX["weight_bytes"]] = 1
             constant_linear[stage, INDEX["version_bytes"]] = ring_slot_count(lifetimes[stage]) - 1 if lifetimes else 0
             constant_linear[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
-        fullest_counts: list[tuple[int, ...]] = []  # counts of the moments that no other moment of the rank covers
+        fullest_counts: list[tuple[int, ...]] = []  # counts at the points in time that no other point covers
         for counts in sorted(schedule.activation_counts(rank), reverse=True):
             if not any(
                 all(a <= b for a, b in zip(counts, fuller_counts, strict=True)) for fuller_counts in fullest_counts

@@ -1,19 +1,19 @@
-"""The search for a partition: the blocks of each stage, so that the pipeline is fast and fits the devices' memory.
+"""The search for a partition: which blocks each stage has, so that the pipeline is fast and fits the devices' memory.
 
 The objective is the executor's time: the schedule's seconds on the `neighbour` machine, with devices in the given
-order. The time is the length of the longest path through the schedule's table, and so a maximum of linear functions of
-the stages' costs, one for each path. Dynamic programming over (stage, block) minimizes one function, as in PipeDream
+order. The time is the length of the longest path through the schedule's table. So it is a maximum of linear functions
+of the stages' costs, one for each path. Dynamic programming over (stage, block) minimizes one function, as in PipeDream
 and Pipe-torch, with a price list for each device and a rate for each link. Three methods minimize the maximum: moving
 boundaries, branch and bound, and a game between the dynamic program and the clock. In each turn of the game the program
 finds the best partition for the mean of the paths so far, and the clock finds the longest path for the mean costs of
-the partitions so far. No partition is faster than `Partition.bound`; a partition that is as fast as this is optimal.
+the partitions so far. No partition is faster than `Partition.bound`, so a partition that reaches the bound is optimal.
 
 Memory is a maximum of linear functions too (`footprint.py`). As in MadPipe and DAPPLE it depends on the schedule: stage
 0 of 1f1b holds p activations, and the last stage holds one. Stages that exceed the memory by themselves are excluded.
 
 Devices may be of several kinds, each with a price list, and links may differ too. HetPipe runs several pipelines of
-unlike devices side by side. In one program these pipelines have the same partition, so the slowest device at each
-position counts (`virtual_workers.py`).
+unlike devices side by side. In one program these pipelines have the same partition, so at each position the slowest
+device sets the time (`virtual_workers.py`).
 
 Left out: the order of devices, replicated stages, stages without blocks, the reduction of gradients, and the update
 after the last tick.
@@ -40,10 +40,10 @@ from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.values.byte_sizes import bytes_at_least
 
 _GAME_TURNS = 24  # number of turns of the game between program and clock
-_BLUR = 0.002  # as a share of the seconds: the clock averages over paths that are shorter than the longest by this much
-_START_EXPONENTS = (2, 4, 8)  # the least sum of stage bounds to each of these powers gives a start of the search
+_BLUR = 0.002  # the clock averages over the paths whose seconds differ from the longest path's by at most this share
+_START_EXPONENTS = (2, 4, 8)  # the search also starts from cuts with the least sum of stage bounds to these powers
 _REFINED_STARTS = 2  # number of starts that are refined by moving boundaries
-_MAX_FUNCTIONS = 4  # number of memory functions that branch and bound looks ahead for; all are checked in the end
+_MAX_FUNCTIONS = 4  # number of memory functions that branch and bound uses; found cuts are checked against all
 _TOLERANCE = 1e-9  # relative difference up to which seconds count as equal to their bound
 
 
@@ -52,7 +52,7 @@ class TooLarge(UserError):
 
     Args:
         message: error message for the user.
-        ratio: needed bytes divided by available bytes, for the partition that needs the least memory.
+        ratio: needed bytes divided by available bytes of the partition that needs the least memory.
     """
 
     def __init__(self, message: str, ratio: float) -> None:
@@ -67,7 +67,7 @@ class Partition:
     Args:
         boundaries: stage s has the blocks boundaries[s] to boundaries[s + 1] - 1.
         seconds: seconds of the schedule on the `neighbour` machine.
-        bytes: for each rank, the most bytes that it holds.
+        bytes: for each rank, the most bytes that the rank holds at once.
         bound: a lower bound on the seconds of every partition that fits the memory.
         costs: costs of the stages, for `simulate`.
         schedule: name of the schedule.
@@ -127,15 +127,15 @@ def partition(
     """Find the fastest partition of a model that fits its devices.
 
     Args:
-        model: prices of the model; for unlike devices, the prices of the model on each kind of device, by kind.
+        model: prices of the model. If devices differ, a dict of prices by the name of the kind of device.
         schedule: the actions of each rank, in order.
         devices: the device of each rank, in order; `None`: equal devices without a memory limit, on links that take no
             time.
-        stash: what a stage keeps for a backward: the residuals, or its input, from which the backward runs the forward
-            again.
+        stash: what a stage keeps for a backward: the residuals, or only its input. With the input, the backward runs
+            the forward again.
         width: number of partial partitions that branch and bound keeps. With a larger number the search takes longer,
-            and its result is nearer to the best. `None`: 65536 / stages^2, at least 256, which solves 32 blocks on 4
-            devices exactly.
+            and its result is nearer to the best. `None`: 65536 / stages^2, and at least 256. This default solves 32
+            blocks on 4 devices exactly.
 
     Raises:
         TooLarge: no partition fits; the message gives the least memory that suffices and ways to need less.
@@ -166,7 +166,7 @@ class _Search:
     Args:
         problem: the model, schedule and devices.
         width: number of partial partitions that branch and bound keeps.
-        smallest_cut: the cut that needs the least memory, which `limit_memory` sets; `None`: memory is not limited.
+        smallest_cut: the cut that needs the least memory; `limit_memory` sets it. `None`: memory is not limited.
     """
 
     problem: Problem
@@ -179,7 +179,7 @@ class _Search:
         Raises:
             TooLarge: no partition fits.
         """
-        memory_linears = []  # each is the bytes of a rank at some moment divided by the memory of the rank
+        memory_linears = []  # each is the bytes of a rank at one point in time, divided by the memory of the rank
         for rank, linear in self.problem.footprints:
             memory_bytes = self.problem.devices[rank].memory_bytes
             if memory_bytes is not None:
@@ -200,11 +200,11 @@ class _Search:
     def _least_memory_cut(self, memory_linears: list[np.ndarray]) -> tuple[np.ndarray, float]:
         """Return (cut, ratio): a cut that needs little memory, and its largest ratio of bytes to memory.
 
-        The ratio is the largest over all ranks and moments. The search stops at the first cut with a ratio of at most
-        1; if it finds none, it returns the cut with the least ratio.
+        The ratio is the largest over all ranks and points in time. The search stops at the first cut with a ratio of at
+        most 1; if it finds none, it returns the cut with the least ratio.
 
         Args:
-            memory_linears: a linear for each rank and moment, the bytes of the rank divided by its memory.
+            memory_linears: a linear for each rank and point in time: the bytes of the rank divided by its memory.
         """
         chain = self.problem.chain
         largest_ratios = chain.largest_contributions(memory_linears)
@@ -232,7 +232,7 @@ class _Search:
         return cut, least_ratio
 
     def _too_large_error(self, cut: np.ndarray, ratio: float) -> TooLarge:
-        """Return the error for a model that does not fit: its smallest cut needs `ratio` times the memory."""
+        """Return the error for a model that does not fit: its smallest cut, `cut`, needs `ratio` times the memory."""
         problem, schedule = self.problem, self.problem.schedule
         needed_bytes = problem.bytes(cut)
         memory_bytes = [device.memory_bytes for device in problem.devices]
@@ -256,7 +256,7 @@ class _Search:
         chain, stage_bounds = self.problem.chain, self.problem.stage_bounds()
         scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
         start_cuts = [chain.least_cost_cut(scaled_bounds, use_max=True)[1]]
-        # more even than the cut with the least maximum
+        # cuts that are more even than the cut with the least maximum
         start_cuts += [chain.least_cost_cut(scaled_bounds**exponent)[1] for exponent in _START_EXPONENTS]
         start_cuts += [] if self.smallest_cut is None else [self.smallest_cut]
         distinct_cuts = np.unique(np.stack(start_cuts), axis=0)
@@ -292,7 +292,7 @@ class _Search:
             start_seconds: seconds of `start_cut`.
             start_cut: int[stages + 1], the fastest cut so far.
             start_bound: a lower bound on the seconds of every cut.
-            start_paths: linears whose value for a cut is never above the cut's seconds.
+            start_paths: linears; for no cut is their value above the cut's seconds.
             stage_bounds: float[stage, begin, end], a lower bound on the seconds of every cut with this stage.
 
         Returns:
@@ -320,7 +320,7 @@ class _Search:
         return best_seconds, best_cut, lower_bound
 
     def _tightest_linears(self, cut: np.ndarray) -> list[np.ndarray]:
-        """Return the memory functions that are nearest to their limit for a cut, at most `_MAX_FUNCTIONS` of them."""
+        """Return at most `_MAX_FUNCTIONS` memory functions: those that are nearest to their limit for a cut."""
         stage_features = self.problem.chain.stage_features(cut[None])[0]
         ranked_linears = sorted(self.problem.memory_linears, key=lambda linear: -(stage_features * linear).sum())
         return ranked_linears[:_MAX_FUNCTIONS]
@@ -329,7 +329,7 @@ class _Search:
         """Play the game between the dynamic program and the clock.
 
         In each turn the clock finds the longest path for the mean of the costs so far. Then the program finds the
-        shortest cut for the mean of the clock's paths so far.
+        fastest cut for the mean of the clock's paths so far.
 
         Args:
             start_cut: the fastest cut so far, with which the game starts.
@@ -342,14 +342,14 @@ class _Search:
         problem = self.problem
         blur = _BLUR * best_seconds
         mean_pass_seconds, mean_link_seconds = (batch_costs[0] for batch_costs in problem.costs(start_cut[None]))
-        mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
-        cut, lower_bound, bound_linear, turn_cuts = start_cut, -np.inf, mean_path, []
+        mean_linear = np.zeros((problem.schedule.stages, len(FEATURES)))
+        cut, lower_bound, bound_linear, turn_cuts = start_cut, -np.inf, mean_linear, []
         for turn in range(_GAME_TURNS):
-            path = problem.linear(cut, problem.clock.path(mean_pass_seconds, mean_link_seconds, blur))
-            mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
-            turn_bound, cut = problem.chain.least_cost_cut(problem.chain.contributions(mean_path))
+            path_linear = problem.linear(cut, problem.clock.path(mean_pass_seconds, mean_link_seconds, blur))
+            mean_linear = mean_linear + (path_linear - mean_linear) * (2 / (turn + 2))
+            turn_bound, cut = problem.chain.least_cost_cut(problem.chain.contributions(mean_linear))
             if turn_bound > lower_bound:
-                lower_bound, bound_linear = turn_bound, mean_path
+                lower_bound, bound_linear = turn_bound, mean_linear
             turn_cuts.append(cut)
             if best_seconds <= lower_bound * (1 + _TOLERANCE):
                 break
@@ -359,7 +359,9 @@ class _Search:
         return lower_bound, bound_linear, np.stack(turn_cuts)
 
     def _refine(self, start_seconds: float, start_cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """Move boundaries, one or several neighbors at a time, while the cut gets faster; return (seconds, cut).
+        """Move boundaries while this makes the cut faster, and return (seconds, cut).
+
+        A move shifts one boundary, or several adjacent boundaries.
 
         Args:
             start_seconds: seconds of `start_cut`.

@@ -8,19 +8,21 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """The costs of one block for one microbatch on one kind of device; the costs of a stage's blocks are added up.
+    """The costs of one block for one microbatch on one kind of device.
+
+    A stage adds up the costs of its blocks, with two exceptions: it needs the largest of their `working_bytes`, and it
+    sends only the message of its last block.
 
     Args:
         forward: seconds of the forward.
         input_gradient: seconds of the input gradient (I).
         weight_gradient: seconds of the weight gradient (W); a backward in one action takes I + W.
         weight_bytes: bytes of the weights, their gradients and the optimizer's state.
-        version_bytes: bytes of one more version of the weights (asynchronous schedules).
-        stash_bytes: bytes kept from the forward of a microbatch to its backward (or W).
+        version_bytes: bytes of each further version of the weights, in asynchronous schedules.
+        stash_bytes: bytes kept from the forward of a microbatch to its backward (B or W).
         between_bytes: further bytes kept from I to W, if the backward is split.
         message_bytes: bytes sent to the next block; the gradient that comes back has the same number of bytes.
-        working_bytes: bytes that are needed only while the block runs; a stage needs the most that any of its blocks
-            needs.
+        working_bytes: bytes that are needed only while the block runs.
 
     Raises:
         UserError: a price is negative or not finite.
@@ -51,14 +53,14 @@ class Price:
                 raise UserError(f"price of a block: {field.name} is {cost}, expected a finite number >= 0")
 
     def times(self, factor: float) -> "Price":
-        """Return the price of the block on a device that takes `factor` times as many seconds."""
+        """Return the price of the block on a device on which every pass takes `factor` times as many seconds."""
         seconds_fields = ("forward", "input_gradient", "weight_gradient")
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds_fields})
 
     def share(self, parts: float) -> "Price":
         """Return the price for a microbatch that is smaller by a factor of `parts`.
 
-        All costs are divided by `parts`, except the bytes of weights.
+        All costs are divided by `parts`, except the bytes of the weights and their versions.
         """
         weight_fields = ("weight_bytes", "version_bytes")
         scaled_fields = (field.name for field in dataclasses.fields(self) if field.name not in weight_fields)
@@ -72,9 +74,9 @@ class ModelPrices:
     Args:
         blocks: prices of the blocks, in order.
         first: price of the work before the first block (the embedding).
-        last: price of the work after the last block (head and loss, with chunked logits as working bytes).
-        shared_bytes: bytes on every device for the weights that all stages read and for their gradients (embedding and
-            head, gathered).
+        last: price of the work after the last block (head and loss; chunked logits count as working bytes).
+        shared_bytes: bytes on every device for the weights that all stages read (embedding and head, gathered) and for
+            their gradients.
     """
 
     blocks: tuple[Price, ...]
@@ -83,7 +85,7 @@ class ModelPrices:
     shared_bytes: float = 0
 
     def share(self, parts: float) -> "ModelPrices":
-        """Return the prices for one of `parts` microbatches, if these prices are for the whole batch.
+        """Return the prices for one microbatch if these prices are for a batch of `parts` microbatches.
 
         The seconds are assumed to be proportional to the size of the microbatch.
         """
@@ -93,11 +95,11 @@ class ModelPrices:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineDevice:
-    """A device on the pipe axis, and its link to the next device; the last device's link leads to the first device.
+    """A device on the pipe axis and its link to the next device. The last device's link leads to the first device.
 
     Args:
         memory_bytes: bytes of memory that this program may use; `None`: no limit.
-        kind: name of the device's kind, which selects the price list if there are several kinds.
+        kind: name of the device's kind. If there are several kinds, the name selects the price list.
         link: rate of the link to the next device in each direction, bytes/s.
         latency: seconds that the smallest message on the link takes.
 

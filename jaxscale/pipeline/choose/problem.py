@@ -1,4 +1,4 @@
-"""The seconds and bytes of the partitions of one model, for one schedule and list of devices, as linear functions.
+"""The seconds and bytes of a pipeline as linear functions of its partition, for one model, schedule and device list.
 
 A cut is an array of boundaries, int[stages + 1]: stage s has the blocks cut[s] to cut[s + 1] - 1.
 """
@@ -27,7 +27,7 @@ _FEATURES_OF_KIND: dict[Kind, tuple[str, ...]] = {
 
 
 class Problem:
-    """The linear functions of one model, schedule and list of devices. The arguments are those of `partition`.
+    """The linear functions of one model, schedule and device list. The arguments are those of `partition`.
 
     A linear is an array float[stage, feature] with the coefficients of a linear function of the stages' features.
 
@@ -36,9 +36,9 @@ class Problem:
         blocks: number of blocks of the model.
         chain: the chain of the model's blocks.
         clock: the clock of the schedule.
-        footprints: the bytes of each rank at the moments that may need the most memory.
-        shared_bytes: for each rank, the bytes of weights that all stages read.
-        memory_linears: linears that must be at most 1 for a cut to fit the memory.
+        footprints: the bytes of each rank at the points in time at which the rank may need the most memory.
+        shared_bytes: for each rank, the bytes of the weights that all stages read and of their gradients.
+        memory_linears: linears; a cut fits the memory if the value of each is at most 1.
     """
 
     def __init__(
@@ -104,7 +104,10 @@ class Problem:
         self.memory_linears: list[np.ndarray] = []
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (float[cut, pass], float[cut, rank]): seconds of the clock's passes, and of a message on each link."""
+        """Return float[cut, pass] and float[cut, rank]: the seconds of each pass, and of a message on each link.
+
+        A link takes the seconds of its slowest message.
+        """
         stage_features = self.chain.stage_features(cuts)
         pass_seconds = stage_features[:, :, :_SECONDS_FEATURES].reshape(len(cuts), -1) @ self._pass_weights
         link_seconds = np.zeros((len(cuts), self.schedule.ranks))
@@ -115,12 +118,12 @@ class Problem:
         return pass_seconds, link_seconds
 
     def seconds(self, cuts: np.ndarray) -> np.ndarray:
-        """Return float[cut]: seconds of each of a batch of cuts, infinite for a cut that exceeds the memory."""
+        """Return float[cut]: the seconds of each cut of a batch; infinite for a cut that exceeds the memory."""
         seconds_of_batches = [self.clock.seconds(*self.costs(cuts[i : i + 1024])) for i in range(0, len(cuts), 1024)]
         return np.where(self._fits_memory(cuts), np.concatenate(seconds_of_batches), np.inf)
 
     def _fits_memory(self, cuts: np.ndarray) -> np.ndarray:
-        """Return bool[cut]: whether each of a batch of cuts fits every device's memory."""
+        """Return bool[cut]: whether each cut of a batch fits the memory of every device."""
         stage_indices = np.arange(self.schedule.stages)
         is_feasible = np.all(self.chain.possible[stage_indices, cuts[:, :-1], cuts[:, 1:]], axis=1)
         if self.memory_linears:
@@ -135,7 +138,7 @@ class Problem:
         return self.linear(cut, self.clock.path(pass_seconds[0], link_seconds[0]))
 
     def linear(self, cut: np.ndarray, path: LongestPath) -> np.ndarray:
-        """Return a path as a linear; a link takes the seconds of the message that takes longest for the cut."""
+        """Return a path as a linear. Each link takes the seconds of the message that is slowest for the cut."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         np.add.at(linear, self._pass_stages, path.pass_counts[:, None] * self._pass_features)
         if len(self._crossings):
@@ -152,7 +155,7 @@ class Problem:
         return linear
 
     def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
-        """Return, for each rank, the most bytes that it holds if the model is divided by a cut."""
+        """Return, for each rank, the most bytes that it holds at once if the model is divided by `cut`."""
         stage_features = self.chain.stage_features(cut[None])[0]
         peak_bytes = [0.0] * self.schedule.ranks
         for rank, linear in self.footprints:
@@ -160,9 +163,9 @@ class Problem:
         return tuple(int(np.ceil(byte_count - 1e-6)) for byte_count in peak_bytes)
 
     def stage_bounds(self) -> np.ndarray:
-        """Return float[stage, begin, end], a lower bound on the seconds of every cut with this stage.
+        """Return float[stage, begin, end]: a lower bound on the seconds of every cut with this stage.
 
-        The bound is the seconds of all passes of the stage on the rank that runs most of these passes.
+        The bound is the total seconds of the stage's passes on one rank: the rank that runs most of them.
         """
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         index_of_pass = {kind_and_stage: index for index, kind_and_stage in enumerate(self.clock.passes)}

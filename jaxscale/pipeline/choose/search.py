@@ -1,13 +1,14 @@
 """The search for an order of passes that is faster than any named schedule, for given costs and memory.
 
-The search starts from the named schedules that fit the memory and from 48 list schedules, in which each rank runs the
-ready pass of highest priority in a random list. All are timed on the `neighbour` machine. Then the search changes
-orders at random, in batches: it moves a pass, splits a backward, or joins the halves of a backward. It accepts the best
-order of a batch if this order is faster or, with a probability that falls over time, if it is a little slower
-(simulated annealing). The search is seeded, so equal arguments give equal results. The result is never slower than the
-best named schedule. For very small pipelines (`exhaustive.has_few_schedules`) all orders are timed.
+The search starts from the named schedules that fit the memory and from 48 list schedules. In a list schedule, each rank
+runs the ready pass with the highest priority; the priorities are random. All starts are timed on the `neighbour`
+machine. Then the search changes orders at random, in batches: it moves a pass, splits a backward, or joins the halves
+of a backward. It accepts the best order of a batch if this order is faster or, with a probability that falls over time,
+if it is a little slower (simulated annealing). The search is seeded, so equal arguments give equal results. The result
+is never slower than the best named schedule. For very small pipelines (`exhaustive.has_few_schedules`) all orders are
+timed.
 
-All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
+All microbatches take equally long. So every rank runs the passes of one kind and stage in the order of microbatches: no
 other order is faster. A lower bound on the seconds follows from three facts. A rank cannot start before its first input
 arrives. Before its first gradient it can only run as many forwards as its memory holds, and then it idles. After its
 last pass, the earlier ranks still have gradients to compute. `lower_bound` has the formulas.
@@ -43,7 +44,7 @@ _START_TEMPERATURE = 0.01  # mean slowdown that the search accepts at first, as 
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
-"""The passes of a rank in order. A pass is a letter, the integer kind * stages + stage. The microbatch of the pass is
+"""The passes of a rank in order. Each pass is a letter: the integer kind * stages + stage. The microbatch of a pass is
 the number of equal letters before it."""
 
 
@@ -95,14 +96,14 @@ def search(
     """Search for the fastest schedule that fits a memory.
 
     Args:
-        costs: costs of the stages, with one stage per rank; or a dict of costs by the number of stages per rank, such
-            as `{1: ..., 2: ...}`, to try schedules with each of these numbers.
+        costs: costs of the stages, with one stage per rank. To try several numbers of stages per rank, a dict of costs
+            by this number, such as `{1: ..., 2: ...}`.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
         activations: the most activations that a rank may hold; an activation belongs to one microbatch and one rank's
             share of the model. `None`: p.
-        copies: the most copies of each stage's weights; with 2, Chimera is one of the named schedules.
-        changes: number of changed orders to try for each route.
+        copies: the most copies of each stage's weights. Chimera, which needs two, is tried only if this is 2 or more.
+        changes: number of changed orders to try for each assignment of stages to ranks.
         seed: seed of the random changes.
 
     Raises:
@@ -163,7 +164,7 @@ def _timed_named_schedules(
     """
     from jaxscale.pipeline.schedules import METHODS  # imported here, because one of the methods imports this module
 
-    # zb-h1 first, because it is the likeliest to be as fast as the lower bound
+    # zb-h1 comes first, because it is the most likely to reach the lower bound
     for method in sorted(METHODS.values(), key=lambda method: method.name != "zb-h1"):
         if method.steps or method.name == NAME:
             continue
@@ -185,7 +186,7 @@ def lower_bound(
     """Return a lower bound on the seconds of every order of the passes, on either machine of `simulate`.
 
     F, I and W are the seconds of a stage's forward, input gradient and weight gradient, and m is the number of
-    microbatches. The result is the largest value of the last two lines over all stages s:
+    microbatches. The result is the maximum of the last two lines over all stages s:
 
         start      = F of all stages before s
         round trip = F of s and of all stages after s + I of all stages after s
@@ -193,9 +194,9 @@ def lower_bound(
         start + idle + m (F + I + W) of s
         start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    Without `one_route`, a rank may have several stages, or a stage several ranks, and these formulas do not apply: the
-    result is then the larger of two times: the seconds of all passes divided by the number of ranks, and the seconds of
-    one microbatch forward and backward through all stages.
+    If `one_route` is false, a rank may have several stages, or a stage several ranks, and these formulas do not apply.
+    The result is then the larger of two times: the seconds of all passes divided by the number of ranks, and the
+    seconds of one microbatch forward and backward through all stages.
 
     Args:
         costs: costs of the stages.
@@ -224,7 +225,7 @@ def lower_bound(
 
 
 class _RouteSearch:
-    """A search among the schedules of one route.
+    """A search among the schedules with one assignment of stages to ranks.
 
     Args:
         costs: costs of the stages.
@@ -248,12 +249,12 @@ class _RouteSearch:
     def run(
         self, start_orders: Sequence[Sequence[Sequence[Action]]], changes: int, bound_seconds: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-        """Search from some orders, and return (seconds, orders) of the fastest schedule.
+        """Search for the fastest schedule, and return its seconds and the actions of each rank.
 
         Args:
             start_orders: for each named schedule from which the search starts, the actions of each rank.
             changes: number of changed orders to try.
-            bound_seconds: a lower bound on the seconds, at which the search stops.
+            bound_seconds: a lower bound on the seconds; the search stops when it reaches the bound.
         """
         has_one_stage_each = self._route == tuple(range(self._ranks))
         if has_one_stage_each and has_few_schedules(self._ranks, self._microbatches, self._max_stage_activations):
@@ -283,7 +284,7 @@ class _RouteSearch:
     def _anneal(
         self, start_seconds: float, start_words: list[Word], start_rows: np.ndarray, changes: int
     ) -> tuple[float, list[Word]]:
-        """Change orders at random, and return (seconds, words) of the fastest orders.
+        """Change orders at random, and return the seconds and the words of the fastest orders.
 
         Args:
             start_seconds: seconds of the orders to start from.
@@ -316,7 +317,7 @@ class _RouteSearch:
         return best_seconds, best_words
 
     def _neighbour_word(self, word: Word) -> tuple[Word, list[int] | None]:
-        """Return a valid word that differs a little from `word`, and the pass numbers of the new word."""
+        """Return a valid word that differs a little from `word`, and the new word's pass numbers."""
         for _ in range(50):
             changed_word = list(word)
             for _ in range(self._rng.choice((1, 1, 2))):
@@ -353,7 +354,7 @@ class _RouteSearch:
         too many activations.
         """
         stage_count, activation_count = self._clock.stages, 0
-        # by stage: the number of forwards and of input gradients so far, and the microbatches between I and W
+        # by stage: the numbers of forwards and of input gradients so far, and the microbatches that have an I but no W
         forward_counts, gradient_counts = [0] * stage_count, [0] * stage_count
         pending_microbatches: list[collections.deque[int]] = [collections.deque() for _ in range(stage_count)]
         pass_numbers = []
@@ -394,14 +395,14 @@ class _RouteSearch:
         return np.array(pass_numbers + [self._clock.end] * (self._clock.max_passes + 1 - len(pass_numbers)))
 
     def _list_schedule_words(self) -> list[Word] | None:
-        """Return the words of a list schedule with random priorities, by rank; `None` if its ranks get stuck."""
+        """Return the word of each rank in a list schedule with random priorities; `None` if the ranks deadlock."""
         rng, stage_count, m = self._rng, self._clock.stages, self._microbatches
         priorities = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]  # by kind
-        depth_weight = rng.choice((0.0, 1.0, -1.0))  # above 0 it favors later stages of a rank, below 0 earlier ones
-        length_weight = rng.random() * rng.choice((0, 1))  # penalty for a pass longer than its tick is so far
+        depth_weight = rng.choice((0.0, 1.0, -1.0))  # above 0: favors a rank's later stages; below 0: its earlier ones
+        length_weight = rng.random() * rng.choice((0, 1))  # penalty for a pass that makes its tick longer
         gradient_kind = _B if rng.random() < 0.3 else _I
         priorities[gradient_kind] = priorities[_I]
-        # for each rank, the most forwards by which a stage may be ahead of its gradients
+        # for each rank, by how many microbatches a stage's forwards may be ahead of its gradients
         max_activations = self._max_stage_activations
         max_leads = [
             max_activations if rng.random() < 0.3 else max(1, max_activations - rank) for rank in range(self._ranks)

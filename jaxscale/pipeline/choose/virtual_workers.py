@@ -1,6 +1,6 @@
 """Virtual workers: pipelines of unlike devices that run side by side, reduced to one list of devices for a partition.
 
-Each position on the pipe axis has one device of every pipeline. For a partition, one device stands for all of them.
+Each position on the pipe axis has one device of every pipeline. In the partition, one device stands for all of them.
 
 References:
     Park et al. 2020, "HetPipe" (arXiv:2005.14038), its equal distribution of devices.
@@ -15,7 +15,7 @@ from jaxscale.pipeline.choose.price import PipelineDevice
 def virtual_workers(
     devices: Sequence[PipelineDevice], slowness: Mapping[str, float], workers: int
 ) -> tuple[PipelineDevice, ...]:
-    """Return the device that stands for each position of pipelines that run side by side in one program (HetPipe).
+    """Return, for pipelines that run side by side in one program, one device that stands for each position (HetPipe).
 
     Devices are sorted by speed and divided into groups of `workers` devices, one group for each position. Every
     pipeline gets one device of each group (HetPipe's equal distribution), so all pipelines are alike. The device that

@@ -1,13 +1,13 @@
-"""Clock: the seconds of a schedule on the `neighbour` machine, under many costs at once.
+"""Clock: the seconds of a schedule on the `neighbour` machine, for many costs at once.
 
-On the `neighbour` machine (`simulate.py`) a rank waits, after a tick with any message, for the messages of both its
+On the `neighbour` machine (`simulate.py`), after a tick with any message, a rank waits for the messages of both its
 neighbors on the ring. The ticks of a schedule do not depend on the seconds of its passes. So the table of the schedule
-is made once and then timed under a whole batch of costs; the search for a partition tries thousands of costs.
+is made once and then timed for a whole batch of costs; the search for a partition tries thousands of costs.
 
 A path through the table takes the sum of the seconds of its passes and messages, and the schedule takes as long as the
 longest path. The method `path` counts how often the longest path contains each pass and each link. These counts are the
-coefficients of a linear function of the costs. The function is never above the true seconds, and equals the true
-seconds for the costs under which the path is the longest.
+coefficients of a linear function of the costs. The function is never above the true seconds. It equals the true seconds
+for the costs for which the path is the longest.
 """
 
 import collections
@@ -25,7 +25,7 @@ class LongestPath(NamedTuple):
 
     Args:
         seconds: seconds from the first start to the last end.
-        pass_counts: float[passes], how often each of `Clock.passes` is on the path.
+        pass_counts: float[passes], how often each pass of `Clock.passes` is on the path.
         link_counts: float[ranks], how often each link is on the path.
     """
 
@@ -35,7 +35,7 @@ class LongestPath(NamedTuple):
 
 
 class Clock:
-    """The table of a schedule (`TickTable`), to be timed under many costs.
+    """The table of a schedule (`TickTable`), to be timed for many costs.
 
     Args:
         schedule: the actions of each rank, in order.
@@ -65,25 +65,25 @@ class Clock:
         self._neighbours = np.roll(rank_indices, 1), np.roll(rank_indices, -1)
 
     def seconds(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> np.ndarray:
-        """Return float[batch]: seconds of the schedule under each of a batch of costs.
+        """Return float[batch]: the seconds of the schedule for each entry of a batch of costs.
 
         Args:
-            pass_seconds: float[batch, passes], seconds of each of `self.passes`.
+            pass_seconds: float[batch, passes], seconds of each pass of `self.passes`.
             link_seconds: float[batch, ranks], seconds of a message between ranks r and r + 1.
         """
         # the deque keeps only the last times that `_rank_times` yields
         return collections.deque(self._rank_times(pass_seconds, link_seconds), maxlen=1)[0].max(0)
 
     def path(self, pass_seconds: np.ndarray, link_seconds: np.ndarray, blur: float = 0.0) -> LongestPath:
-        """Return the longest path under one set of costs.
+        """Return the longest path for one set of costs.
 
         Args:
-            pass_seconds: float[passes], seconds of each of `self.passes`.
+            pass_seconds: float[passes], seconds of each pass of `self.passes`.
             link_seconds: float[ranks], seconds of a message between ranks r and r + 1.
             blur: difference in seconds. With 0 the result is the longest path alone. Otherwise the result is a mean of
-                the paths that are shorter than the longest path by at most about this difference. The mean changes less
-                than the longest path if the costs change, and its linear function is never above the true seconds
-                either.
+                the paths that are shorter than the longest path by at most about this difference. If the costs change,
+                the mean changes less than the longest path. The linear function of the mean is never above the true
+                seconds either.
         """
         times = np.stack(
             [batch_times[:, 0] for batch_times in self._rank_times(pass_seconds[None], link_seconds[None])]
@@ -109,7 +109,7 @@ class Clock:
         return LongestPath(float(times[-1].max()), pass_counts[:-1], link_shares)
 
     def _rank_times(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield float[rank, batch], the times of the ranks: at the start, after each row, after each row's exchange."""
+        """Yield float[rank, batch], the time of each rank: at the start, and after each row and each row's exchange."""
         padded_pass_seconds = np.concatenate([pass_seconds.T, np.zeros((1, len(pass_seconds)))])  # float[pass, batch]
         left_ranks, right_ranks = self._neighbours
         right_link_seconds = np.ascontiguousarray(link_seconds.T)  # float[rank, batch]
@@ -127,7 +127,7 @@ class Clock:
 
 
 def _shares(times: np.ndarray, blur: float) -> np.ndarray:
-    """Return weights of the shape of `times` that add up to 1 along the first dim; later times have larger weights."""
+    """Return weights in the shape of `times`. They add up to 1 along the first dim, and later times weigh more."""
     if not blur:  # the latest time has all the weight
         return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)

@@ -1,4 +1,4 @@
-"""The costs of a pipeline: by stage, the seconds of passes and the bytes of stashes; by link, the seconds of messages.
+"""The costs of a pipeline: the seconds of each stage's passes and of each link's messages, and the bytes of stashes.
 
 Times are called seconds, but may be in any unit, because the simulator only adds and compares them.
 """
@@ -14,7 +14,7 @@ _FIELD_OF_KIND = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The seconds of each pass of one microbatch through each stage, the seconds of messages, and the bytes of stashes.
+    """The seconds of each pass of one microbatch through each stage, the seconds of messages, and the stashed bytes.
 
     Args:
         forward: for each stage, seconds of F.
@@ -22,8 +22,8 @@ class Costs:
         weight: for each stage, seconds of W, the weight gradient.
         backward: for each stage, seconds of B; empty: I + W.
         update: for each stage, seconds of U; empty: 0.
-        links: for each rank r, seconds of a message between ranks r and r + 1 in either direction; the last link closes
-            the ring; empty: 0.
+        links: for each rank r, seconds of a message between ranks r and r + 1 in either direction; empty: 0. The last
+            link closes the ring.
         stash: for each stage, bytes kept from F until B or W is done; empty: 0.
         pending: for each stage, further bytes kept from I until W is done; empty: 0.
 
@@ -86,7 +86,7 @@ class Costs:
         """
 
         def stage_costs(rank_cost: float) -> tuple[float, ...]:
-            """Return the costs of all stages if a rank's cost is divided evenly among its stages."""
+            """Divide a rank's cost evenly among its stages, and return the cost of every stage of the schedule."""
             return (rank_cost * (schedule.ranks / schedule.stages),) * schedule.stages
 
         return cls(
@@ -104,7 +104,7 @@ class Costs:
         return len(self.forward)
 
     def seconds(self, kind: Kind, stage: int) -> float:
-        """Return the seconds of a pass of some kind through a stage."""
+        """Return the seconds of a pass of kind `kind` through a stage."""
         if kind is Kind.B and not self.backward:
             return self.input[stage] + self.weight[stage]
         if kind is Kind.U and not self.update:

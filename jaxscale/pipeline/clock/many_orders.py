@@ -1,8 +1,8 @@
-"""Many orders of one pipeline, timed at once on the `neighbour` machine, for a search through schedules.
+"""Many schedules of one pipeline, timed at once on the `neighbour` machine, for a search through schedules.
 
-An order is a row of pass numbers; the number of a pass encodes its kind, stage and microbatch. All orders of a batch go
-through their ticks together. As in `pipeline/ticks.py`, an action runs in the first tick in which its rank is free and
-its inputs have arrived. As in `simulate.py`, neighbors wait for each other after a tick with a message.
+An order is a row of pass numbers; the number of a pass encodes its kind, stage and microbatch. All schedules of a batch
+go through their ticks together. As in `pipeline/ticks.py`, an action runs in the first tick in which its rank is free
+and its inputs have arrived. As in `simulate.py`, neighbors wait for each other after a tick with a message.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ RankOrder = Sequence[Action]
 
 
 class BatchClock:
-    """A clock for all schedules of one route under one set of costs.
+    """A clock for all schedules that assign the same stages to the same ranks, for one set of costs.
 
     Args:
         costs: costs of the stages and links.
@@ -27,8 +27,8 @@ class BatchClock:
 
     Attributes:
         stages: number of stages.
-        max_passes: the most passes that a rank may have, if every backward is split.
-        end: the pass number that stands for no pass, after the end of an order.
+        max_passes: the most passes that a rank may have: their number if every backward is split.
+        end: the pass number that pads an order after its last pass.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -48,8 +48,8 @@ class BatchClock:
         kind_of, stage_of, microbatch_of = np.unravel_index(
             np.arange(self.end), (len(KINDS), stage_count, microbatches)
         )
-        # an event is the end of a forward or of an input gradient of one stage and microbatch; event 0 stands for no
-        # input, `_unread_event` for the end of a weight gradient, `_unread_event + 1` for an input that never arrives
+        # An event is the end of a forward or of an input gradient of one stage and microbatch. Event 0 stands for no
+        # input, `_unread_event` for the end of a weight gradient, `_unread_event + 1` for an input that never arrives.
         forward_events = 1 + stage_of * microbatches + microbatch_of
         gradient_events = forward_events + stage_count * microbatches
         self._unread_event = 1 + 2 * stage_count * microbatches
@@ -71,7 +71,7 @@ class BatchClock:
         )
 
     def pass_numbers(self, orders: Sequence[RankOrder]) -> np.ndarray:
-        """Return int[rank, max_passes + 1]: the orders of a schedule as pass numbers."""
+        """Return int[rank, max_passes + 1]: the pass numbers of a schedule's orders, padded with `end`."""
         pass_number_rows = np.full((self._ranks, self.max_passes + 1), self.end)
         for rank, order in enumerate(orders):
             for position, (kind, stage, microbatch) in enumerate(order):

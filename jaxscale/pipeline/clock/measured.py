@@ -1,10 +1,10 @@
 """A synchronous schedule with the times of a real run: the start and end of each action on its device, from a trace.
 
-A trace has operations, not actions. In the program, each kind of action has a branch with operations that no other
-branch has and that run once per action. A device runs its actions one after the other in the schedule's order. So the
+A trace has operations, not actions. In the program, each kind of action has its own branch. Some operations occur only
+in this branch and run once per action. A device runs its actions one after the other in the schedule's order. So the
 n-th run of such an operation belongs to the n-th action of that kind. An action lasts from the start of its first
 operation to the end of its last operation. Left out: messages, which are sent between actions, and schedules that never
-drain, in which a step contains actions of several batches.
+drain, because their steps contain actions of several batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.orders import Schedule
 
 MeasuredSpans = Mapping[str, Sequence[Span]]
-"""For each operation on one device, by name, the spans of its runs in order, in seconds."""
+"""By the name of each operation on one device: the (start, end) of each of its runs in order, in seconds."""
 
 
 def measured_simulation(
@@ -31,16 +31,17 @@ def measured_simulation(
 
     Args:
         schedule: a synchronous schedule.
-        operations: for each kind ("F", "B", "I", "W"), names of the operations that run once in each of its actions.
-        timelines: for each rank, the spans of the operations on each of its devices.
+        operations: for each kind of action ("F", "B", "I", "W"), the names of the operations that run once per action
+            of this kind.
+        timelines: for each rank, the spans of the operations on each device of the rank.
         steps: number of steps in the trace.
 
     Returns:
         A simulation with the measured spans, in seconds from the start of a step. Its costs are the mean seconds of the
-        spans by kind and stage.
+        actions of each kind and stage.
 
     Raises:
-        UserError: a rank has no device in the trace, or the number of actions in the trace is not the schedule's.
+        UserError: a rank has no device in the trace, or the trace does not have as many actions as the schedule.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -110,7 +111,7 @@ def _mean_costs(schedule: Schedule, spans_by_rank: Sequence[Sequence[Span]]) -> 
             durations_by_pass.setdefault((action.kind, action.stage), []).append(end - start)
 
     def mean_seconds(kind: Kind) -> tuple[float | None, ...]:
-        """Return the mean seconds of the actions of a kind on each stage, `None` for a stage without such actions."""
+        """Return, for each stage, the mean seconds of its actions of a kind; `None` if it has no such actions."""
         durations_by_stage = [durations_by_pass.get((kind, stage)) for stage in range(schedule.stages)]
         return tuple(
             None if stage_durations is None else sum(stage_durations) / len(stage_durations)

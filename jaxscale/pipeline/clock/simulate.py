@@ -1,11 +1,12 @@
 """Simulation of a schedule on one of two machines: its time, its idle time and its activations in memory.
 
-`dataflow`: a rank runs an action as soon as the rank is free and the action's inputs have arrived, like separate
-programs that send messages to one another. The formulas in the papers are for this machine.
+`dataflow`: the ranks run separate programs that send messages to one another. A rank runs an action as soon as the rank
+is free and the action's inputs have arrived. The formulas in the papers are for this machine.
 
 `neighbour`: one program on all ranks (SPMD) that runs in ticks (`pipeline/ticks.py`), like `pipeline/run/execute.py`.
-At the end of a tick with any message, a rank exchanges messages with both neighbors on the ring and waits for them; a
-tick without messages has no exchange. If forwards and backwards share a tick, all ranks wait for the longer of the two.
+At the end of a tick with any message, every rank exchanges messages with both neighbors on the ring and waits for them.
+A tick without messages has no exchange. If some ranks run forwards in a tick and others run backwards, ranks wait for
+neighbors whose actions are longer.
 
 Left out: the slowdown of computations while messages are sent, the gradient reduction and the update at the end of a
 synchronous step, and differences between microbatches.
@@ -26,7 +27,7 @@ from jaxscale.pipeline.ticks import ticks
 from jaxscale.values.drawn import drawn
 
 MachineModel = Literal["neighbour", "dataflow"]
-"""How ranks wait for one another: the machines that the docstring of the module describes."""
+"""How ranks wait for one another; the module's docstring describes both machines."""
 Span = tuple[float, float]
 """(start, end) in seconds."""
 
@@ -38,7 +39,7 @@ class Simulation:
     Args:
         schedule: the schedule.
         costs: costs of the passes and messages.
-        machine: how ranks wait for one another; "measured" if the times are those of a real run (`measured.py`).
+        machine: how ranks wait for one another, or "measured" if the times come from a real run (`measured.py`).
         spans: for each rank, (start, end) of each action in seconds, in the order of `schedule.orders`.
 
     Example:
@@ -58,17 +59,17 @@ class Simulation:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The makespan: seconds from the first start to the last end on any rank."""
+        """The makespan: seconds from the start of the first action to the end of the last action of all ranks."""
         return max(rank_spans[-1][1] for rank_spans in self.spans)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the seconds in which it computes."""
+        """For each rank, the total seconds of its actions."""
         return tuple(sum(end - start for start, end in rank_spans) for rank_spans in self.spans)
 
     @functools.cached_property
     def period(self) -> float | None:
-        """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
+        """Seconds from one update to the next in the steady state; `None` for a synchronous schedule.
 
         The period is measured between forwards of the first stage, as a mean over the second half of the schedule.
         These forwards do not depend on later actions, so the period includes neither filling nor draining.
@@ -97,7 +98,7 @@ class Simulation:
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Makespan divided by the number of microbatches; for an asynchronous schedule, seconds in the steady state."""
+        """Seconds per microbatch: the mean over the makespan or, in an asynchronous schedule, in the steady state."""
         if self.period is not None and self.schedule.versions is not None:
             return self.period / self.schedule.versions.group
         return self.seconds / self.schedule.microbatches
@@ -116,10 +117,10 @@ class Simulation:
 
     @property
     def bubble_own_span(self) -> float:
-        """Share of the time between each rank's first start and last end that is idle, as in the zero-bubble papers.
+        """Idle share of the time between each rank's first start and last end, as in the zero-bubble papers.
 
-        Ranks begin and end at different times. If steps follow one another at once, the neighboring steps fill the time
-        before a rank's first start and after its last end.
+        Ranks begin and end at different times. If a rank begins the next step without waiting for other ranks, the
+        neighboring steps fill the time before its first start and after its last end.
         """
         span_seconds = sum(rank_spans[-1][1] - rank_spans[0][0] for rank_spans in self.spans)
         return 1 - sum(self.busy) / span_seconds
@@ -133,12 +134,15 @@ class Simulation:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """For each rank, the most activations that it holds at once; it holds one from F until B (or W) is done."""
+        """For each rank, the most activations that it holds at once; each is held from F until B (or W) is done."""
         return self.schedule.live
 
     @property
     def live_shares(self) -> tuple[float, ...]:
-        """For each rank, `live` in units of a rank's share of the model, to compare interleaved schedules."""
+        """For each rank, `live` in units of the activations of a rank's share of the model.
+
+        These numbers can be compared between schedules with different numbers of stages per rank.
+        """
         stage_share = self.schedule.ranks / self.schedule.stages
         return tuple(count * stage_share for count in self.live)
 
@@ -187,8 +191,8 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
 
 
 def _dataflow_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the second at which each action starts if a rank waits only for the inputs of its actions."""
-    free_seconds = [0.0] * schedule.ranks  # the second from which each rank is free
+    """Return the start of each action in seconds, if a rank waits only for the inputs of its actions."""
+    free_seconds = [0.0] * schedule.ranks  # the time in seconds from which each rank is free
     start_of_action, end_of_action = {}, {}
     for action in ticks(schedule):  # in the order of ticks, inputs come first
         rank = schedule.rank(action)
@@ -202,7 +206,7 @@ def _dataflow_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 
 def _neighbour_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the second at which each action starts if ranks exchange messages with both neighbors."""
+    """Return the start of each action in seconds, if ranks exchange messages with both neighbors."""
     table = TickTable(schedule)
     pass_seconds = [costs.seconds(*kind_and_stage) for kind_and_stage in table.passes]
     starts_of_rows = table.starts(pass_seconds, costs.links or (0.0,) * schedule.ranks)

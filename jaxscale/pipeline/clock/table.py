@@ -1,6 +1,6 @@
 """The table of a schedule on the `neighbour` machine: a row for each tick, followed by rows for the tick's updates.
 
-This module does not import numpy, so that charts start fast; `clock.py` times the same table under many costs at once.
+This module does not import numpy, so that charts start fast. `clock.py` times the same table for many costs at once.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jaxscale.pipeline.ticks import ticks
 
 
 class TickTable:
-    """For each row, the pass of each rank, and whether neighbors then wait for each other's messages.
+    """For each row: the pass of each rank, and whether neighbors wait for each other's messages at its end.
 
     Args:
         schedule: the actions of each rank, in order.
@@ -36,13 +36,13 @@ class TickTable:
     row_of: dict[Action, int]
     """The index of the row of each action."""
     crossings: tuple[tuple[int, int], ...]
-    """(stage, link) of each message to the next stage that crosses a link; link r joins ranks r and r + 1."""
+    """(stage, link) of each message that a stage sends to the next over a link; link r joins ranks r and r + 1."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
         tick_of = ticks(schedule)
-        # for each action, its moment: (tick, number of updates of the rank in that tick up to the action)
+        # for each action: (tick, number of successive updates of the rank up to and including the action)
         moment_of: dict[Action, tuple[int, int]] = {}
         for order in schedule.orders:
             update_count = 0
@@ -75,10 +75,10 @@ class TickTable:
         self.crossings = tuple(sorted(crossings))
 
     def starts(self, pass_seconds: Sequence[float], link_seconds: Sequence[float]) -> list[list[float]]:
-        """Return, for each row, the second at which each rank begins the row.
+        """Return, for each row, the time in seconds at which each rank begins the row.
 
         Args:
-            pass_seconds: seconds of each of `self.passes`.
+            pass_seconds: seconds of each pass of `self.passes`.
             link_seconds: seconds of a message between ranks r and r + 1, for each r.
         """
         padded_pass_seconds, rank_count = [*pass_seconds, 0.0], self.schedule.ranks  # an idle rank takes 0 seconds
@@ -97,7 +97,7 @@ class TickTable:
 
 @functools.cache
 def links_between(source_rank: int, target_rank: int, rank_count: int) -> tuple[int, ...]:
-    """Return the links that a message crosses in the shorter direction around the ring.
+    """Return the links that a message crosses, in order, in the shorter direction around the ring.
 
     If both directions are equally long, the message avoids the link between the last rank and rank 0.
 

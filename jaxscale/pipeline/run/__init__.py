@@ -1,1 +1,1 @@
-"""The executors of schedules: tables of integers, and the passes of stages inside one compiled program."""
+"""The executors of schedules: one compiled program that follows a table of integers and runs the stages' passes."""

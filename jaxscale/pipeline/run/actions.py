@@ -1,4 +1,4 @@
-"""The action of a device in a tick: a forward, a backward or half a backward, on its own weights, slots and sums."""
+"""The action of a device in a tick: a forward, a backward or half a backward, with the device's weights and slots."""
 
 import dataclasses
 import functools
@@ -25,20 +25,20 @@ from jaxscale.pipeline.run.pools import (
 from jaxscale.pipeline.run.tables import IDLE, Tables
 
 TableRow = dict[str, Any]
-"""A device's row of the table: int32 scalars by name of the column, which is one of `Tables.columns`."""
+"""A device's row of the table: int32 scalars, by the names of the columns (`Tables.columns`)."""
 CarriedState = dict[str, Any]
 """The values that actions change, by name.
 
-`kept` is the pool of stashes, and `cut` the pool of the values from I to W. `weights` and `shared` are sums of
-gradients, and `sums` are the sums of the stages' `sums`. Evaluation has `sums` alone."""
+`kept` is the pool of stashes, and `cut` is the pool of the values that are kept from I to W. `weights` and `shared` are
+sums of gradients. `sums` adds up the stages' `sums`. In evaluation, the state has only `sums`."""
 
 
 @dataclasses.dataclass(eq=False)
 class Actions:
     """The actions of a table for one stage function.
 
-    In the methods, x is the message from the previous stage, and g the gradient from the next stage. `is_live` is a
-    traced boolean: whether the device runs an action in this tick. `None` means that it does.
+    In the methods, x is the message from the previous stage, and g is the gradient from the next stage. `is_live` is a
+    traced boolean: whether the device runs an action in this tick. `None` means that the device runs one.
 
     Args:
         tables: the schedule in ticks and slots.
@@ -48,9 +48,9 @@ class Actions:
         batch: microbatches, leaves (m, ...), marked as varying.
         key: random key for the stage, marked as varying.
         message_shapes: shapes and types of the message between stages.
-        manual_axes: the manual axes.
-        readers: stages that read `shared`; `None`: all stages may read it.
-        hosted_names: names (`checkpoint_name`) of residuals that have their slots in host memory.
+        manual_axes: the manual axes of the surrounding `jax.shard_map`.
+        readers: stages that read `shared`; `None`: all stages.
+        hosted_names: names (`checkpoint_name`) of the residuals whose slots are in host memory.
         frozen: weights without gradients, leaves (v, ...), as in `execute`.
     """
 
@@ -97,7 +97,7 @@ class Actions:
         return state
 
     def run_kind(self, code: int, state: CarriedState, row: TableRow, x: Any, g: Any) -> tuple[CarriedState, Any]:
-        """Run the action of a tick of one kind, without a branch: an idle device drops its results.
+        """Run the action of a tick that has only one kind, without branches. An idle device drops its results.
 
         Args:
             code: code of the tick's kind.
@@ -107,7 +107,7 @@ class Actions:
             g: the gradient in the slot of column `g`.
 
         Returns:
-            The state, and the message to send.
+            (state, message): the new state, and the message to send.
         """
         # the inputs of idle devices are zeros, so that their results are finite where possible
         is_live = row["kind"] != IDLE
@@ -116,7 +116,7 @@ class Actions:
     def run_switch(
         self, codes: Sequence[int], state: CarriedState, row: TableRow, messages: Any
     ) -> tuple[CarriedState, Any]:
-        """Run the action of a tick, by a branch for each kind; each branch reads its own operands.
+        """Run the action of a tick with a branch for each kind. Each branch reads its own operands.
 
         Args:
             codes: codes of the kinds that occur in the table.
@@ -125,11 +125,11 @@ class Actions:
             messages: the pool of messages.
 
         Returns:
-            The state, and the message to send.
+            (state, message): the new state, and the message to send.
         """
 
         def run_branch(code: int, state: CarriedState, messages: Any) -> tuple[CarriedState, Any]:
-            """Run the action of the kind with this code, and return the state and the message to send."""
+            """Run the action of kind `code`, and return the new state and the message to send."""
             x, g = (read(messages, row[name]) for name in ("x", "g"))
             return self._vary(self._action(code, state, row, x, g, None))
 
@@ -140,7 +140,7 @@ class Actions:
     def _action(
         self, code: int, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
     ) -> tuple[CarriedState, Any]:
-        """Run an action of the kind with this code, and return the state and the message to send."""
+        """Run an action of kind `code`, and return the new state and the message to send."""
         if code == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
         kind, last_stage = KINDS[code - 1], self.tables.schedule.stages - 1
@@ -155,7 +155,7 @@ class Actions:
             return run_action(state, row, x, g, is_live)
 
     def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """F: return the state with the stash and the sums added, and the output, which is the message to send."""
+        """Run F. Return the state with the stash stored and the sums added, and the output: the message to send."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
         new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _zeros_if_idle(is_live, sums))}
@@ -164,11 +164,11 @@ class Actions:
         return new_state, y
 
     def _backward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """B: return the state with the gradients of all weights added, and the message: the gradient of the input."""
+        """Run B. Return the state with the gradients added, and the input's gradient: the message to send."""
         stash = read(state["kept"], row["residual"])
 
         def run_backward(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
-            """Run the backward of a stage that reads `shared` or not; return the new sums and the input's gradient."""
+            """Run the backward and return the new sums and the input's gradient; skip `shared` if not `is_reader`."""
             weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
             new_sums = self._add_weight_gradients(sums, row, weight_gradients, is_live)
             return (self._add_shared_gradients(new_sums, shared_gradients, is_live) if is_reader else new_sums), dx
@@ -179,11 +179,14 @@ class Actions:
         return {**state, **sums}, dx
 
     def _input_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
-        """I: return the state with values for W and gradients of `shared` added, and the input's gradient to send."""
+        """Run I. Return the state with the values for W stored, and the input's gradient: the message to send.
+
+        The gradients of `shared` are added in I too.
+        """
         stash = read(state["kept"], row["residual"])
 
         def run_half(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
-            """Run I of a stage that reads `shared` or not; return new sums, and (input's gradient, values for W)."""
+            """Run I and return the new sums, and (input's gradient, values for W); skip `shared` if not `is_reader`."""
             shared_gradients, dx, cut = self._passes.input_half(self._context(row), x, stash, g)
             return (self._add_shared_gradients(sums, shared_gradients, is_live) if is_reader else sums), (dx, cut)
 
@@ -193,10 +196,11 @@ class Actions:
     def _run_by_reader(
         self, run_pass: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, is_live: Any
     ) -> Any:
-        """Return `run_pass(sums, is_reader)`, where `is_reader` is whether the stage of the row reads `shared`.
+        """Return `run_pass(sums, is_reader)`, where `is_reader` tells whether the stage of the row reads `shared`.
 
-        On stages that do not read `shared`, its gradients are zeros as large as embedding and head. Making and adding
-        them would take longer than the stage. In a program without branches (`run_kind`), `is_reader` is always true.
+        On stages that do not read `shared`, the gradients of `shared` are zeros as large as embedding and head. Making
+        and adding these zeros would take longer than the stage. In a program without branches (`run_kind`), `is_reader`
+        is always true.
         """
         if all(self._is_reader) or is_live is not None:
             return run_pass(sums, True)
@@ -208,7 +212,7 @@ class Actions:
     def _weight_half(
         self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
     ) -> tuple[CarriedState, Any]:
-        """W: return the state with the weight gradients added, and zeros as the message, which no device reads."""
+        """Run W. Return the state with the weight gradients added, and a message of zeros that no device reads."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
         weight_gradients = self._passes.weight_half(self._context(row), x, stash, g, cut)
         return self._add_weight_gradients(state, row, weight_gradients, is_live), jax.tree.map(jnp.zeros_like, x)
@@ -217,7 +221,7 @@ class Actions:
         """Return the state with the gradients of a chunk's weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
-            """Add a gradient to its chunk of `total`, a leaf of the sums, if the weight `primal` is differentiable."""
+            """Return the leaf `total` of the sums with a gradient added to its chunk if `primal` is differentiable."""
             if not is_differentiable(primal):
                 return total
             if total.shape[0] == 1:
@@ -233,19 +237,19 @@ class Actions:
         """Return the state with the gradients of the shared weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
-            """Add a gradient to `total`, a leaf of the sums, if the weight `primal` is differentiable."""
+            """Return the leaf `total` of the sums with a gradient added if the weight `primal` is differentiable."""
             return _add(total, gradient) if is_differentiable(primal) else total
 
         return {**state, "shared": jax.tree.map(add, state["shared"], _zeros_if_idle(is_live, gradients), self.shared)}
 
     def _write(self, pool: Any, slot: Any, value: Any, is_live: Any) -> Any:
-        """Return the pool with a value written to a slot; an idle device writes back the old value."""
+        """Return the pool with a value written to a slot. An idle device writes back the old value."""
         if is_live is None:
             return write(pool, slot, value)
         return write(pool, slot, jax.tree.map(lambda new, old: jnp.where(is_live, new, old), value, read(pool, slot)))
 
     def _context(self, row: TableRow) -> StageContext:
-        """Return the arguments of the stage, besides its input, in this row."""
+        """Return the arguments of the stage function for this row, except the input."""
         at = At(row["stage"], row["microbatch"], read_in_place(self.frozen, row["chunk"]))
         microbatch, weights = read(self.batch, row["microbatch"]), read(self.weights, row["chunk"])
         return StageContext(weights, self.shared, microbatch, at, self.key)
@@ -261,14 +265,14 @@ def _add(total: Any, value: Any) -> Any:
 
 
 def _zeros_if_idle(is_live: Any, tree: Any) -> Any:
-    """Return the tree, or zeros if the device is idle; `is_live` is as in `Actions`."""
+    """Return the tree or, if the device is idle, zeros; `is_live` is as in `Actions`."""
     if is_live is None:
         return tree
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(is_live, leaf, 0), tree)
 
 
 def _check_stage(abstract_output: Any, abstract_objective: Any, message_shapes: Any) -> None:
-    """Raise an error if the shapes or types of a stage's message or objective are not the expected ones.
+    """Raise UserError if a stage's message or objective has unexpected shapes or types.
 
     Args:
         abstract_output: shapes and types of the stage's output.
@@ -277,7 +281,7 @@ def _check_stage(abstract_output: Any, abstract_objective: Any, message_shapes: 
     """
 
     def describe(tree: Any) -> Any:
-        """Return the tree with a text in place of each leaf, for example float32[2, 8]."""
+        """Return the tree with each leaf replaced by a text such as float32[2, 8]."""
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 
     if describe(abstract_output) != describe(message_shapes):

@@ -3,12 +3,12 @@
 Like the executor in `execute.py`, this executor is one scan over the ticks of a table. The table has no end
 (`stream.py`); a call runs the ticks in which the call's microbatches enter. A stage updates its own weights right after
 the backward that completes a group of microbatches; slots keep the older weights that actions still need. A call
-returns the state between ticks (`in_flight`), which is an argument of the next call, so the pipe does not drain between
+returns the state between ticks (`in_flight`). The next call gets it as an argument, so the pipe does not drain between
 training steps. With a checkpoint of this state, a run continues exactly.
 
-Every stage has and updates its own copy of the shared weights (embedding, head); only the embedding of the first stage
-and the head of the last stage matter. So tied weights and norms over all stages (clipping) have no meaning, and the
-caller refuses them.
+Every stage has its own copy of the shared weights (embedding, head) and updates it. Only the embedding of the first
+stage and the head of the last stage matter. So tied weights and norms over all stages (clipping) have no meaning, and
+the caller refuses them.
 
 References:
     Harlap et al., "PipeDream", 2018 (https://arxiv.org/abs/1806.03377); Narayanan et al., "Memory-Efficient
@@ -42,15 +42,16 @@ from jaxscale.pipeline.run.pools import (
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
 InFlightArrays = dict[str, Any]
-"""The state between ticks on one device, trees of arrays by name; every leaf has a first dim of 1.
+"""The state between ticks on one device: trees of arrays, by name. Every leaf has a first dim of 1.
 
-`tick` is the index of the next tick. `messages`, `kept`, `batch`, `key` and `versions` are pools of messages, stashes,
-microbatches, their keys and versions of the weights. `boxes` are the messages that have arrived, `gradients` are the
-sums of gradients over the current group so far, and `change` is the moving average of PipeMare's correction."""
+`tick` is the index of the next tick. `messages`, `kept`, `batch`, `key` and `versions` are pools: of messages, stashes,
+microbatches, random keys of the microbatches, and versions of the weights. `boxes` has the messages that have arrived,
+`gradients` has the sums of gradients over the current group so far, and `change` is the moving average of PipeMare's
+correction."""
 
 
 class UpdateAt(NamedTuple):
-    """The stage and index of an update.
+    """The stage and the index of an update.
 
     Args:
         stage: index of the stage, int32, traced.
@@ -62,7 +63,7 @@ class UpdateAt(NamedTuple):
 
 
 StageUpdate = Callable[[Any, Any, Any, UpdateAt], tuple[Any, Any]]
-"""`update(parameters, gradients, optimizer, at) -> (parameters, optimizer)` of one stage.
+"""Function that updates one stage: `update(parameters, gradients, optimizer, at) -> (parameters, optimizer)`.
 
 The gradients are float32 sums over the group of microbatches. The function may reduce over manual axes other than the
 pipe axis."""
@@ -87,16 +88,17 @@ class AdvanceResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Asynchronous:
-    """The executor of a stream; its methods are called inside a `jax.shard_map` that is manual over `manual_axes`.
+    """The executor of a stream. Call its methods inside a `jax.shard_map` that is manual over `manual_axes`.
 
     Parameters and gradients are pairs (weights, shared) of this device's stage, with leaves (1, ...). In the private
-    methods, `row` is a device's row of the table, int32 scalars by names in `COLUMNS`. x is the message from the
-    previous stage, and g the gradient from the next stage. `passes` has the stage's forward and backward (`passes.py`).
+    methods, `row` is a device's row of the table: int32 scalars, by the names in `COLUMNS`. x is the message from the
+    previous stage, and g is the gradient from the next stage. `passes` has the stage's forward and backward
+    (`passes.py`).
 
     Args:
         stream: the schedule.
-        stage: stage function, as in `execute`; its weights and shared weights have no first dim, and `at.microbatch`
-            is the index of the microbatch in its call.
+        stage: stage function, as in `execute`. The weights and shared weights that it gets have no first dim, and
+            `at.microbatch` is the index of the microbatch within the batch of its call of `advance`.
         update: function that updates one stage.
         message_shapes: shapes and types of the message between stages.
         to_compute: function from parameters to the weights that stages compute with, such as a cast; `None`: stages
@@ -187,7 +189,7 @@ class Asynchronous:
         )
 
     def drain(self, parameters: Any, optimizer: Any, in_flight: InFlightArrays) -> AdvanceResult:
-        """Run all microbatches in the pipe to their end. The next `advance` needs a new `empty_pipe`.
+        """Complete all microbatches that are in the pipe. The next call of `advance` needs a new `empty_pipe`.
 
         Args:
             parameters: the newest parameters.
@@ -201,7 +203,7 @@ class Asynchronous:
     def _run_ticks(
         self, parameters: Any, optimizer: Any, state: InFlightArrays, *, tick_count: int, entry_count: int
     ) -> AdvanceResult:
-        """Run `tick_count` ticks, in which `entry_count` microbatches enter that are already in the state's pools."""
+        """Run `tick_count` ticks, in which `entry_count` microbatches enter. The state's pools already contain them."""
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
@@ -215,7 +217,7 @@ class Asynchronous:
         state["sums"] = self._vary(zeros(sum_shapes, jnp.float32))
 
         def run_tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
-            """Run one tick: store the messages that arrived, run the action, and exchange messages."""
+            """Run one tick: store the messages that have arrived, run the action, and exchange messages."""
             tick = state["tick"]
             steady_ticks = jnp.maximum(tick - stream.ramp_ticks, 0)
             row_index = jnp.where(tick < stream.ramp_ticks, tick, stream.ramp_ticks + steady_ticks % period_ticks)
@@ -229,7 +231,7 @@ class Asynchronous:
 
             def run_branch(action: Callable[..., tuple[Any, Any]], action_state: Any, messages: Any) -> Any:
                 """Run an action, and return the new state and the message to send."""
-                # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
+                # each branch reads its own operands; otherwise a TPU would move the whole pool into its fast memory
                 x = tree_or_zeros(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
                 g = tree_or_zeros(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
                 return self._vary(action(passes, action_state, row, x, g))
@@ -244,7 +246,7 @@ class Asynchronous:
         return AdvanceResult(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], last_state), sums)
 
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-        """F: return the state with the stash and the sums added, and the output, which is the message to send."""
+        """Run F. Return the state with the stash stored and the sums added, and the output: the message to send."""
         del g
         with jax.named_scope("pipeline_F"):
             y, sums, stash = passes.forward(self._row_context(state, row, self._weight_pair(state, row)), x)
@@ -252,7 +254,7 @@ class Asynchronous:
         return {**state, "sums": total_sums, "kept": write(state["kept"], row["stash"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-        """B: return the state with the gradients added or applied, and the message: the gradient of the input."""
+        """Run B. Return the state with the gradients added or applied, and the input's gradient, which is sent."""
         stage = lax.axis_index(self.axis)
         weight_pair = self._weight_pair(state, row)
         if self.remedies.correction is not None:
@@ -269,14 +271,14 @@ class Asynchronous:
         summed_state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], gradient_increments)}
 
         def apply_update(state: dict[str, Any]) -> dict[str, Any]:
-            """Apply the update, and return the new state, with zero gradients."""
+            """Apply the update, and return the new state with its gradients set to zero."""
             new_state = self._updated_state(state, row, state["gradients"])
             return self._vary({**new_state, "gradients": jax.tree.map(jnp.zeros_like, new_state["gradients"])})
 
         return lax.cond(row["has_update"] == 1, apply_update, lambda state: self._vary(state), summed_state), dx
 
     def _updated_state(self, state: dict[str, Any], row: dict[str, Any], gradient_sums: Any) -> dict[str, Any]:
-        """Update this stage with its gradients, summed over the group, and return the new state."""
+        """Update this stage with its gradients summed over the group, and return the new state."""
         at = UpdateAt(lax.axis_index(self.axis), row["microbatch"] // self.stream.group_size)
         old_parameters, delay = state["parameters"], delay_of(self.stream.delays, at.stage)
         with jax.named_scope("pipeline_U"):
@@ -296,36 +298,36 @@ class Asynchronous:
         return self.stream.version_count > 1 or self.to_compute is not None
 
     def _compute_weights(self, parameters: Any) -> Any:
-        """Return the weights that stages compute with, leaves (1, ...), made from these parameters."""
+        """Return the weights that stages compute with, leaves (1, ...), for these parameters."""
         return parameters if self.to_compute is None else self.to_compute(parameters)
 
     def _version_pool(self, parameters: Any) -> Any:
-        """Return a pool with a copy of the weights for each version; empty if stages need no copies."""
+        """Return a pool with a copy of the weights for each version, or `()` if stages need no copies."""
         if not self._has_copies:
             return ()
         weights = self._compute_weights(parameters)
         return jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.version_count, 0), weights)
 
     def _weight_pair(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
-        """Return the pair (weights, shared) that the action of this row computes with, without a first dim."""
+        """Return the pair (weights, shared) that the action of this row computes with. Its leaves have no first dim."""
         if self._has_copies:
             return read(state["versions"], row["read_slot"])
         return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
 
     def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
-        """Return the forward and backward of the stage for the stream's stash, `FromInput` or `FromResiduals`."""
+        """Return the stage's forward and backward: `FromInput` or `FromResiduals`, as the stream's stash requires."""
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
         context = self._sample_context(parameters, microbatch, key)
         return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.message_shapes)), is_split=False)
 
     def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
-        """Return a context with arbitrary indices, which has the shapes of every action's context."""
+        """Return a context with arbitrary indices. It has the shapes of the contexts of all actions."""
         weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(parameters))
         return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
     def _row_context(self, state: dict[str, Any], row: dict[str, Any], weight_pair: Any) -> StageContext:
-        """Return the context of the action of this row, from its pair (weights, shared)."""
+        """Return the context of this row's action, which computes with the pair `weight_pair` of (weights, shared)."""
         slot_count = jax.tree.leaves(state["batch"])[0].shape[0]
         microbatch, key = (read(state[name], row["microbatch"] % slot_count) for name in ("batch", "key"))
         at = At(lax.axis_index(self.axis), row["microbatch"] % (slot_count - self.stream.carried_count))
@@ -342,7 +344,7 @@ class Asynchronous:
 
 
 def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-    """Idle: return the state unchanged, and a message of zeros, which no device reads."""
+    """Do nothing: return the state unchanged, and a message of zeros that no device reads."""
     del passes, row, g
     return state, jax.tree.map(jnp.zeros_like, x)
 

@@ -1,16 +1,16 @@
-"""The executor of all synchronous schedules, which follows tables (`tables.py`).
+"""The executor of all synchronous schedules. It follows the table of a schedule (`tables.py`).
 
-The executor is a `lax.scan` over ticks. Each tick is a `lax.switch` over the kinds of actions, with idle as one of
-them, followed by messages to both neighbors (`ppermute`). The model is differentiated inside the actions, one stage and
-microbatch at a time, and no `jax.grad` is taken of the scan. So only slots keep values from a forward to its backward,
-and the memory of 1F1B does not grow with the number of microbatches. All devices run one program.
+The executor is a `lax.scan` over ticks. Each tick is a `lax.switch` over the kinds of actions and idle, followed by
+messages to both neighbors (`ppermute`). The model is differentiated inside the actions, one stage and one microbatch at
+a time; the scan itself is not differentiated. So only slots keep values from a forward to its backward, and the memory
+of 1F1B does not grow with the number of microbatches. All devices run one program.
 
 References:
     Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Narayanan et al., "Efficient Large-Scale Language
     Model Training", 2021 (https://arxiv.org/abs/2104.04473) for 1F1B and interleaving.
 
-Left to the caller: the `jax.shard_map` around the executor, every reduction over devices (the executor returns the sums
-of each device), and updates. Unequal stages are left to the stage function; updates inside a schedule are in
+Left to the caller: the `jax.shard_map` around the executor, all reductions over devices (the executor returns the sums
+of each device), and updates. Left to the stage function: differences between stages. Updates inside a schedule are in
 `asynchronous.py`.
 """
 
@@ -33,7 +33,7 @@ from jaxscale.trees import named_leaves
 __all__ = ["At", "DeviceSums", "Lowering", "StageFunction", "execute"]
 
 Lowering = Literal["switch", "phased"]
-"""How a table becomes a program: with a branch in each tick, or, for lock-step tables, written out without branches."""
+"""How a table becomes a program: "switch" has branches in each tick; "phased", for lock-step tables, has none."""
 _TickFunction: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
 """`run_tick(state, row, travel_flags, codes) -> state`, as `_tick_function` returns it."""
 
@@ -72,35 +72,35 @@ def execute(
 
     Args:
         tables: the schedule (`tables.tabulate`).
-        stage: `stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`, the same function on every
-            device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the `y` of the last
-            stage is dropped. `objective` is a float32 scalar; the gradients are those of the sum of objectives over all
-            stages and microbatches. `sums` is a tree of float32 scalars.
+        stage: `stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`. All devices run the same
+            function, so `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the `y` of the
+            last stage is dropped. `objective` is a float32 scalar; `execute` computes the gradients of the sum of
+            objectives over all stages and microbatches. `sums` is a tree of float32 scalars.
         weights: weights of this device's chunks, leaves (v, ...); `Schedule.place` maps each stage to its rank and
             chunk.
         shared: weights that every stage may read (embedding, head), gathered by the caller.
         batch: microbatches, leaves (m, ...); a stage gets the leaves of its microbatch.
-        key: random key, which the stage gets unchanged; if the stage folds the microbatch and the layer into it, the
+        key: random key, which the stage gets unchanged. If the stage folds the microbatch and the layer into it, the
             random numbers are the same under every schedule.
         message_shapes: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
         axis: name of the mesh axis along which the stages lie.
         manual_axes: all axes over which the surrounding `jax.shard_map` is manual.
-        lowering: "switch": a branch for each kind of action, so that idle devices do nothing. "phased", for lock-step
-            tables only: no branches; idle devices compute on zeros and drop the results.
+        lowering: "switch": each tick has a branch for each kind of action, and idle devices do nothing. "phased", for
+            lock-step tables only: the program has no branches; idle devices compute on zeros and drop the results.
         readers: stages that read any leaf of `shared`; only the backwards of these stages add to the gradients of
             `shared`. `None`: all stages.
         hosted_names: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its
             backward.
-        frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets the frozen weights
-            of its chunk as `at.frozen`, without a copy to another memory.
+        frozen: weights without gradients, leaves (v, ...), such as weights in host memory. A stage gets the frozen
+            weights of its chunk as `at.frozen`, and they are not copied to another memory.
 
     Returns:
-        This device's sums; reduce them over the axes that share the parameters.
+        This device's sums. The caller reduces them over the axes whose devices share the parameters.
 
     Raises:
-        UserError: the batch does not have m microbatches, the weights have a wrong number of chunks, the stage returns
-            a message with other shapes or types, or the lowering is "phased" and a tick of the table has several kinds
-            of actions.
+        UserError: the batch does not have m microbatches; the weights have a wrong number of chunks; the stage's output
+            does not have the shapes and types in `message_shapes`; or the lowering is "phased" and a tick of the table
+            has several kinds of actions.
     """
     _check_arguments(tables, weights, batch, lowering)
     weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual_axes)
@@ -126,13 +126,13 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Seq
     """Return the function that runs one tick, `run_tick(state, row, travel_flags, codes) -> state`.
 
     `row` is a device's row of the table, int32 (columns,). `travel_flags` has, for each origin of messages from other
-    ranks, whether a message travels at the end of the tick. `codes` has the codes of the kinds that the tick may have.
+    ranks, whether a message travels at the end of the tick. `codes` are the codes of the kinds that the tick may have.
     """
 
     def send(message: Any, origin: str, is_sent: Any) -> Any:
-        """If `is_sent`, send a message to a neighbor, and return what arrives; otherwise return `message`.
+        """Send a message to a neighbor and return the message that arrives; return `message` if `is_sent` is false.
 
-        `is_sent` is the same on all devices, so that they exchange messages together or not at all.
+        `is_sent` is the same on all devices, so either all devices exchange messages or none does.
         """
         exchange_tree = functools.partial(exchange, axis=axis, rank_count=tables.schedule.ranks, origin=origin)
         if isinstance(is_sent, bool):
@@ -140,13 +140,13 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Seq
         return lax.cond(is_sent, exchange_tree, lambda tree: tree, message)
 
     def run_tick(state: Any, row: Any, travel_flags: Mapping[str, Any], codes: Sequence[int]) -> Any:
-        """Run one tick: store the messages that arrived, run the action, and send its message."""
+        """Run one tick: store the messages that have arrived, run the action, and send its message."""
         messages = state["messages"]
         named_row = {name: row[column] for column, name in enumerate(tables.columns)}
         for origin, box in state["boxes"].items():
             messages = write(messages, named_row[origin], box)
         if len(codes) == 1:
-            # operands are read before the pool is written again, or XLA copies the pool in every tick
+            # operands are read before the pool is written again; otherwise XLA would copy the pool in every tick
             x, g, messages = lax.optimization_barrier(
                 (read(messages, named_row["x"]), read(messages, named_row["g"]), messages)
             )
@@ -164,7 +164,7 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Seq
 
 def _run_one_loop(tables: Tables, run_tick: _TickFunction, rows: Any, state: Any) -> Any:
     """Run all ticks in one loop, with a branch for each kind, and return the last state."""
-    # flags of the origins from which messages arrive in some ticks only; from other origins they arrive in every tick
+    # flags of the origins from which messages arrive in some ticks but not in all
     varying_flags = {o: jnp.asarray(flags) for o, flags in tables.travel_flags.items() if not flags.all()}
 
     def run_iteration(state: Any, xs: Any) -> tuple[Any, None]:
@@ -177,7 +177,7 @@ def _run_one_loop(tables: Tables, run_tick: _TickFunction, rows: Any, state: Any
 
 
 def _run_phases(tables: Tables, run_tick: _TickFunction, rows: Any, state: Any) -> Any:
-    """Run a loop for each phase of a lock-step table, with its motif's ticks unrolled, and return the last state."""
+    """Run a lock-step table with a loop for each phase, whose body is the whole motif, and return the last state."""
     start_tick = 0
     for motif, repeat_count in phases(tables):
         tick_span = slice(start_tick, start_tick + repeat_count * len(motif))
@@ -199,7 +199,7 @@ def _run_phases(tables: Tables, run_tick: _TickFunction, rows: Any, state: Any) 
 
 
 def _check_arguments(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
-    """Raise an error if a first dim does not fit the schedule, or if the table does not fit the lowering."""
+    """Raise UserError if a first dim does not fit the schedule, or if the lowering is not possible for the table."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():

@@ -25,7 +25,7 @@ OneStage: TypeAlias = Callable[[Any, Any, Any, Any, Int[Array, ""]], tuple[Any, 
 def value_and_grad(
     stage: OneStage, schedule: Schedule | str, mesh: Mesh, *, axis: str = "pipe", stash: Stash = "residuals"
 ) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
-    """Make the function that computes the loss and gradients of a sequence of stages on the devices of a mesh axis.
+    """Return a function that computes the loss and gradients of a sequence of stages on the devices of a mesh axis.
 
     With stages f_0, ..., f_{S-1}, x_{i+1} = f_i(w_i, s, x_i, b) and their losses l_i, the function computes
 
@@ -33,12 +33,12 @@ def value_and_grad(
 
     Args:
         stage: `stage(weights, shared, x, microbatch, stage_index) -> (y, loss)`, the same function for every stage.
-            `stage_index` is int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, for example 0
-            on all stages but the last.
+            `stage_index` is int32 and traced. `y` has the shapes and dtypes of `x`. `loss` is a scalar; it may be 0 on
+            all stages except the last.
         schedule: a synchronous schedule, such as `schedule("zb-h1", 4, 8)`, or its text "zb-h1:4x8".
         mesh: mesh of the devices; its axis `axis` has one device for each rank of the schedule.
         axis: name of the mesh axis along which the stages lie.
-        stash: what a stage keeps from its forward to its backward: its residuals, or its input alone.
+        stash: what a stage keeps from its forward to its backward: "residuals", or only its "input".
 
     Returns:
         `f(weights, shared, x, batch) -> (loss, (weight_gradients, shared_gradients))`, to be called inside `jax.jit`.
@@ -47,8 +47,8 @@ def value_and_grad(
         device, up to rounding.
 
     Raises:
-        UserError: the schedule is asynchronous, the axis has another number of devices, or an argument's first dim does
-            not fit the schedule.
+        UserError: the schedule is asynchronous, the number of devices on the axis is not the schedule's, or an
+            argument's first dim does not fit the schedule.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -78,11 +78,11 @@ def value_and_grad(
     auto_mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     tables = tabulate(parsed_schedule, stash)
     stages_by_rank = [parsed_schedule.stages_of(rank) for rank in range(parsed_schedule.ranks)]
-    # int (ranks, chunks); a rank with fewer stages than others repeats its first stage, which its actions do not read
+    # int (ranks, chunks); a rank with fewer stages than others is padded with its first stage, which no action reads
     stage_of_chunk = np.array(
         [[*stages, *stages[:1] * (parsed_schedule.chunks - len(stages))] for stages in stages_by_rank]
     )
-    # the rank, chunk and stage of every chunk that is not such a repetition
+    # the rank, chunk and stage of every chunk that is not padding
     rank_chunk_stage_triples = [
         (rank, chunk, stage_index)
         for rank, stages in enumerate(stages_by_rank)
@@ -91,12 +91,12 @@ def value_and_grad(
     rank_indices, chunk_indices, stage_indices = map(np.array, zip(*rank_chunk_stage_triples, strict=True))
 
     def sum_by_stage(chunk_gradients: Array) -> Array:
-        """Return the gradients of all stages (stages, ...), from the gradients of chunks (ranks, chunks, ...)."""
+        """Sum gradients by chunk, (ranks, chunks, ...), to gradients by stage, (stages, ...)."""
         zero_gradients = jnp.zeros((parsed_schedule.stages, *chunk_gradients.shape[2:]), chunk_gradients.dtype)
         return zero_gradients.at[stage_indices].add(chunk_gradients[rank_indices, chunk_indices])
 
     def loss_and_gradients(weights: PyTree, shared: PyTree, x: PyTree, batch: PyTree) -> tuple[Any, tuple[Any, Any]]:
-        """Return the loss, and the gradients of `weights` and of `shared`."""
+        """Return (loss, (weight gradients, shared gradients))."""
         for name, leaf in named_leaves(weights).items():
             if leaf.ndim < 1 or leaf.shape[0] != parsed_schedule.stages:
                 raise UserError(
@@ -108,7 +108,7 @@ def value_and_grad(
         def run_stage(
             stage_weights: Any, shared_weights: Any, message: Any, microbatch: Any, at: At, key: Any
         ) -> tuple[Any, Any, Any]:
-            """Return (output, objective, sums) of a stage for the executor, with its loss as objective and as sums.
+            """Return (output, objective, sums) of a stage; the loss is both the objective and the sums.
 
             The input of the first stage is part of the microbatch; the input of other stages is the message.
             """
@@ -126,7 +126,7 @@ def value_and_grad(
             return y, loss, loss
 
         def run_on_rank(rank_weights: Any, shared_weights: Any, microbatches: Any) -> tuple[Any, Any, Any]:
-            """Run the actions of one rank; return the loss, and the gradients of its weights and of `shared_weights`.
+            """Run the actions of one rank. Return the loss and the gradients of its weights and of `shared_weights`.
 
             The weights and their gradients have a leading dim of 1 for the rank.
             """

@@ -2,12 +2,12 @@
 
 The first half runs the equations that its results need. The second half runs the other equations. There is one
 exception: the first half also computes a sum, such as the gradient of a bias, if the operands of the sum have more
-bytes than the sum itself. The second half also runs cheap equations again (moves, casts, elementwise steps) if no more
-bytes cross or stay in memory for it. The set of values that cross is small, but not always the smallest possible.
+bytes than the sum itself. The second half also repeats cheap equations (moves, casts, elementwise steps) if this does
+not increase the bytes that cross or stay in memory. Few values cross, but not always the fewest possible.
 
-A step is an equation of the program without nested calls (`programs/inline.py`). Each value of a program has a number
-(a key, not a quantity), and sets of values are sets of these numbers. An atom is an input of a step: the number of a
-value, or a constant.
+A step is an equation of the program without nested calls (`programs/inline.py`). Each value of a program has a number,
+which identifies it. Sets of values are sets of these numbers. An atom is an input of a step: the number of a value, or
+a constant.
 """
 
 import functools
@@ -34,11 +34,11 @@ CHEAP = frozenset(ARITHMETIC | COMPARISON | SHAPE | ALIAS | KEYS)
 SUM = "reduce_sum"
 """The primitive whose result the first half may compute although only the second half needs it."""
 Flags: TypeAlias = Sequence[bool]
-"""One boolean for each output or each input of a program or step."""
+"""A boolean for each output, or for each input, of a program or step."""
 
 
 class Crossing(NamedTuple):
-    """Description of a value that crosses between the halves: its shape, its type and the axes that it varies over."""
+    """The shape and type of a value that crosses between the halves, and the manual axes over which it varies."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -46,10 +46,10 @@ class Crossing(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """A program of flat inputs and outputs in two halves.
+    """A program with flat inputs and outputs, in two halves.
 
     Args:
-        crossings: description of each value that crosses.
+        crossings: the `Crossing` of each value that crosses from the first half to the second.
         is_read_by_first: for each input, whether the first half reads it.
         is_read_by_second: for each input, whether the second half reads it.
         run_first: function from the inputs to (outputs, crossing values); it returns `None` for an output that the
@@ -70,8 +70,8 @@ class _Placement(NamedTuple):
 
     Args:
         step: the step.
-        is_in_first: whether the first half runs the step, or a half of it.
-        is_in_second: whether the second half runs the step, or a half of it.
+        is_in_first: whether the first half of the program runs the step or a half of the step.
+        is_in_second: whether the second half of the program runs the step or a half of the step.
         halves: the two halves of the step; `None` if the step is not divided.
         crossing_numbers: numbers of the values that cross between the halves of the step.
     """
@@ -93,10 +93,10 @@ def program_halves(
     """Divide a jaxpr into two halves.
 
     Args:
-        jaxpr: a closed jaxpr, or an open one without constants.
+        jaxpr: a closed jaxpr, or an open jaxpr without constants.
         first_flags: for each output, whether the first half computes it.
-        second_flags: for each output, whether the second half computes it. An output without either flag is left out.
-        hidden_flags: for each input, whether the second half cannot read it; `None`: it can read all inputs.
+        second_flags: for each output, whether the second half computes it. If neither half does, the output is dropped.
+        hidden_flags: for each input, whether it is hidden from the second half; `None`: no input is hidden.
         unready_flags: for each input, whether the first half cannot read it; `None`: it can read all inputs.
     """
     program = inline(jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ()))
@@ -105,7 +105,7 @@ def program_halves(
     hidden_inputs = _numbers(inputs, hidden_flags or [False] * len(inputs))
     unready_inputs = _numbers(inputs, unready_flags or [False] * len(inputs))
     first_outputs, second_outputs = (_numbers(program.outputs, flags) for flags in (first_flags, second_flags))
-    # values that the second half can make from its inputs by cheap steps, and the inputs that it reads for each
+    # by value that the second half can compute from its inputs by cheap steps: the inputs that this takes
     inputs_of_cheap = {number: {number} for number in set(program.inputs) - hidden_inputs}
     for step in program.steps:
         if step.primitive in CHEAP and _input_numbers(step) <= inputs_of_cheap.keys():
@@ -120,7 +120,7 @@ def program_halves(
     second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
     crossing_of: dict[int, Crossing] = {}  # by the number of the value that crosses
-    # from the last step; an output is early if the first half computes it, late if the second half needs it
+    # from the last step to the first; an output is early if the first half computes it, late if the second needs it
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
         only_late_flags = [is_late and not is_early for is_late, is_early in zip(late_flags, early_flags, strict=True)]
@@ -143,7 +143,7 @@ def program_halves(
             second_values |= _input_numbers(step)
         else:
             needed_outputs = [number for number in _output_numbers(step) if number in second_values]
-            # what would cross or stay in memory if the second half computes them
+            # the bytes that would cross or stay in memory if the second half computed the needed outputs
             new_operands = _input_numbers(step) - second_values
             new_inputs = set().union(*(inputs_of_cheap.get(number, ()) for number in new_operands)) - second_values
             held_bytes = _byte_count(program, (new_operands - inputs_of_cheap.keys()) | new_inputs)
@@ -161,7 +161,7 @@ def program_halves(
     def run_half(
         half_index: int, arguments: Sequence[Any], crossing_values: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any]]:
-        """Run half 0 or 1, and return its outputs and all its values by number."""
+        """Run half 0 or 1, and return its outputs and a dict of all its values by their numbers."""
         values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
         values |= dict(zip(crossing_of if half_index else (), crossing_values, strict=True))
         for placement in placements:
@@ -206,7 +206,7 @@ def _early_sums(
     cheap_values: set[int],
     unready_inputs: set[int],
 ) -> set[int]:
-    """Return the numbers of sums that the first half computes for the second half, so that fewer bytes cross.
+    """Return the sums that the first half should compute for the second half, so that fewer bytes cross.
 
     Args:
         program: the program.
@@ -216,7 +216,7 @@ def _early_sums(
         unready_inputs: inputs that the first half cannot read.
     """
     needed_values = _closure(program, second_outputs) - first_values
-    # for each value that the first half can compute, the values that cross if cheap steps of the second compute it
+    # for each value that the first half can compute: what crosses if the second half computes it by cheap steps
     available_values = first_values | (set(program.inputs) - unready_inputs)
     sources_of = {number: set() if number in cheap_values else {number} for number in available_values}
     sources_of_sum: dict[int, set[int]] = {}
@@ -242,7 +242,7 @@ def _early_sums(
 
 
 def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
-    """Return the target values and every value that they depend on."""
+    """Return the target values and all values on which they depend."""
     needed_values = set(targets)
     for step in reversed(program.steps):
         output_flags = _membership(step.outputs, needed_values)
@@ -256,22 +256,22 @@ def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
 
 
 def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
-    """Divide a scan into two scans over the halves of its body; crossing values are stacked over the iterations."""
+    """Divide a scan into two scans, each over a half of the body. Crossing values are stacked over the iterations."""
     params = step.eqn.params
     const_count, carry_count = scan_counts(params)
     body = params["jaxpr"]
     carry_end = const_count + carry_count  # the carries are the inputs const_count to carry_end - 1
     carry_span = slice(const_count, carry_end)
     no_output_flags = [False] * len(first_flags)
-    # for each carry, whether the first half (early) or the second half (late) has it
+    # for each carry, whether the first scan has it (early) and whether the second scan has it (late)
     early_carries, late_carries = list(first_flags[:carry_count]), list(second_flags[:carry_count])
-    # the first half also has the carries that it reads for its carries so far, until there are no more of them
+    # the first scan also needs every carry that its body reads; repeat this until the set no longer grows
     while True:
         body_first_flags = [*early_carries, *first_flags[carry_count:]]
         read_flags = program_halves(body, body_first_flags, no_output_flags).is_read_by_first[carry_span]
         if early_carries == (early_carries := [a or b for a, b in zip(early_carries, read_flags, strict=True)]):
             break
-    # the carries of the second half follow in the same way from the remaining carries
+    # the carries of the second scan follow in the same way from the remaining carries
     while True:
         late_carries = [is_late and not is_early for is_late, is_early in zip(late_carries, early_carries, strict=True)]
         halves = program_halves(
@@ -293,20 +293,20 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
         operands: Sequence[Any],
         stacked_inputs: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Run one of the two scans, and return its outputs and the stacked values that cross from it.
+        """Run one of the two scans, and return its outputs and the stacked values that cross to the other scan.
 
         Args:
             run_half: function from (inputs of the body, values that cross to this half) to (outputs of the body, values
                 that cross from this half).
-            operand_flags: for each operand, whether the half reads it.
-            carry_flags: for each carry, whether the half has it.
+            operand_flags: for each operand, whether this half reads it.
+            carry_flags: for each carry, whether this half has it.
             operands: inputs of the scan.
             stacked_inputs: values that cross to this half, stacked over the iterations.
         """
         readable_operands = _masked(operands, operand_flags)
 
         def run_body(carry: list[Any], xs: Any) -> Any:
-            """Run one iteration of a half of the body; `xs` is a pair (slices of operands, values crossing to it)."""
+            """Run one iteration of a half of the body; `xs` is (slices of operands, values that cross to this half)."""
             slices, crossing_inputs = xs
             body_inputs = [*readable_operands[:const_count], *carry, *slices]
             outputs, crossing_outputs = run_half(body_inputs, crossing_inputs)
@@ -342,9 +342,9 @@ def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_fl
 
 
 def _divide_cond(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves | None:
-    """Divide a `cond` into two `cond`s with the same index; crossing values of different branches share slots.
+    """Divide a `cond` into two `cond`s with the same index. Crossing values of different branches share slots.
 
-    Return `None` if the branches are for different platforms; such a `cond` is not divided.
+    Return `None` if the branches are for different platforms, because such a `cond` is not divided.
     """
     params = step.eqn.params
     if params.get("branches_platforms") is not None:
@@ -408,11 +408,11 @@ def _divide_checkpoint(step: Step, first_flags: Flags, second_flags: Flags, unre
     def run_checkpoint(
         run_half: Callable[..., Any], operands: Sequence[Any], read_flags: Flags, crossing_values: Sequence[Any]
     ) -> Any:
-        """Run a half as a checkpointed program of the operands that it reads and the values that cross to it."""
+        """Run a half as a checkpointed program. Its inputs are the operands that it reads and the crossing values."""
         readable_operands = [operand for operand, is_read in zip(operands, read_flags, strict=True) if is_read]
 
         def run_on_arrays(*arrays: Any) -> Any:
-            """Run the half on the operands that it reads, followed by the values that cross."""
+            """Run the half; `arrays` are the operands that it reads, followed by the values that cross."""
             operand_iterator = iter(arrays[: len(readable_operands)])
             all_operands = [next(operand_iterator) if is_read else None for is_read in read_flags]
             return run_half(all_operands, arrays[len(readable_operands) :])
@@ -429,10 +429,10 @@ def _divide_checkpoint(step: Step, first_flags: Flags, second_flags: Flags, unre
 
 
 def _divide_barrier(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
-    """Divide an optimization barrier into two: one around the values of each half."""
+    """Divide an optimization barrier into two barriers, each for the values of one half."""
 
     def barrier(operands: Sequence[Any], flags: Flags) -> list[Any]:
-        """Pass the flagged operands through a barrier; return them, with `None` for the others."""
+        """Pass the flagged operands through a barrier, and return them with `None` in place of the other operands."""
         values = iter(jax.lax.optimization_barrier([v for v, flag in zip(operands, flags, strict=True) if flag]))
         return [next(values) if flag else None for flag in flags]
 
@@ -455,8 +455,8 @@ RULES = {
 }
 """For each primitive that can be divided, the function that divides a step.
 
-Its arguments are the step, flags of the outputs for the first half, flags of the outputs for the second half, and flags
-of the inputs that the first half cannot read.
+The arguments of the function are the step and three sequences of flags: the outputs that the first half computes, the
+outputs that the second half computes, and the inputs that the first half cannot read.
 """
 
 
@@ -466,7 +466,7 @@ def _read(values: dict[int, Any], atom: int | Constant) -> Any:
 
 
 def _masked(values: Sequence[Any], flags: Flags) -> list[Any]:
-    """Return the values, with `None` in place of those without a flag."""
+    """Return the values, with `None` in place of each value whose flag is false."""
     return [value if flag else None for value, flag in zip(values, flags, strict=True)]
 
 
@@ -476,25 +476,25 @@ def _input_numbers(step: Step) -> set[int]:
 
 
 def _output_numbers(step: Step) -> list[int]:
-    """Return the numbers of those results of a step that later steps read."""
+    """Return the numbers of a step's results, without the results that nothing reads."""
     return [number for number in step.outputs if number is not None]
 
 
 def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
-    """Return, for each number, whether it is in the set of members."""
+    """Return, for each number, whether it is in the set `members`."""
     return [number in members for number in numbers]
 
 
 def _numbers(atoms: Sequence[int | Constant], flags: Flags) -> set[int]:
-    """Return the numbers of those flagged atoms that are not constants."""
+    """Return the numbers of the flagged atoms, without constants."""
     return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
 
 
 def _byte_count(program: InlinedProgram, numbers: Iterable[int]) -> int:
-    """Return the bytes of the values with these numbers."""
+    """Return the total bytes of the values with these numbers."""
     return sum(leaf_bytes(program.avals[number]) for number in numbers)
 
 
 def _crossing(aval: Any) -> Crossing:
-    """Return the `Crossing` of a value with this shape and type."""
+    """Return the `Crossing` of a value with this abstract value."""
     return Crossing(aval.shape, aval.dtype, varying_axes(aval))

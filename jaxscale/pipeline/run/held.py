@@ -17,11 +17,11 @@ class HeldShapes(NamedTuple):
     The shapes are the same on all devices, because all devices have the number of slots that the fullest device needs.
 
     Args:
-        messages: slots of messages, and one more slot for no message.
+        messages: slots of messages, with one more slot that stands for no message.
         boxes: a message for each origin (`tables.ORIGINS`) that has messages.
         stashes: slots of the residuals of forwards (stash "residuals").
-        cuts: slots of the values that cross from I to W.
-        gradients: float32 sums of the gradients, as a pair (of this device's weights, of the shared weights).
+        cuts: slots of the values that are kept from I to W.
+        gradients: (weights, shared), float32 sums of the gradients of this device's weights and of the shared weights.
     """
 
     messages: Any
@@ -44,10 +44,10 @@ def held_shapes(
     Args:
         tables: the schedule, as in `execute`.
         stage: the stage function, as in `execute`.
-        weights: as in `execute`, but arrays or their shapes (`jax.ShapeDtypeStruct`).
-        shared: as in `execute`, but arrays or their shapes.
-        batch: as in `execute`, but arrays or their shapes.
-        key: as in `execute`, but an array or its shape.
+        weights: weights as in `execute`, or their shapes (`jax.ShapeDtypeStruct`).
+        shared: shared weights as in `execute`, or their shapes.
+        batch: microbatches as in `execute`, or their shapes.
+        key: random key as in `execute`, or its shape.
         message_shapes: shapes and types of the message from stage to stage.
 
     Example:
@@ -64,7 +64,7 @@ def held_shapes(
     """
 
     def initial_state(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
-        """Return the state before the first tick: empty slots, and zeros for the sums of the gradients."""
+        """Return the state before the first tick: empty slots, and sums of gradients that are zero."""
         return Actions(tables, stage, weights, shared, batch, key, message_shapes, ()).initial_state()
 
     abstract_state = jax.eval_shape(initial_state, weights, shared, batch, key)

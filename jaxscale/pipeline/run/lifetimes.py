@@ -1,9 +1,9 @@
 """Lifetimes: the ticks in which a rank holds each value of a schedule, and the allocation of slots for the values.
 
 A tick has four steps: (1) messages of the previous tick enter their slots, (2) operands are read, (3) the action runs,
-and (4) the message of the action leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last
-time in tick t is free in tick t+1. Memory depends on the schedule: stage s of 1F1B holds p-s messages, and a stage of
-GPipe holds m.
+and (4) the message of the action leaves. So a message that is sent in tick t lives from tick t+1, and a slot that is
+read for the last time in tick t is free in tick t+1. Memory depends on the schedule: stage s of 1F1B holds p-s
+messages, and a stage of GPipe holds m messages.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ class Life(NamedTuple):
 
     Args:
         column: column of the table that has the value's slot: `x` for an input message, `g` for an incoming gradient,
-            `residual` for the stash of a forward, `cut` for the values from I to W.
+            `residual` for the stash of a forward, `cut` for the values that are kept from I to W.
         stage: stage of the action that reads the value.
         microbatch: microbatch of the action that reads the value.
         first_tick: tick in which the value enters its slot.
@@ -39,7 +39,7 @@ class Life(NamedTuple):
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """The name (column, stage, microbatch), which differs for any two values of a schedule."""
+        """The name (column, stage, microbatch), which is unique within a schedule."""
         return self[:3]
 
     @property
@@ -56,8 +56,8 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
     Args:
         schedule: the actions of each rank.
         tick_of: the tick of each action that runs; in evaluation no backwards run.
-        stash: with "input", a stage keeps its input message until its backward is done; with "residuals", until its
-            forward is done.
+        stash: "input": a stage keeps its input message until its backward is done. "residuals": a stage keeps its input
+            message until its forward is done.
     """
     lives = []
     for action, tick in tick_of.items():
@@ -81,7 +81,7 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
 
 
 def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int]:
-    """Allocate slots by first fit: in the order of their first ticks, values get the first slot that is free.
+    """Allocate slots by first fit: in the order of their first ticks, each value gets the first free slot.
 
     The number of slots is then the smallest possible: the largest number of values that are alive at once.
 
@@ -89,7 +89,7 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
         intervals: (first tick, tick after the last, name) of each value.
 
     Returns:
-        The slot of each value, and the number of slots.
+        (slots, count): the slot of each value, by its name, and the number of slots.
 
     Example:
         >>> allocate([(0, 3, "a"), (1, 4, "b"), (3, 5, "c")])
@@ -110,7 +110,7 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
 
 
 def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:
-    """Allocate slots on each rank; return the slot of each value, by name, and the most slots that a rank needs."""
+    """Allocate slots on each rank. Return the slot of each value, by its name, and the most slots that a rank needs."""
     intervals_by_rank: defaultdict[int, list[Interval]] = defaultdict(list)
     for life in lives:
         rank = schedule.rank(Action(Kind.F, life.stage, life.microbatch))

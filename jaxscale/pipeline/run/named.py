@@ -1,18 +1,18 @@
-"""The names that `checkpoint_name` gives to results of a program, by which residuals are selected."""
+"""The names that `checkpoint_name` gives to results of a program. Residuals are selected by these names."""
 
 from typing import Any
 
 from jax.extend.core import Literal
 
 _TRANSPARENT = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precision", "sharding_constraint"}
-"""Primitives whose result has the value of their operand, perhaps in another memory, sharding or type."""
+"""Primitives that return their operand unchanged, except for its memory, sharding or type."""
 
 
 def names_of(program: Any, result_index: int) -> set[str]:
-    """Return the names of a result; names inside a loop or inside any branch of a `cond` count.
+    """Return the names of a result, including names inside a loop or inside a branch of a `cond`.
 
     Args:
-        program: a jaxpr, closed or open.
+        program: a closed or open jaxpr.
         result_index: index of the result among the program's results.
 
     Example:

@@ -1,14 +1,14 @@
-"""The forward and the backward of a stage as two programs, in two variants, which differ in the values that they stash.
+"""The forward and the backward of a stage as two programs, in two variants. The variants differ in what they stash.
 
-`FromInput` stashes nothing: its backward computes the stage again from the stage's input, which the executor keeps in a
+`FromInput` stashes nothing: its backward runs the stage again from the stage's input, which the executor keeps in a
 slot. `FromResiduals` stashes the residuals of `jax.vjp`, except those that the backward can read or recompute: weights,
-functions of the weights alone (a cast copy), the microbatch and the key. Any `jax.checkpoint` inside the stage reduces
-the residuals.
+the microbatch, the key, and functions of only the weights, such as a cast copy. `jax.checkpoint` inside the stage
+reduces the residuals.
 
 Both variants also have a backward in two halves for zero-bubble schedules. `input_half` computes the gradients of the
 input and of the shared weights; `weight_half` computes the gradients of the stage's own weights. The values that cross
-from the first half to the second are called the cut. In all methods x is the stage's input, `stash` a tuple of the
-stashed arrays, and g the gradient of the stage's output; `context` has the other arguments of the stage.
+from the first half to the second are called the cut. In all methods, x is the stage's input, `stash` is a tuple of the
+stashed arrays, g is the gradient of the stage's output, and `context` has the other arguments of the stage.
 """
 
 from collections.abc import Callable, Collection
@@ -28,9 +28,9 @@ class At(NamedTuple):
     """The stage and microbatch of an action.
 
     Args:
-        stage: index of the stage, int32, traced, so that one program serves all stages.
+        stage: index of the stage, int32. It is traced, so that all stages run one program.
         microbatch: index of the microbatch, int32.
-        frozen: the weights of the stage that get no gradient, or `None`.
+        frozen: the stage's weights without gradients, or `None`.
     """
 
     stage: Any
@@ -39,7 +39,7 @@ class At(NamedTuple):
 
 
 class StageContext(NamedTuple):
-    """The arguments of a stage besides its input. They are the same in forward and backward, so they are not stashed.
+    """The arguments of a stage, except its input. They are the same in forward and backward, so they are not stashed.
 
     Args:
         weights: weights of the stage.
@@ -63,7 +63,7 @@ Vary: TypeAlias = Callable[[Any], Any]
 
 
 class FromInput:
-    """A stage whose backward computes the stage again from its input.
+    """A stage whose backward runs the stage again from its input.
 
     Args:
         stage: the stage function.
@@ -86,7 +86,7 @@ class FromInput:
         return y, sums, ()
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients (of weights, of shared weights, of the input), from the gradient of the output."""
+        """Return (gradients of weights, gradients of shared weights, gradient of the input)."""
         del stash
         weight_gradients, shared_gradients, dx = self._selected_gradients(lambda w, s, x: (w, s, x), context, x, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
@@ -106,12 +106,12 @@ class FromInput:
     def _selected_gradients(
         self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any
     ) -> tuple[Any, ...]:
-        """Return the gradients of those arguments alone that `select(weights, shared, x)` returns."""
+        """Return only the gradients of the arguments that `select(weights, shared, x)` returns."""
         arguments = (context.weights, context.shared, x)
         selected_indices = select(0, 1, 2)
 
         def run_stage(*primals: Any) -> tuple[Any, Any]:
-            """Run the stage on the selected arguments `primals`, and return its output and objective."""
+            """Run the stage with `primals` as its selected arguments, and return its output and objective."""
             primal_of_index = dict(zip(selected_indices, primals, strict=True))
             weights, shared, x = (primal_of_index.get(index, argument) for index, argument in enumerate(arguments))
             y, objective, _ = self._stage(weights, shared, x, *context[2:])
@@ -127,7 +127,7 @@ class FromResiduals:
     Args:
         stage: the stage function.
         vary: function that marks the cotangent of the objective as varying.
-        context: a sample context: arrays or tracers with the shapes of the program that calls the methods.
+        context: a sample context: arrays or tracers with the shapes of later contexts.
         x: a sample of the stage's input.
         is_split: whether to build the backward in two halves.
         hosted_names: names (`checkpoint_name`) of residuals that are in host memory between forward and backward.
@@ -152,7 +152,7 @@ class FromResiduals:
             """Run the stage, and return ((y, objective), its vjp function, sums)."""
 
             def run_stage(weights: Any, shared: Any, x: Any) -> Any:
-                """Run the stage, and return the differentiated results (y, objective), and the sums."""
+                """Run the stage. Return its differentiated results, (y, objective), and its sums."""
                 y, objective, sums = stage(weights, shared, x, *context[2:])
                 return (y, objective), sums
 
@@ -165,7 +165,7 @@ class FromResiduals:
         self._results_structure = jax.tree.structure(abstract_results)
         abstract_residuals, self._vjp_structure = jax.tree.flatten(vjp_function)
         output_count = jax.tree.structure(abstract_results[0]).num_leaves
-        # the residuals among the outputs of the program
+        # the positions of the residuals among the outputs of the program
         self._residual_span = slice(output_count, output_count + len(abstract_residuals))
         self._classify(context)
         self.stash_shapes: tuple[Any, ...] = tuple(
@@ -184,15 +184,15 @@ class FromResiduals:
         self.cut_shapes: tuple[Any, ...] = self._division.crossing_shapes if self._division else ()
 
     def _classify(self, context: StageContext) -> None:
-        """Set how the backward gets each residual: from an input, from the stash, or by recomputation.
+        """Decide how the backward gets each residual: from an input, from the stash, or by recomputation.
 
         The index of a residual is its position among the leaves of the vjp function.
         """
         jaxpr = self._program.jaxpr
         index_of_input = {var: index for index, var in enumerate(jaxpr.invars)}
-        context_leaf_count = len(jax.tree.leaves(context))  # these inputs come first: the leaves of the context
-        # is_free: for each input, whether the backward may read it again, so that residuals of free inputs alone are
-        # recomputed; without "at", the head of the last stage, in a `cond` on the stage index, would be in every slot
+        context_leaf_count = len(jax.tree.leaves(context))  # the leaves of the context are the first inputs
+        # Residuals that depend on free inputs only are recomputed. "at" is free because otherwise every slot would
+        # contain the head of the last stage, which is in a `cond` on the stage index.
         free_fields = ("weights", "shared", "at")
         names_and_trees = zip(StageContext._fields, context, strict=True)
         is_free = [name in free_fields for name, tree in names_and_trees for _ in jax.tree.leaves(tree)]
@@ -214,7 +214,7 @@ class FromResiduals:
         self._recompute_program, self._recompute_read_flags = self._pruned_program(*self._recomputed_indices)
 
     def _pruned_program(self, *residual_indices: int) -> tuple[Any, list[bool]]:
-        """Return the program of these residuals alone, and for each input whether the program reads it."""
+        """Return the program that computes only these residuals, and for each input whether the program reads it."""
         output_indices = {self._residual_span.start + index for index in residual_indices}
         return prune(self._program, [index in output_indices for index in range(len(self._program.jaxpr.outvars))])
 
@@ -226,7 +226,7 @@ class FromResiduals:
         return y, sums, tuple(_key_data(residuals[index]) for index in self._stash_indices)
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients (of weights, of shared weights, of the input); `x` is not read."""
+        """Return (gradients of weights, gradients of shared weights, gradient of the input); `x` is not read."""
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
@@ -242,15 +242,16 @@ class FromResiduals:
         return self._division.run_second(cut, context, list(stash), g)
 
     def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """Return the gradients as ((of shared weights, of the input), of weights), with one member for each half.
+        """Return a pair: (gradients of shared weights, gradient of the input), and gradients of weights.
 
-        If the weight half computed the gradients of shared weights, every rank would keep gradients of logits in slots.
+        The input half computes the first member, and the weight half computes the second. If the weight half computed
+        the gradients of shared weights, every rank would keep gradients of logits in slots.
         """
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return (shared_gradients, dx), weight_gradients
 
     def _gradients(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """Return the gradients ((of weights, of shared weights), of the input), from all residuals."""
+        """Return a pair: (gradients of weights, gradients of shared weights), and the gradient of the input."""
         context_leaves = jax.tree.leaves(context)
         residuals: dict[int, Any] = {
             index: context_leaves[input_index] for index, input_index in self._input_index_of.items()
@@ -276,5 +277,5 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_data(leaf: Any) -> Any:
-    """Return the data of a random key, which a pool can hold; return any other leaf unchanged."""
+    """Return the data of a random key, because pools hold no keys; return any other leaf unchanged."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf

@@ -1,17 +1,17 @@
 r"""PipeMare's two remedies against stale weights: smaller steps where the delay is long, and corrected weights.
 
-On stage s, $d_s$ updates happen between a forward and the update with its gradient. So the update with its gradient is
-the $\tau_s$-th update of the weights that the forward read, with $\tau_s = d_s + 1$.
+On stage s, $d_s$ updates happen between a forward and the update with the gradient of its microbatch. So that update is
+the $\tau_s$-th update since the forward read the weights, with $\tau_s = d_s + 1$.
 
 - Rescheduling: update k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
   have the same rate after K updates.
-- Correction: a backward linearizes at $w - d_s \delta$, near the weights of its forward, instead of the newest weights
-  w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the weights' changes, and
-  $\gamma_s = D^{1/d_s}$.
+- Correction: a backward differentiates the stage at $w - d_s \delta$, near the weights that its forward read, instead
+  of the newest weights w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the
+  weights' changes, and $\gamma_s = D^{1/d_s}$.
 
-The delay in the paper is 2(P-i)+1, because the paper counts slots in which a stage runs a forward and a backward at
-once. Here an update follows each backward of 1F1B. The paper's third remedy, to start with a synchronous schedule, is
-left to the caller.
+The delay in the paper is 2(P-i)+1, because the paper counts slots in which a stage runs both a forward and a backward.
+Here an update follows each backward of 1F1B. The paper's third remedy is left to the caller: to start training with a
+synchronous schedule.
 
 References:
     Yang, Zhang, Li, Ré, Aberger, De Sa, "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021
@@ -35,8 +35,8 @@ class Remedies:
 
     Args:
         anneal: K, number of updates over which rescheduling fades; 0: no rescheduling.
-        correction: D, the share of a change that is left in the moving average after the delay of the stage, above 0
-            and below 1; `None`: no correction. The paper derives exp(-2) = 0.135.
+        correction: D, the share of a weight change that is left in the moving average after the delay of the stage,
+            above 0 and below 1; `None`: no correction. The paper derives exp(-2) = 0.135.
 
     Example:
         >>> [round(float(Remedies(anneal=100).scale(3, update)), 3) for update in (0, 50, 100, 500)]
@@ -79,7 +79,7 @@ class Remedies:
         return jax.tree.map(lambda a, b: (a + scale * (b.astype(jnp.float32) - a)).astype(b.dtype), old, new)
 
     def followed(self, change: Any, old: Any, new: Any, delay: Any) -> Any:
-        """Return the moving average of the weights' changes, after an update.
+        """Return the moving average of the weights' changes after an update.
 
         Args:
             change: the moving average before the update, float32.
@@ -92,7 +92,7 @@ class Remedies:
         return jax.tree.map(lambda c, a, b: decay * c + (1 - decay) * (b.astype(jnp.float32) - a), change, old, new)
 
     def corrected(self, weights: Any, change: Any, delay: Any) -> Any:
-        """Return the corrected weights, at which a backward linearizes its stage.
+        """Return the corrected weights, at which a backward differentiates its stage.
 
         Args:
             weights: the newest weights.
@@ -103,5 +103,5 @@ class Remedies:
 
 
 def delay_of(delays: Sequence[int], stage: Any) -> Any:
-    """Return the delay of a stage by its index, which may be traced."""
+    """Return the delay of a stage, int32. The index `stage` may be traced."""
     return jnp.asarray(delays, jnp.int32)[stage]

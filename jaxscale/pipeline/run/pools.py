@@ -1,4 +1,4 @@
-"""Pools of slots inside a compiled program, and the executor's operations on trees of arrays."""
+"""Pools of slots inside a compiled program, and other operations of the executors on trees of arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,18 +13,18 @@ from jaxscale.compat import varying_axes
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
 
 STEP_FROM_ORIGIN = {"from_left": 1, "from_right": -1}
-"""For each origin of messages, the rank that receives minus the rank that sends (modulo the number of ranks)."""
+"""For each origin of messages, the receiving rank minus the sending rank (modulo the number of ranks)."""
 
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
-    """Return a tree with leaves of types that vary over manual axes; their values are unchanged.
+    """Return a tree with its leaves marked as varying over manual axes. Their values are unchanged.
 
-    If a leaf is the same on all devices, `vjp` sums its gradient over the devices with a collective. In a branch that
-    not all devices take, this collective would hang. So every leaf is marked as varying outside the branches.
+    If the type of a leaf does not vary over a manual axis, `vjp` sums its gradient over the axis with a collective. In
+    a branch that not all devices take, this collective would hang. So leaves are marked as varying before any branch.
     """
 
     def mark(leaf: Any) -> Any:
-        """Mark a leaf as varying over those axes that it does not vary over yet."""
+        """Mark a leaf as varying over the axes over which it does not vary yet."""
         missing_axes = tuple(axis for axis in axes if axis not in varying_axes(leaf))
         return lax.pcast(leaf, missing_axes, to="varying") if missing_axes else leaf
 
@@ -32,7 +32,7 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
 
 
 def empty_pool(tree: Any, slot_count: int, is_hosted: Any = False) -> Any:
-    """Return a pool of zeros with slots for values like `tree`: the first dim of each leaf is `slot_count`.
+    """Return a pool of zeros with slots for values like `tree`. Each leaf gets a first dim of `slot_count`.
 
     Args:
         tree: tree of arrays or their shapes.
@@ -42,7 +42,7 @@ def empty_pool(tree: Any, slot_count: int, is_hosted: Any = False) -> Any:
     """
 
     def empty_slots(leaf: Any, is_leaf_hosted: bool) -> Any:
-        """Return the slots of one leaf."""
+        """Return the slots for one leaf."""
         slots = jnp.zeros((slot_count, *leaf.shape), leaf.dtype)
         return to_host(slots) if is_leaf_hosted else slots
 
@@ -50,7 +50,7 @@ def empty_pool(tree: Any, slot_count: int, is_hosted: Any = False) -> Any:
 
 
 def zeros(tree: Any, dtype: Any = None) -> Any:
-    """Return zeros with the shapes of a tree, and with its dtypes unless `dtype` is given."""
+    """Return zeros with the shapes of a tree. Their dtype is `dtype`, or by default that of each leaf."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), tree)
 
 
@@ -68,7 +68,7 @@ def exchange(message: Any, axis: str, rank_count: int, origin: str) -> Any:
 
 
 def read(pool: Any, slot: Any) -> Any:
-    """Return the value in a slot, in device memory; if the pool has only one slot, `slot` is ignored."""
+    """Return the value in a slot, in device memory. If the pool has only one slot, `slot` is ignored."""
 
     def take(leaf: Any) -> Any:
         """Return the slot of one leaf of the pool."""
@@ -79,7 +79,7 @@ def read(pool: Any, slot: Any) -> Any:
 
 
 def read_in_place(pool: Any, slot: Any) -> Any:
-    """Return the value in a slot, in the memory of the pool; if the pool has only one slot, `slot` is ignored."""
+    """Return the value in a slot, in the memory of the pool. If the pool has only one slot, `slot` is ignored."""
 
     def take(leaf: Any) -> Any:
         """Return the slot of one leaf of the pool."""
@@ -94,7 +94,7 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
     """Return the pool with a value written to a slot."""
 
     def put(leaf: Any, array: Any) -> Any:
-        """Return a leaf of the pool with an array, the corresponding leaf of the value, written to the slot."""
+        """Return the leaf of the pool with `array`, a leaf of the value, written to the slot."""
         cast_array = array.astype(leaf.dtype)
         placed_array = to_host(_row_major(cast_array)) if on_host(leaf) else cast_array
         return lax.dynamic_update_index_in_dim(leaf, placed_array, slot, 0)
@@ -103,12 +103,12 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
 
 
 def _row_major(array: Any) -> Any:
-    """Return a value in row-major layout, as in host memory: a TPU's compiler fails if the layouts differ."""
+    """Return a value in row-major layout, the layout of host memory. If the layouts differ, a TPU's compiler fails."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def tree_or_zeros(condition: Any, tree: Any) -> Any:
-    """Return the tree if the condition (a boolean, which may be traced) is true, otherwise zeros."""
+    """Return the tree if a condition is true, otherwise zeros. The condition is a boolean and may be traced."""
     return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), tree)
 
 
@@ -118,7 +118,7 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def cotangents(gradient_message: Any, primals: Any) -> Any:
-    """Return the gradient of `primals` as cotangents for a vjp function: `float0` for leaves that have no gradient."""
+    """Return the gradient of `primals` as cotangents for a vjp function, with `float0` for integers and booleans."""
 
     def cotangent(gradient: Any, primal: Any) -> Any:
         """Return the cotangent of one leaf."""
@@ -128,7 +128,7 @@ def cotangents(gradient_message: Any, primals: Any) -> Any:
 
 
 def gradient_arrays(cotangent_tree: Any, primals: Any) -> Any:
-    """Return the cotangents of `primals` as arrays, which can be sent: zeros for leaves that have no gradient."""
+    """Return cotangents of `primals` as arrays that can be sent, with zeros in place of `float0`."""
     return jax.tree.map(
         lambda g, primal: g if is_differentiable(primal) else jnp.zeros_like(primal), cotangent_tree, primals
     )

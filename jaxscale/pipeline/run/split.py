@@ -3,13 +3,13 @@
 Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous stage
 waits for, and W, the gradients of its weights, which no stage waits for. This module divides the equations of the
 backward. Equations that the gradient of the input needs run in the first half, and all others run in the second. Some
-values of the first half cross to the second, mainly the gradient of each product's output. So no product runs twice,
-and the results are the same. A scan is divided like its body, and its crossing values are stacked over the iterations,
-so a stage may scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like its program,
-with the recomputation in the first half.
+values of the first half cross to the second, mainly the gradient of each matrix product's output. So no matrix product
+runs twice, and the results are the same. A scan is divided like its body, and its crossing values are stacked over the
+iterations, so a stage may scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like
+its program, with the recomputation in the first half.
 
-Cheap equations, which move, compare or compute elementwise, run again in the second half if no more bytes cross or are
-read because of this.
+Cheap equations (moves, comparisons, elementwise steps) also run in the second half if this does not increase the bytes
+that cross or are read.
 
 Left out: other calls that contain programs (`while`, `shard_map`, kernels). Such a call is not divided; it runs in the
 first half if that half needs one of its results. Effects (`jax.debug.print`) on which no result depends are dropped.
@@ -33,7 +33,7 @@ class Division:
     """The two halves of a function of arrays, as `divide` returns them.
 
     Args:
-        crossing_shapes: shape and type of each value that crosses.
+        crossing_shapes: shape and type of each value that crosses from the first half to the second.
         is_read_by_first: for each leaf of the arguments, whether the first half reads it.
         is_read_by_second: for each leaf of the arguments, whether the second half reads it.
         halves: the programs of the halves.
@@ -58,7 +58,7 @@ class Division:
     def run_first(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
         """Run the first half on the function's arguments, and return its results and the crossing values.
 
-        Leaves that the half does not read may be anything.
+        Leaves that the first half does not read may have any value.
         """
         outputs, crossing_values = self.halves.run_first(self._leaves(args))
         return jax.tree.unflatten(self.first_structure, outputs[: self.first_structure.num_leaves]), tuple(
@@ -71,21 +71,21 @@ class Division:
         return jax.tree.unflatten(self.second_structure, outputs[self.first_structure.num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return the leaves of the arguments, which must have the tree structure that the function was divided for."""
+        """Return the leaves of the arguments. Their tree structure must be that of the arguments of `divide`."""
         leaves, structure = jax.tree.flatten(args)
         assert structure == self.arguments_structure, "the arguments are not those that the function was divided for"
         return leaves
 
 
 def divide(function: Callable[..., tuple[Any, Any]], *args: Any, is_kept: Any = True) -> Division:
-    """Divide `function(*args) -> (first, second)` into halves: one computes `first`, and the other computes `second`.
+    """Divide `function(*args) -> (first, second)` into two halves that compute `first` and `second`.
 
     Args:
         function: function of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its
             input and `second` are the gradients of its weights.
-        args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, with the shapes of the program that calls the halves.
+        args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, with the shapes of the halves' later arguments.
         is_kept: whether the second half can read an argument: one boolean for all arguments, or a tuple with a boolean
-            or a tree of booleans for each argument. What the second half needs but cannot read crosses.
+            or a tree of booleans for each argument. An argument that the second half needs but cannot read crosses.
 
     Example:
         >>> import jax.numpy as jnp

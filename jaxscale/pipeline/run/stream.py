@@ -2,9 +2,9 @@
 
 An asynchronous pipeline does not drain between updates, so its table does not end with a training step. Microbatches
 enter at a steady pace. After a ramp, in which the last stages wait, the rows repeat with other microbatches. The rows
-follow the rules of `tables.py`. They also have columns for versions of weights: the slot of the version with which a
-forward computes or at which a backward linearizes, and the slot to which an update writes. An update belongs to the
-tick of the backward before it.
+follow the rules of `tables.py`. They also have two columns for versions of weights: the slot of the version with which
+an action computes, and the slot to which an update writes its new version. An update belongs to the tick of the
+backward before it.
 
 Values take the slots in turn (`versions.ring_slot_count`), so that the slots in the rows repeat too.
 """
@@ -25,11 +25,11 @@ from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import ring_slot_count, uses, version_lifetimes
 
 COLUMNS = ("kind", "microbatch", "has_update", "x", "g", "stash", "from_left", "from_right", "read_slot", "write_slot")
-"""Columns of a row: the action's kind and microbatch, whether an update follows the action, and slots.
+"""Columns of a row: the kind and microbatch of the action, whether an update follows the action, and slots.
 
 `x`, `g` and `stash` are the slots of the input message, the incoming gradient and the stash. `from_left` and
-`from_right` are the slots of the messages that arrive from these neighbors. `read_slot` is the slot of the version of
-the weights that the action reads, and `write_slot` is the slot of the version that the action's update makes."""
+`from_right` are the slots of the messages that arrive from these neighbors. `read_slot` is the slot of the weights that
+the action reads. `write_slot` is the slot of the weights that the update after the action makes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Stream:
         stash: what a stage keeps from a forward to its backward.
         rows: int32 (ticks, columns, ranks): the ticks of the ramp, then one period; columns as in `COLUMNS`.
         ramp_ticks: number of ticks before the rows repeat.
-        period_microbatches: number of microbatches in a period; in the next period the column `microbatch` is larger by
-            this number.
+        period_microbatches: number of microbatches in a period. From one period to the next, the entries of the column
+            `microbatch` grow by this number.
         pace: number of ticks between the entries of two successive microbatches.
         group_size: number of microbatches per update.
         delays: for each stage, the number of updates between a forward and the update with its gradient.
-        has_newest_backward: whether a backward linearizes at the newest weights, although its forward may have read
-            older weights.
+        has_newest_backward: whether a backward differentiates its stage at the newest weights, although its forward may
+            have read older weights.
         message_slot_count: number of slots for messages; one more slot, after the last, stands for no message.
         stash_slot_count: number of slots for the stashes of forwards.
         version_count: number of slots for versions of the weights.
-        tail_ticks: number of ticks from the entry of a microbatch to its last backward, both included.
+        tail_ticks: number of ticks from the entry of a microbatch to its last backward, including both.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -83,7 +83,7 @@ class Stream:
 
     @property
     def carried_count(self) -> int:
-        """Number of microbatches that are still in the pipe when another one enters."""
+        """Number of microbatches that are still in the pipe when a new microbatch enters."""
         return (self.tail_ticks - 1) // self.pace
 
 
@@ -97,19 +97,19 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
         stash: what a stage keeps from a forward to its backward.
 
     Raises:
-        UserError: the method is synchronous, a stage s is not on rank s, or the rows do not become periodic.
+        UserError: the method is synchronous, stage s is not on rank s for some s, or the rows do not become periodic.
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous schedule")
     short_run = _TimedRun(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     slot_counts = short_run.slot_counts
-    # the slots repeat after this number of microbatches
+    # after this number of microbatches, the slots repeat
     period_microbatches = math.lcm(slot_counts["x"], slot_counts["g"], slot_counts["versions"] * microbatches)
     # number of microbatches that enter in the long run
     entry_count = 4 * ranks + 2 * microbatches + 2 * period_microbatches
     long_run = _TimedRun(method.schedule(ranks, microbatches, updates=-(-entry_count // microbatches)), stash)
     rows, period_ticks = long_run.rows(), period_microbatches * long_run.pace
-    # rows from the second period on, as long as microbatches enter; the rows one period earlier must equal them
+    # rows from the second period until the last microbatch enters; the rows one period earlier must equal them
     later_rows = rows[period_ticks : long_run.pace * entry_count]
     shifted_rows = rows[: len(later_rows)].copy()
     is_busy = shifted_rows[:, COLUMNS.index("kind")] != 0
@@ -138,7 +138,7 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
 
 
 class _TimedRun:
-    """The ticks and slots of a schedule, if microbatches enter at a steady pace.
+    """The ticks and slots of a schedule whose microbatches enter at a steady pace.
 
     Args:
         schedule: an asynchronous schedule with stage s on rank s.
@@ -160,7 +160,7 @@ class _TimedRun:
         pass_count = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
         self.pace = pass_count // schedule.microbatches
         self._tick_by_action = ticks(schedule, pace=self.pace)
-        # by (column, stage): the intervals of its values, and the number of slots for them
+        # by (column, stage): the intervals of the values in this column, and the number of slots for them
         intervals_by_key: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
         self._value_lives = lifetimes(schedule, self._tick_by_action, stash)
         for life in self._value_lives:
@@ -173,7 +173,7 @@ class _TimedRun:
         }
 
     def rows(self) -> np.ndarray:
-        """Return int32 (ticks, columns, ranks), the table of the whole run."""
+        """Return the table of the whole run, int32 (ticks, columns, ranks)."""
         tick_count = 1 + max(self._tick_by_action.values())
         columns = {name: np.zeros((tick_count, self._schedule.ranks), np.int32) for name in COLUMNS}
         no_slot = self.slot_counts["x"] + self.slot_counts["g"]
@@ -213,8 +213,8 @@ class _TimedRun:
         return tuple(delay_of_stage.values())
 
     def tail_ticks(self) -> int:
-        """Return the number of ticks from the entry of a microbatch to its last backward, both included."""
-        # for each backward, the difference of its tick and the tick in which its microbatch enters
+        """Return the number of ticks from the entry of a microbatch to its last backward, including both."""
+        # for each backward, the number of ticks since its microbatch entered
         tick_differences = (
             tick - self.pace * a.microbatch for a, tick in self._tick_by_action.items() if a.kind is Kind.B
         )

@@ -1,7 +1,8 @@
 """Tables: a schedule as arrays of integers for the executor, with a row for each tick and a column for each rank.
 
 Every table and every executor must follow the steps of a tick that `lifetimes.py` describes; otherwise results are
-silently wrong. A message goes to a neighbor on the ring of ranks, or stays if the next stage is on the same rank.
+silently wrong. A message goes to a neighbor on the ring of ranks, or stays on its rank if the stage that reads it is
+there.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}
 """The integer that stands for each kind in a table."""
 
 ORIGINS = ("from_left", "from_right", "to_self")
-"""Origins of a message that a rank receives: the rank before, the rank after, and the rank itself."""
+"""Origins of a message that a rank receives: the previous rank, the next rank, and the rank itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +30,17 @@ class Tables:
 
     Args:
         schedule: the schedule that the tables follow.
-        stash: what a stage keeps from a forward to its backward; the lifetimes of slots depend on it.
+        stash: what a stage keeps from a forward to its backward. The lifetimes of slots depend on this.
         columns: int32 arrays (ticks, ranks) by name. `kind`, `stage`, `chunk` and `microbatch` describe the action.
             `x`, `g`, `residual` and `cut` are the slots of the action's input message, its incoming gradient, the stash
-            of its forward, and the values from I to W. `from_left`, `from_right` and `to_self` are the slots that
-            messages from these origins enter at the start of the tick; `message_slot_count` stands for no message.
+            of its forward, and the values that are kept from I to W. `from_left`, `from_right` and `to_self` are the
+            slots into which messages from these origins go at the start of the tick; `message_slot_count` stands for no
+            message.
         travel_flags: for each origin of messages from other ranks, bool (ticks,): whether any rank receives a message
             from this origin at the end of the tick. Origins without messages are left out.
         message_slot_count: number of slots for messages.
         stash_slot_count: number of slots for the stashes of forwards.
-        cut_slot_count: number of slots for the values from I to W.
+        cut_slot_count: number of slots for the values that are kept from I to W.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -67,12 +69,12 @@ class Tables:
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether in every tick all ranks that are not idle run actions of one kind."""
+        """Whether all actions of each tick have the same kind."""
         return all(len(set(row) - {IDLE}) <= 1 for row in self.columns["kind"].tolist())
 
     @property
     def kind_codes(self) -> tuple[int, ...]:
-        """The codes of the kinds that occur, in ascending order, with `IDLE` if any rank is ever idle."""
+        """The codes of the kinds that occur, in ascending order, including `IDLE` if a rank is idle in any tick."""
         return tuple(np.unique(self.columns["kind"]).tolist())
 
     def has_messages(self, origin: str) -> bool:
@@ -85,9 +87,9 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 
     Args:
         schedule: a synchronous schedule.
-        stash: with "input", a stage keeps its input message until its backward is done; with "residuals", until its
-            forward is done.
-        forward_only: whether to leave out all actions but forwards, for evaluation.
+        stash: "input": a stage keeps its input message until its backward is done. "residuals": a stage keeps its input
+            message until its forward is done.
+        forward_only: whether the tables have only forwards, for evaluation.
 
     Raises:
         UserError: the schedule is asynchronous, or two successive stages are on ranks that are not neighbors.
@@ -136,10 +138,10 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 
 
 def _message_origin(schedule: Schedule, sender_rank: int, receiver_rank: int, *, is_activation: bool) -> str:
-    """Return the origin of a message from the rank `sender_rank`, seen from the rank that receives it.
+    """Return the origin of a message from `sender_rank`, as `receiver_rank` sees it.
 
     On a ring of two ranks, each rank is both the left and the right neighbor of the other rank. On such a ring,
-    activations, which go to the next stage, come from the left, and gradients come from the right.
+    activations come from the left, and gradients come from the right.
     """
     if sender_rank == receiver_rank:
         return "to_self"

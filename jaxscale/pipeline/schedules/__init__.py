@@ -1,4 +1,4 @@
-"""The named schedules: each file here defines one or more `Method`s, which are collected automatically."""
+"""The named schedules. Each file of this folder defines one or more `Method`s, which are collected automatically."""
 
 import importlib
 import pkgutil
@@ -8,7 +8,7 @@ from jaxscale.pipeline.method import Method
 
 
 def _methods() -> dict[str, Method]:
-    """Import the files of this folder, and return every `Method` that they define, by its name."""
+    """Import the files of this folder, and return a dict of the `Method`s that they define, by their names."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     methods = [attribute for module in modules for attribute in vars(module).values() if isinstance(attribute, Method)]
     return {method.name: method for method in sorted(methods, key=lambda method: method.name)}
@@ -22,11 +22,11 @@ _BUILT_IN_NAMES = frozenset(METHODS)
 def register(method: Method) -> Method:
     """Register a custom schedule by its name, so that plans can use it: `--plan.pipeline NAME:4x8`.
 
-    Call this function in the file that defines the experiment. A resumed run executes that file again, and the method
-    from the second execution replaces the one from the first.
+    Call this function in the file that defines the experiment. A resumed run executes that file again. The method is
+    then registered again, and replaces the earlier one.
 
     Args:
-        method: the method; its function `make` must return a valid `Schedule`.
+        method: the method. Its function `make` must return a valid `Schedule`.
 
     Returns:
         The method.

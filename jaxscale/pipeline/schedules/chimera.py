@@ -2,9 +2,9 @@
 
 Rank s holds the stages s and p-1-s, so there are two copies of the model. Of every p microbatches, the first half
 goes down the ranks and the second half goes up, and no slot of a rank has two actions. The bubble is (p-2)/(2m+p-2) of
-the makespan if a backward takes as long as a forward, and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as
-long. A rank holds p/2+1 to p activations. Left out: the paper's variants for large m (forward doubling, backward
-halving).
+the makespan if a backward takes as long as a forward. It is (k+1)(p-2)/(k(4p-2)+p-2), for m = kp, if a backward takes
+twice as long. A rank holds p/2+1 to p activations. Left out: the paper's variants for large m (forward doubling,
+backward halving).
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from jaxscale.pipeline.orders import Schedule
 def _timetable(rank_count: int, microbatch_count: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action."""
     for microbatch in range(microbatch_count):
-        # a unit is p microbatches; the first half of them (half 0) goes down the ranks, the second (half 1) up
+        # a unit is p microbatches: the first half of them (half 0) goes down the ranks, and the second (half 1) goes up
         unit, index_in_unit = divmod(microbatch, rank_count)
         half, index_in_half = divmod(index_in_unit, rank_count // 2)
         first_slot = 2 * rank_count * unit + 2 * index_in_half

@@ -2,9 +2,9 @@
 
 The order is that of github.com/deepseek-ai/DualPipe. Forwards of one stage of a rank alternate with backwards of its
 other stage, so that the messages of one stage can travel while the other stage computes. Weight gradients are separate
-actions only in the ramps, where they fill idle time. A rank holds at most 2p+1 activations, each of half a rank's share
-of the model. The order is defined for m >= 2p. With fewer microbatches it is the order for 2p microbatches without the
-actions of microbatches m and later.
+actions only in the ramps, where they fill idle time. A rank holds at most 2p+1 activations; each belongs to a stage
+with half of the rank's share of the model. The order is defined for m >= 2p. With fewer microbatches, the order is made
+for 2p microbatches, and the actions of microbatches m and later are removed.
 """
 
 from jaxscale.pipeline.builders import MotifPhase, vee
@@ -17,11 +17,11 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
     Args:
         ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
-        microbatches: m, any number of microbatches; the order is defined for 2p or more.
+        microbatches: m, any number of microbatches.
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches; `vee` names the lanes."""
+        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
         ranks_below = ranks - 1 - rank
         lane_names = ["1", "0"] * (rank + 1)
         return (

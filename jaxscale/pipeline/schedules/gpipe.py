@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards (Huang et al., 2019, arXiv:1811.06965).
 
-The bubble is (p-1)/(m+p-1) of the makespan, and every rank holds the activations of all m microbatches. Each tick is of
-one kind.
+The bubble is (p-1)/(m+p-1) of the makespan, and every rank holds the activations of all m microbatches. All actions of
+a tick have the same kind.
 """
 
 from jaxscale.pipeline.builders import Lane, single_route, weave

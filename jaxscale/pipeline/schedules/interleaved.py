@@ -16,14 +16,14 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def groups(rank_count: int, microbatch_count: int) -> list[range]:
-    """Return the groups of microbatches: as many groups of p or more as possible, the larger groups first.
+    """Return the groups of microbatches: as many groups of p or more microbatches as possible, the larger groups first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)
         ([range(0, 5), range(5, 10)], [range(0, 3)])
     """
     group_count = max(1, microbatch_count // rank_count)
-    base_size, larger_count = divmod(microbatch_count, group_count)  # this many groups are larger by one
+    base_size, larger_count = divmod(microbatch_count, group_count)  # `larger_count` groups have one microbatch more
     group_boundaries = [base_size * i + min(i, larger_count) for i in range(group_count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(group_boundaries)]
 
@@ -35,7 +35,7 @@ def _refuse(ranks: int, microbatches: int, chunks: int) -> None:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Make the schedule of 1F1B with v stages per rank.
+    """Make the schedule of 1F1B with v stages per rank (interleaved 1F1B).
 
     Args:
         ranks: p, number of ranks.

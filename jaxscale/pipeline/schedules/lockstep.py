@@ -1,9 +1,9 @@
-"""Lock-step 1F1B, plain and interleaved: every tick is all forwards or all backwards.
+"""Lock-step 1F1B, plain and interleaved: the actions of a tick are all forwards or all backwards.
 
 One program on many devices ends each tick with an exchange. In 1F1B some ticks have forwards on some ranks and
 backwards on others, so forwards wait for backwards: the bubble is 40% for p=4, m=8, B=2F, where GPipe has 27%. If
-each tick is of one kind, the bubble is (p-1)/(vm+p-1) again for m >= p (and for any m if v = 1), and the program needs
-no conditional. The price is memory: stage s holds 2p-1-2s activations instead of p-s.
+each tick has only one kind, the bubble is (p-1)/(vm+p-1) again for m >= p (and for any m if v = 1), and the program
+needs no branches. The price is memory: stage s holds 2p-1-2s activations instead of p-s.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from jaxscale.pipeline.schedules.interleaved import groups
 
 
 def _timetable(rank_count: int, microbatch_count: int, chunk_count: int) -> Iterator[tuple[int, int, Action]]:
-    """Yield (rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
+    """Yield (rank, slot, action) of every action. Forwards have even slots, and backwards have odd slots."""
     microbatch_groups = groups(rank_count, microbatch_count)
     # number of turns until the last stage gets its first microbatch
     ramp_turns = (chunk_count - 1) * max(rank_count, len(microbatch_groups[0])) + rank_count - 1
     for group in microbatch_groups:
-        chunk_turns = max(rank_count, len(group))  # number of turns for one chunk, a trip of the group around the ranks
+        chunk_turns = max(rank_count, len(group))  # number of turns until a group's next chunk starts
         for index_in_group, microbatch in enumerate(group):
             for stage in range(chunk_count * rank_count):
                 chunk, rank = divmod(stage, rank_count)
@@ -33,7 +33,7 @@ def _timetable(rank_count: int, microbatch_count: int, chunk_count: int) -> Iter
 
 
 def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Make the schedule of 1F1B in which each tick is of one kind.
+    """Make the schedule of 1F1B in which all actions of a tick have the same kind.
 
     Args:
         ranks: p, number of ranks.

@@ -1,7 +1,7 @@
 """1F1B: a forward and a backward in turn (PipeDream-flush, DAPPLE; Fan et al., 2021, arXiv:2007.01045).
 
-The bubble is (p-1)/(m+p-1) of the makespan, as in GPipe, but stage s holds only min(p-s, m) activations, a number that
-does not grow with m beyond p. If forwards and backwards share a tick, every rank waits for the backwards; `lockstep`
+The bubble is (p-1)/(m+p-1) of the makespan, as in GPipe. But stage s holds only min(p-s, m) activations, a number that
+stops growing at m = p. If forwards and backwards share a tick, ranks with forwards wait for the backwards; `lockstep`
 avoids this wait, but needs more memory.
 """
 
@@ -12,7 +12,10 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def alternating_orders(rank_count: int, microbatch_count: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the orders of 1F1B: p-1-s forwards on stage s, then a forward and a backward in turn, then backwards."""
+    """Return the order of each rank in 1F1B.
+
+    Stage s runs p-1-s forwards, then a forward and a backward in turn, and then the remaining backwards.
+    """
     orders = []
     for stage in range(rank_count):
         warmup_count = min(rank_count - 1 - stage, microbatch_count)

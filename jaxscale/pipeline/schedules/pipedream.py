@@ -1,6 +1,6 @@
-"""PipeDream: 1F1B that never drains; a stage updates after every backward (Narayanan et al., 2019, arXiv:1806.03377).
+"""PipeDream: 1F1B that never drains, with an update after every backward (Narayanan et al., 2019, arXiv:1806.03377).
 
-There is no bubble after the ramp. A backward linearizes its stage at the weights that its forward read (weight
+There is no bubble after the ramp. A backward differentiates its stage at the weights that its forward read (weight
 stashing). On stage s, p-1-s updates happen between a forward and its backward, so p-s versions of the stage's weights
 live at once. Left out: vertical sync.
 """

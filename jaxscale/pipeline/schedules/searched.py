@@ -1,9 +1,9 @@
 """The searched schedule `search:PxM`, for equal stages with F = I = W and at most p activations per rank.
 
-For such stages no order with one stage per rank is faster: this schedule is as fast as the lower bound of
-`choose/search.py` for every m (ZB-H1 reaches the bound only for m >= p). For measured costs and other memory limits,
-call `search` from that module, and save the resulting schedule as CSV. That module needs numpy and is imported inside
-`searched`, so that plans can name schedules before heavy imports.
+For such stages, no order with one stage per rank is faster: for every m, this schedule takes exactly the lower bound of
+`choose/search.py`. (ZB-H1 reaches the bound only for m >= p.) For measured costs and other memory limits, call `search`
+from that module, and save the resulting schedule as CSV. That module needs numpy. It is imported inside `searched`, so
+that plans can name schedules before heavy imports.
 """
 
 import dataclasses

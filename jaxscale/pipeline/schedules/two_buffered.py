@@ -1,8 +1,8 @@
 """PipeDream-2BW: 1F1B that never drains, with an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
 
 Two versions of the weights live at once: for the microbatches of group g, every stage computes with its weights after
-g-1 updates. So the gradients of all stages are late by one group: W(t+1) = update(W(t), gradient at W(t-1)). M must be
-at least p, so that all stages have made the update of group g-2 in time.
+g-1 updates. So the gradients of all stages are late by one update: W(t+1) = update(W(t), gradient at W(t-1)). M must be
+at least p, so that every stage has applied the update of group g-2 before it needs the result.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """ZB-H2: no bubble within a rank's own span, for twice the memory of 1F1B (Qi et al., 2024, arXiv:2401.10241).
 
-There are twice as many forwards before the first backward as in ZB-H1, and a rank holds at most 2p-1 activations. With
-F = I = W and m >= 2p-1 no rank idles between its first and its last action. The makespan still has the ramp of ZB-H1,
-(p-1) F, unless steps overlap.
+Each stage runs twice as many forwards before its first backward as in ZB-H1, and a rank holds at most 2p-1 activations.
+With F = I = W and m >= 2p-1 no rank idles between its first and its last action. The makespan still includes the ramp
+of ZB-H1, (p-1) F, unless steps overlap.
 """
 
 from jaxscale.pipeline.builders import single_route
@@ -16,7 +16,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
     Args:
         ranks: p, number of ranks, with one stage each.
-        microbatches: m, any number of microbatches; with 2p-1 or more there is no bubble.
+        microbatches: m, any number of microbatches; with 2p-1 or more, no rank idles within its own span.
     """
     max_activations = (min(2 * ranks - 1, microbatches),) * ranks
     return single_route("zb-h2", delayed_orders(ranks, microbatches, reach=2), microbatches, max_activations)

@@ -2,8 +2,9 @@
 
 This is the published order, which is meant for F = I = W. With m >= 2p-1 no rank idles within its own span, and the
 makespan has a bubble of (p-1) F/2 seconds, where F is the time of both stages of a rank. A rank holds at most 2p
-activations, each of half a rank's share of the model, in total as much as the first stage of 1F1B. With fewer
-microbatches it is the order for 2p-1 microbatches without the actions of microbatches m and later.
+activations. Each belongs to a stage with half of the rank's share of the model, so they take as much memory as those of
+the first stage of 1F1B. With fewer microbatches, the order is made for 2p-1 microbatches, and the actions of
+microbatches m and later are removed.
 """
 
 from jaxscale.pipeline.builders import MotifPhase, vee
@@ -16,11 +17,11 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
     Args:
         ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
-        microbatches: m, any number of microbatches; with 2p-1 or more there is no bubble.
+        microbatches: m, any number of microbatches; with 2p-1 or more, no rank idles within its own span.
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches; `vee` names the lanes."""
+        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
         ranks_below = ranks - 1 - rank
         return (
             ("F0", 2 * ranks_below + 1),
