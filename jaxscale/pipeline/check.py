@@ -187,8 +187,8 @@ def check_progress(schedule: "Schedule") -> None:
     """Check that no action waits forever.
 
     Raises:
-        Fault: some ranks wait for one another in a circle (a deadlock); the message names the action of each of these
-            ranks that waits, and what it waits for.
+        Fault: there is a deadlock: some ranks wait for one another in a circle. The message names, for each of them,
+            the action that waits and the action that it waits for.
     """
     orders = schedule.orders
     done_actions: set[Action] = set()

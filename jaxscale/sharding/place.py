@@ -22,7 +22,7 @@ MeshAndRules: TypeAlias = tuple[Any, AxisRules]
 """A hashable tuple: a mesh, which may be abstract, and the rules that place arrays on it."""
 
 _layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("layout", default=None)
-"""The mesh and rules in force; `None` outside any layout."""
+"""The mesh and rules of the open layout; `None` outside any layout."""
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
@@ -48,7 +48,7 @@ def reopened_layout(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractC
 
 
 def current() -> MeshAndRules | None:
-    """Return the mesh and rules in force, for kernels that need `shard_map`; `None` outside any layout."""
+    """Return the mesh and rules of the open layout, or `None` outside any layout. Kernels need them for `shard_map`."""
     return _layout.get()
 
 
@@ -72,7 +72,7 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Return `x`, constrained to the placement that the current layout gives its logical axes.
+    """Return `x`, constrained to the placement that the open layout gives its logical axes.
 
     Args:
         x: an activation.

@@ -42,7 +42,7 @@ class TickTable:
         self.schedule = schedule
         self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
         tick_of = ticks(schedule)
-        # for each action: (tick, number of successive updates of the rank up to and including the action)
+        # for each action, its moment: (tick, number of successive updates of the rank up to and including the action)
         moment_of: dict[Action, tuple[int, int]] = {}
         for order in schedule.orders:
             update_count = 0

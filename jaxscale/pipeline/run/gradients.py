@@ -91,7 +91,7 @@ def value_and_grad(
     rank_indices, chunk_indices, stage_indices = map(np.array, zip(*rank_chunk_stage_triples, strict=True))
 
     def sum_by_stage(chunk_gradients: Array) -> Array:
-        """Sum gradients by chunk, (ranks, chunks, ...), to gradients by stage, (stages, ...)."""
+        """Return the gradient of each stage, (stages, ...), from those of the ranks' chunks, (ranks, chunks, ...)."""
         zero_gradients = jnp.zeros((parsed_schedule.stages, *chunk_gradients.shape[2:]), chunk_gradients.dtype)
         return zero_gradients.at[stage_indices].add(chunk_gradients[rank_indices, chunk_indices])
 

@@ -105,7 +105,7 @@ def program_halves(
     hidden_inputs = _numbers(inputs, hidden_flags or [False] * len(inputs))
     unready_inputs = _numbers(inputs, unready_flags or [False] * len(inputs))
     first_outputs, second_outputs = (_numbers(program.outputs, flags) for flags in (first_flags, second_flags))
-    # by value that the second half can compute from its inputs by cheap steps: the inputs that this takes
+    # for each value that the second half can compute by cheap steps: the inputs from which it computes the value
     inputs_of_cheap = {number: {number} for number in set(program.inputs) - hidden_inputs}
     for step in program.steps:
         if step.primitive in CHEAP and _input_numbers(step) <= inputs_of_cheap.keys():
@@ -496,5 +496,5 @@ def _byte_count(program: InlinedProgram, numbers: Iterable[int]) -> int:
 
 
 def _crossing(aval: Any) -> Crossing:
-    """Return the `Crossing` of a value with this abstract value."""
+    """Return the `Crossing` of a value, from its abstract value `aval`."""
     return Crossing(aval.shape, aval.dtype, varying_axes(aval))

@@ -1,4 +1,4 @@
-"""A function in two halves: the first half computes one group of results, and the second half computes the others.
+"""A function in two halves: the first half computes some of the results, and the second half computes the rest.
 
 Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous stage
 waits for, and W, the gradients of its weights, which no stage waits for. This module divides the equations of the
