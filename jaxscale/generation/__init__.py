@@ -1,6 +1,7 @@
-"""Text from a model: how tokens are drawn, the compiled programs, windows of a long text, texts that stream.
+"""Text generation: sampling of tokens, the compiled programs, long texts decoded in windows, and streaming.
 
-Public are `Sampling`, `sample` and `generate`, for code that uses nothing else of jaxscale; each loads on first use.
+The public names are `Sampling`, `sample` and `generate`, for code that uses nothing else of jaxscale. Each loads on
+first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""Decoding of tokens after prompts, in windows of at most as many positions as the model's context.
+"""Decoding of tokens after prompts, in windows that are at most as long as the model's context.
 
-A window feeds its prompt at once and draws tokens until its text fills the model's positions. One more token is drawn,
-but not fed. If more tokens are to be drawn, the newer half of such a text becomes the prompt of
-the next window. So the model never runs at a position that it was not trained on, and every token is drawn from the
-whole text, or from at least half a context of it. A row's windows do not depend on the other rows.
+In a window, the model reads the prompt at once, and then draws tokens until the text fills the model's positions. The
+model draws one more token, but does not read it. If more tokens are to be drawn, the newer half of the text becomes the
+prompt of the next window. So the model never runs at a position that it was not trained on, and each draw sees the
+whole text or at least half a context of it. A row's windows do not depend on the other rows.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class _Row:
         return self.ids[self.start :]
 
     def extend(self, drawn_ids: np.ndarray, stop_ids: Sequence[int]) -> np.ndarray:
-        """Append ids up to the first stop id or -1, which marks no draw; return the ids that were appended."""
+        """Append the ids before the first stop id or -1 (nothing was drawn), and return the appended ids."""
         if self.is_done:
             return drawn_ids[:0]
         stop_indices = np.flatnonzero(np.isin(drawn_ids, (*stop_ids, -1)))
@@ -67,13 +67,13 @@ class Decoding:
 
     Args:
         generator: the model and its programs.
-        prompts: int32 ids of each prompt, at least 1 and at most as many as the model has positions.
+        prompts: int32 ids of each prompt: at least one id, and at most as many as the model has positions.
         sampling: what to draw.
         choice_count: exclusive upper limit of the drawn ids; by default, the model's vocabulary size.
-        burst: number of tokens of each row between two yields; `None` for all tokens of a window.
+        burst: number of tokens to draw for each row between two yields; `None` for all tokens of a window.
 
     Raises:
-        UserError: a prompt is empty or longer than the context, or the rows need more memory than there is.
+        UserError: a prompt is empty or longer than the context, or the rows need more memory than the device has left.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Decoding:
 
 
 def check_prompt(model: Any, id_count: int, name: str = "prompt") -> None:
-    """Raise UserError unless a prompt of `id_count` ids fits in the model's positions."""
+    """Raise UserError if a prompt of `id_count` ids is empty or does not fit in the model's positions."""
     if not id_count:
         raise UserError(f"{name}: got no tokens, expected at least one, such as a line break")
     if id_count > model.context:

@@ -1,8 +1,9 @@
-"""The draw of one token for each row: the most likely one, or a random one of a filtered distribution.
+"""The draw of one token for each row: the most likely token, or a random token from a filtered distribution.
 
-The filters need thresholds: the k-th largest logit, the least probability in the smallest set of a given mass. A sort
-of the vocabulary would find them at a higher cost. Here a threshold is found bit by bit in the 32 bits of a float, each
-by one sum over the vocabulary: exact, without a sort, and in a program that is independent of the value of k.
+The filters need thresholds: the k-th largest logit, or the lowest probability among the most likely tokens that
+together reach a given probability. A sort of the vocabulary would find these thresholds at a higher cost. Here the 32
+bits of a threshold are found one by one, each by one sum over the vocabulary. The threshold is exact, and the program
+does not depend on the value of k.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jaxscale.typing import Array, Bool, Float, Int
 
 
 class DrawKind(NamedTuple):
-    """The static settings of a draw: the programs of two kinds differ.
+    """The static settings of a draw. Each kind has compiled programs of its own.
 
     Args:
         is_greedy: whether the most likely token is drawn.
@@ -58,8 +59,8 @@ def kind_of(sampling: Sampling, choice_count: int) -> DrawKind:
 
 
 def settings_of(sampling: Sampling) -> DrawSettings:
-    """Return the settings of the draws of `sampling` that a compiled program takes as arguments."""
-    stop_id_count = -(-max(len(sampling.stop_ids), 1) // 8) * 8  # few different shapes need few compilations
+    """Return the settings of `sampling` that a compiled program takes as arguments."""
+    stop_id_count = -(-max(len(sampling.stop_ids), 1) // 8) * 8  # a multiple of 8: fewer shapes to compile for
     stop_ids = np.full(stop_id_count, -1, np.int32)
     stop_ids[: len(sampling.stop_ids)] = sampling.stop_ids
     # the filters of `Sampling` may exceed int32 or be absent
@@ -108,16 +109,17 @@ def filtered_logits(logits: Float[Array, "B V"], kind: DrawKind, settings: DrawS
 
 
 def _order_keys(floats: Float[Array, "B V"]) -> Any:
-    """Return a uint32 key for each float32 number; the keys have the same order as the numbers."""
+    """Return a uint32 key for each float32 value; the keys sort in the same order as the values."""
     bits = jax.lax.bitcast_convert_type(floats, jnp.uint32)
     sign_bit = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign_bit, ~bits, bits | sign_bit)
 
 
 def _threshold(order_keys: Any, is_enough: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]]) -> Any:
-    """Return the largest threshold of each row, (B, 1), such that the keys at or above it are enough.
+    """Return the largest threshold of each row, uint32 (B, 1), for which `is_enough` holds.
 
-    The threshold is 0 if even all keys of the row are not enough.
+    `is_enough` is called with the mask of the keys at or above the threshold. If it is false even for all keys of a
+    row, the row's threshold is 0.
     """
 
     def add_bit(bit_index: Any, thresholds: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Generator: a model's parameters with its compiled programs, and Session: one window of rows that are decoded."""
+"""Generator: a model's parameters and its compiled programs. Session: one window in which rows are decoded."""
 
 import functools
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Generator:
         self, module: Any, model: Any, context: Context = Context(), layout: MeshAndRules | None = None
     ) -> None:
         self.model, self.context, self.layout = model, context, layout
-        if context.matmul is None:  # in a narrow type, each projection has scales of its own
+        if context.matmul is None:  # a low-bit recipe has separate scales for each projection
             module = join_projections(module)
         self.graphdef, state = nnx.split(module)
         self.params = nnx.to_pure_dict(state)
@@ -64,7 +64,7 @@ class Generator:
 
     @functools.cached_property
     def split_params(self) -> Any:
-        """The parameters, with those of the layers split by layer if each layer can be a view of the stacked arrays."""
+        """The parameters. Those of the layers are split by layer if each layer can be a view of the stacked arrays."""
         return split_layers(self.params, self.split_paths)
 
     @property
@@ -78,7 +78,7 @@ class Generator:
         return self.split_params if self.is_unrolled else self.prefill_params
 
     def programs(self, kind: DrawKind) -> Programs:
-        """Return the programs of the model: one program per layer, one with all layers unrolled, or one with a loop."""
+        """Return the programs of the model. They call the layers one by one, unroll all layers, or loop over them."""
         paths = self.split_paths if self.is_unrolled else ()
         whole_programs = module_programs(self.graphdef, self.model, self.context, self.layout, self.dtype, kind, paths)
         if self.layered_module is None:
@@ -94,7 +94,7 @@ class Generator:
 
     @property
     def row_shard_count(self) -> int:
-        """Number of shards into which the layout divides the rows, if the number of rows is a multiple of it."""
+        """Number of row shards in the layout. Rows are sharded only if their number is a multiple of this number."""
         return 1 if self.layout is None else shard_count(self.layout[0], self.layout[1].batch)
 
     def start(
@@ -108,7 +108,7 @@ class Generator:
 
         Args:
             prompts: int32 ids of each prompt.
-            copy_count: number of rows of each prompt.
+            copy_count: number of rows that continue each prompt.
             token_count: number of tokens to draw.
             sampling_and_choice_count: what to draw, and the exclusive upper limit of the drawn ids.
         """
@@ -121,7 +121,7 @@ class Session:
     Args:
         generator: the model.
         prompts: int32 ids of each prompt.
-        copy_count: number of rows of each prompt.
+        copy_count: number of rows that continue each prompt.
         token_count: number of tokens to draw.
         sampling_and_choice_count: what to draw, and the exclusive upper limit of the drawn ids.
     """
@@ -152,9 +152,9 @@ class Session:
         """Feed the prompts and return the first drawn id of each row.
 
         Args:
-            prompt_and_sample_indices: for each row, the index of its prompt and that of its sample. They
-                determine the random draws.
-            offsets: int32 [B], number of tokens of each text before the window.
+            prompt_and_sample_indices: for each row, the index of its prompt and the index of its sample. The random
+                draws depend on them.
+            offsets: int32 [B], number of tokens of each row's text that come before the window.
         """
         keys = None if self.kind.is_greedy else row_keys(self.seed, np.asarray(prompt_and_sample_indices, np.int32))
         self.row_keys = RowKeys(keys, offsets)

@@ -1,12 +1,12 @@
 """Generation on CPUs by a program of one layer, which the host calls once for each layer.
 
 The time to compile does not depend on the number of layers. A program with a loop over the layers would copy the
-weights of each one out of the stacked array before it multiplies by them (`unrolled.py`); a call reads them in
-place. Each call takes the host some time, so a step of a model with few layers is one program.
+weights of each layer out of the stacked array before it multiplies by them (`unrolled.py`). A call of one layer reads
+the weights in place. Each call takes the host some time, so a model with few layers runs a step as one program.
 
-Processor seconds of `Session.prefill` and of a step of `Session.advance` on one core of an Intel Xeon, 2026-11-28: 0.33
-and 0.047 by layers, 0.34 and 0.075 by a loop (30 layers, 576 wide, 144 tokens); a step of 8 layers, 512 wide, takes 9.7
-ms by layers, 8.2 as one program and 20 by a loop.
+Processor time on one core of an Intel Xeon, 2026-11-28. With 30 layers, 576 wide, and 144 tokens, `Session.prefill`
+takes 0.33 s layer by layer and 0.34 s by a loop; a step of `Session.advance` takes 0.047 s and 0.075 s. With 8 layers,
+512 wide, a step takes 9.7 ms layer by layer, 8.2 ms as one program and 20 ms by a loop.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class LayeredParams(NamedTuple):
     """The parameters of a model whose layers are called one by one.
 
     Args:
-        outer_params: those outside of the layers.
-        layer_params: those of each layer; they share the memory of the stacked arrays.
+        outer_params: parameters outside of the layers.
+        layer_params: parameters of each layer, which share the memory of the stacked arrays.
     """
 
     outer_params: Any
@@ -46,7 +46,8 @@ class LayeredModule:
     Args:
         outer_graphdef: definition of the module without its layers.
         layer_graphdef: definition of a layer.
-        cycle_settings: names and values of each layer's own keyword arguments; they repeat over the layers.
+        cycle_settings: for each layer of a cycle, the names and values of its own keyword arguments. The cycle repeats
+            over the layers.
     """
 
     outer_graphdef: Any
@@ -55,10 +56,10 @@ class LayeredModule:
 
     @classmethod
     def of(cls, module: Any) -> "LayeredModule | None":
-        """Return the definition of a module; `None` unless its layers can be called one by one.
+        """Return the definition of a module; `None` if its layers cannot be called one by one.
 
-        They can be if the module has the attributes of a `models.decoder_module.DecoderModule`: `embed`, `norm`,
-        `logits`, `block_cycle`, and a `Stack` named `blocks`, which must be its only one.
+        They can if the module has the attributes of a `models.decoder_module.DecoderModule` (`embed`, `norm`, `logits`
+        and `block_cycle`), and its only `Stack` is its attribute `blocks`.
         """
         stack = getattr(module, "blocks", None)
         stack_count = sum(isinstance(node, Stack) for _, node in nnx.iter_modules(module))
@@ -77,7 +78,7 @@ class LayeredModule:
 
 
 def layered_params(split_params: Any) -> LayeredParams:
-    """Return the parameters that the programs of a `LayeredModule` take, from the result of `unrolled.split_layers`."""
+    """Convert the result of `unrolled.split_layers` to the parameters that the programs of a `LayeredModule` take."""
     starts_and_layer_params = sorted(
         (in_one_stack(name)[1], layer_params) for name, layer_params in split_params["blocks"].items()
     )
@@ -105,7 +106,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
 
     @jax.jit
     def embed_chunk(outer_params: Any, tokens: Any, start: Any, lengths: Any) -> tuple[Any, Any]:
-        """Return the input of the first layer for a chunk of prompts [R, T], and the arguments of all layers."""
+        """Return the first layer's input for a chunk of prompts [R, T], and the keyword arguments of all layers."""
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         shared_arguments = {"positions": jnp.minimum(positions, model.context - 1)}
         x = outer_module(outer_params).embed(tokens, context=context, **shared_arguments)
@@ -113,7 +114,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
 
     @jax.jit
     def embed_tokens(outer_params: Any, tokens: Any, positions: Any) -> tuple[Any, Any]:
-        """Return the input of the first layer for the newest token of each row, and the arguments of all layers."""
+        """Return the first layer's input for the newest token of each row, and the keyword arguments of all layers."""
         shared_arguments = {"positions": jnp.minimum(positions, model.context - 1)[:, None]}
         return outer_module(outer_params).embed(tokens[:, None], context=context, **shared_arguments), shared_arguments
 
@@ -130,7 +131,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
     def call_layers(
         layer_params: Sequence[Any], layer_caches: Sequence[KVCache], x: Any, shared_arguments: Any
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Return the output of the last layer, and the new cache of each layer; only the first describes the slots."""
+        """Return the last layer's output, and the new cache of each layer. Only the first cache describes the slots."""
         slot_fields = (layer_caches[0].positions, layer_caches[0].valid, layer_caches[0].length)
         new_caches = []
         for index, (params, cache) in enumerate(zip(layer_params, layer_caches, strict=True)):
@@ -143,7 +144,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
 
     @jax.jit
     def last_states_of(x: Any, last_states: Any, start: Any, lengths: Any) -> Any:
-        """Return the state of each prompt's last token, or `last_states` for prompts that ended in earlier chunks."""
+        """Return the state of each prompt's last token; `last_states` if the prompt ended in an earlier chunk."""
         indices = jnp.clip(lengths - 1 - start, 0, x.shape[1] - 1)
         chunk_states = jnp.take_along_axis(x, indices[:, None, None], 1)
         if last_states is None:
@@ -198,7 +199,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
     def advance(
         params: LayeredParams, rows: DecodingRows, row_keys: RowKeys, settings: DrawSettings, step_count: Any
     ) -> tuple[DecodingRows, Any]:
-        """Draw at most `step_count` tokens for each row; fewer if every row draws a stop id."""
+        """Draw `step_count` tokens for each row, or stop when all rows are done; return (new rows, drawn ids)."""
         tokens_by_step = []
         can_stop = bool(np.any(settings.stop_ids >= 0))
         for _ in range(int(step_count)):
@@ -219,7 +220,7 @@ def layer_programs(layered: LayeredModule, model: Any, context: Context, dtype: 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _empty_caches(model: Any, row_count: int, slot_count: int, dtype: Any) -> tuple[KVCache, ...]:
-    """Return the empty cache of each layer; only the first one describes the slots."""
+    """Return the empty cache of each layer. Only the first cache describes the slots."""
     stacked_cache = model.init_cache(row_count, slot_count, dtype)
     return with_slots_once(
         [cache.with_heads_as_rows() for cache in unstack(stacked_cache, stacked_cache.length.shape[0])]
@@ -228,7 +229,7 @@ def _empty_caches(model: Any, row_count: int, slot_count: int, dtype: Any) -> tu
 
 @functools.partial(jax.jit, static_argnames=("row_count", "copy_count"))
 def _repeat_rows(cache: KVCache, *, row_count: int, copy_count: int) -> KVCache:
-    """Return the cache of a layer of `row_count` rows with `copy_count` rows for each, next to one another."""
+    """Return the cache of a layer with `copy_count` adjacent copies of each of its `row_count` rows."""
 
     def repeat(array: Any) -> Any:
         array_by_row = array.reshape(row_count, -1, *array.shape[1:])

@@ -1,4 +1,4 @@
-"""A check, before compilation, that the device has the memory that decoding needs besides the weights."""
+"""A check, before compilation, that the device has enough memory left for the caches and logits of decoding."""
 
 import contextlib
 from pathlib import Path
@@ -38,7 +38,7 @@ def row_bytes(generator: Any, slot_count: int) -> int:
 
 
 def available_bytes(device: Any, file: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes of memory that a device has left; `None` if the platform does not report them."""
+    """Return the memory that a device has left, in bytes; `None` if the platform does not report it."""
     if device.platform != "cpu":
         statistics = device.memory_stats() or {}
         if "bytes_limit" not in statistics:

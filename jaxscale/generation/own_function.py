@@ -22,7 +22,7 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.typing import Array, Float, Int, Key
 
 LogitsFunction = Callable[[Any, Int[Array, "B T"]], Float[Array, "B T V"]]
-"""`logits(weights, tokens)`: the logits of the token after each position, which do not depend on later tokens."""
+"""`logits(weights, tokens)` returns the logits of the token after each position, computed without later tokens."""
 
 
 def sample(
@@ -47,10 +47,10 @@ def sample(
         min_p: draw from tokens with at least `min_p` times the probability of the most likely one; `None` for all.
 
     Returns:
-        The ids of the drawn tokens, int32. The function may be called inside `jax.jit`.
+        The ids of the drawn tokens, int32 [...]. The function may be called inside `jax.jit`.
 
     Raises:
-        UserError: a setting is out of range, or the logits have no dim of tokens.
+        UserError: a setting is out of range, or the last dim of the logits is missing or empty.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]))
@@ -77,24 +77,24 @@ def sample(
 
 
 def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Sampling = Sampling()) -> list[np.ndarray]:
-    """Continue prompts of tokens with the user's own function, or with a module of a model of jaxscale.
+    """Continue prompts of tokens with the user's own function of logits, or with the module of a jaxscale model.
 
     Args:
-        model: a function `logits(weights, tokens)` from int32 tokens [B, T] to the logits [B, T, V] of the tokens that
-            follow, which do not depend on later tokens; or a model value that decodes with a cache, such as a
+        model: a function `logits(weights, tokens)` that maps int32 tokens [B, T] to the logits [B, T, V] of the token
+            after each position, computed without later tokens; or a model value that decodes with a cache, such as a
             `models.Decoder`.
-        weights: the first argument of the function, any tree of arrays; or the module of the model value.
+        weights: for a function, its first argument, any tree of arrays; for a model value, the model's module.
         prompts: ids of each prompt, at least one.
         sampling: how many tokens to draw, from which distribution, and the ids that end a text.
 
     Returns:
-        int32 ids of each continuation, without its prompt and the id that ended it: the `sampling.samples` of the first
-        prompt, then those of the next. A draw depends only on the seed, the indices of prompt and sample, and the
-        position.
+        int32 ids of each continuation, without its prompt and without the id that ended it. The `sampling.samples`
+        continuations of the first prompt come first, then those of the second prompt, and so on. A draw depends only on
+        the seed, the index of the prompt, the index of the sample, and the position.
 
     Raises:
-        UserError: there is no prompt; one is empty, is not a sequence of ids, or is longer than the model's context; or
-            `sampling` has stop texts, which need a tokenizer.
+        UserError: there are no prompts; a prompt is empty, is not a sequence of ids, or is longer than the model's
+            context; or `sampling` has stop texts, which need a tokenizer.
 
     Example:
         >>> def logits(table, tokens):
@@ -126,7 +126,7 @@ def generate(model: Any, weights: Any, prompts: Sequence[Any], sampling: Samplin
 
 
 def _checked_prompts(prompts: Sequence[Any]) -> list[np.ndarray]:
-    """Return the ids of each prompt as int32 [T]."""
+    """Check that there are prompts and that none is empty, and return the ids of each one as int32 [T]."""
     if not len(prompts):
         raise UserError("prompts: got none, expected at least one list of ids")
     prompt_ids = []
@@ -144,30 +144,30 @@ def _checked_prompts(prompts: Sequence[Any]) -> list[np.ndarray]:
 def _continue(
     function: LogitsFunction, weights: Any, prompts: list[np.ndarray], sampling: Sampling
 ) -> list[np.ndarray]:
-    """Return the ids of each continuation, as `generate` describes them, drawn from the logits of a function."""
+    """Draw each continuation from the logits of a function, and return the ids as `generate` describes them."""
     row_prompts = [prompt for prompt in prompts for _ in range(sampling.samples)]
     prompt_lengths = np.array([len(row_prompt) for row_prompt in row_prompts], np.int32)
-    row_ids = np.zeros((len(row_prompts), prompt_lengths.max() + sampling.tokens), np.int32)
-    for ids, row_prompt in zip(row_ids, row_prompts, strict=True):
+    token_ids = np.zeros((len(row_prompts), prompt_lengths.max() + sampling.tokens), np.int32)
+    for ids, row_prompt in zip(token_ids, row_prompts, strict=True):
         ids[: len(row_prompt)] = row_prompt
     prompt_and_sample_indices = [
         (prompt_index, sample_index) for prompt_index in range(len(prompts)) for sample_index in range(sampling.samples)
     ]
     keys = row_keys(sampling.seed, np.array(prompt_and_sample_indices, np.int32))
-    logits_shape = jax.eval_shape(function, weights, row_ids).shape
-    if len(logits_shape) != 3 or logits_shape[:2] != row_ids.shape:
+    logits_shape = jax.eval_shape(function, weights, token_ids).shape
+    if len(logits_shape) != 3 or logits_shape[:2] != token_ids.shape:
         raise UserError(
-            f"generate: the function returns {logits_shape} for tokens {row_ids.shape}, expected logits of "
-            f"{(*row_ids.shape, 'V')}, those of the token after each position"
+            f"generate: the function returns {logits_shape} for tokens {token_ids.shape}, expected logits of "
+            f"{(*token_ids.shape, 'V')}, those of the token after each position"
         )
     kind = kind_of(sampling, logits_shape[-1])
-    row_ids, end_indices = _fill_rows(
-        function, kind, weights, row_ids, prompt_lengths, keys, settings_of(sampling), sampling.tokens
+    token_ids, end_indices = _fill_rows(
+        function, kind, weights, token_ids, prompt_lengths, keys, settings_of(sampling), sampling.tokens
     )
     return [
         ids[prompt_length:end_index]
         for ids, prompt_length, end_index in zip(
-            np.asarray(row_ids), prompt_lengths, np.asarray(end_indices), strict=True
+            np.asarray(token_ids), prompt_lengths, np.asarray(end_indices), strict=True
         )
     ]
 
@@ -183,23 +183,26 @@ def _fill_rows(
     settings: DrawSettings,
     token_count: int,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """Return (ids of each row with the drawn ids after its prompt, length of each row before the id that ended it)."""
+    """Draw tokens after each prompt until a stop id; return (token ids of each row, end index of each row).
+
+    A row ends at its end index: before it are the prompt and the drawn ids, without the stop id.
+    """
     row_indices = jnp.arange(len(padded_prompts))
 
     def is_any_open(carry: Any) -> Any:
-        """Return whether some row is not done and may get more tokens."""
+        """Return whether tokens remain to be drawn for some row."""
         step_index, _, _, is_done = carry
         return (step_index < token_count) & ~is_done.all()
 
     def add_tokens(carry: Any) -> Any:
         """Draw a token for each row that is not done."""
-        step_index, row_ids, end_indices, is_done = carry
+        step_index, token_ids, end_indices, is_done = carry
         positions = prompt_lengths + step_index - 1  # of the last token of each row
-        logits = function(weights, row_ids)[row_indices, positions]
+        logits = function(weights, token_ids)[row_indices, positions]
         drawn_ids = draw(logits, jax.vmap(jax.random.fold_in)(keys, positions), kind, settings)
         is_done = is_done | (drawn_ids[:, None] == settings.stop_ids[None, :]).any(-1)
-        row_ids = row_ids.at[row_indices, positions + 1].set(jnp.where(is_done, 0, drawn_ids))
-        return step_index + 1, row_ids, end_indices + ~is_done, is_done
+        token_ids = token_ids.at[row_indices, positions + 1].set(jnp.where(is_done, 0, drawn_ids))
+        return step_index + 1, token_ids, end_indices + ~is_done, is_done
 
     first_carry = (
         jnp.int32(0),
@@ -207,5 +210,5 @@ def _fill_rows(
         jnp.asarray(prompt_lengths),
         jnp.zeros(len(padded_prompts), bool),
     )
-    _, row_ids, end_indices, _ = jax.lax.while_loop(is_any_open, add_tokens, first_carry)
-    return row_ids, end_indices
+    _, token_ids, end_indices, _ = jax.lax.while_loop(is_any_open, add_tokens, first_carry)
+    return token_ids, end_indices

@@ -1,9 +1,9 @@
 """The compiled programs of generation: `prefill` feeds the prompts, `advance` draws one token after another.
 
-Prompts of unequal lengths share a prefill, padded to the right; a row's own positions go on from its own length, in the
-slots that follow the longest prompt. The number of steps of `advance` is an argument, not a shape, and its loop ends
-early when every row has drawn a stop id. So one pair of programs serves every number of tokens that fits in the cache,
-and streaming runs the same programs as a call for the whole text.
+Prompts of unequal lengths are padded on the right and share a prefill. The drawn tokens of a row have the positions
+after its own prompt, but are cached in the slots after the longest prompt. The number of steps of `advance` is an
+argument, not a shape, and its loop ends early when every row has drawn a stop id. So one pair of programs serves every
+number of tokens that fits in the cache, and streaming runs the same programs as a call for the whole text.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxscale.sharding import place
 from jaxscale.sharding.place import MeshAndRules, constrain
 
 CHUNK = 1024
-"""Largest number of positions of a prompt that are fed at once; more are fed in chunks of equal size."""
+"""Largest number of positions of a prompt to feed at once; longer prompts are fed in chunks of equal size."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +34,8 @@ class DecodingRows:
     """The rows of a batch between two steps.
 
     Args:
-        cache: the `KVCache` of all layers and rows, or a tuple with one for each layer, of which only the first has
-            positions, `valid` and the length.
+        cache: one `KVCache` for all layers, or a tuple with a `KVCache` for each layer. In a tuple, only the first
+            cache has `positions`, `valid` and `length`.
         tokens: int32 [B], the newest token of each row, which is not in the cache yet.
         positions: int32 [B], the position of that token in its window.
         is_done: bool [B], whether the row has drawn a stop id.
@@ -48,11 +48,11 @@ class DecodingRows:
 
 
 class RowKeys(NamedTuple):
-    """What determines the random draws of each row besides the seed.
+    """The inputs of each row's random draws.
 
     Args:
         keys: a random key for each row, [B]; `None` if every draw takes the most likely token.
-        offsets: int32 [B], number of tokens of the text before the window.
+        offsets: int32 [B], number of tokens of each row's text that come before the window.
     """
 
     keys: Any
@@ -60,13 +60,13 @@ class RowKeys(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The functions `prefill` and `advance`; each is compiled at its first use with arrays of new shapes.
+    """The functions `prefill` and `advance`. Each is compiled when it is first called with arrays of new shapes.
 
     Args:
         prefill: `prefill(params, prompts, lengths, row_keys, settings, slot_count=, copy_count=)` returns the
             `DecodingRows` after the first draw.
         advance: `advance(params, rows, row_keys, settings, step_count)` returns the rows after at most `step_count`
-            draws, and the drawn ids int32 [slot_count, B], with -1 where nothing was drawn.
+            draws, and the drawn ids, int32 [n, B] with n >= step_count. An id is -1 where nothing was drawn.
     """
 
     prefill: Callable[..., DecodingRows]
@@ -74,7 +74,7 @@ class Programs(NamedTuple):
 
 
 def padded_length(position_count: int) -> int:
-    """Return a number of positions, rounded up to one of few values. At most 15 positions or an eighth are added.
+    """Round a number of positions up, so that few different numbers occur; at most 15 or an eighth are added.
 
     Example:
         >>> [padded_length(count) for count in (1, 40, 130, 1025)]
@@ -109,10 +109,10 @@ def module_programs(
         model: the model value, which has `context` and `init_cache`.
         context: context of the forward pass.
         layout: the mesh and the rules that place rows and caches; `None` for one device.
-        dtype: type of the cached keys and values: the one that the model computes in.
+        dtype: type of the cached keys and values, which is the type that the model computes in.
         kind: static settings of the draws.
-        layer_paths: paths of the layers that `advance` unrolls (`unrolled.layer_group_paths`); with `()`, it scans over
-            the layers.
+        layer_paths: paths of the layers that `advance` unrolls (`unrolled.layer_group_paths`). With `()`, `advance`
+            scans over the layers.
     """
 
     def jit_under_layout(function: Callable[..., Any], **jit_settings: Any) -> Any:
@@ -151,7 +151,7 @@ def module_programs(
         starts = jnp.arange(chunk_count, dtype=jnp.int32) * chunk_length
 
         def feed_chunk(tokens: Any, start: Any, old_cache: Any) -> tuple[Any, Any]:
-            """Return the states of a chunk of tokens [R, T], and the cache after it."""
+            """Return the hidden states of a chunk of tokens [R, T], and the cache after the chunk."""
             positions = start + jnp.arange(chunk_length, dtype=jnp.int32)[None, :]
             state_arguments = {
                 "positions": jnp.minimum(positions, model.context - 1),
@@ -165,10 +165,10 @@ def module_programs(
             """Feed a chunk; the carry is the cache and the state after the last token of each prompt."""
             (old_cache, last_states), (tokens, start) = carry, chunk_inputs
             states, new_cache = feed_chunk(tokens, start, old_cache)
-            indices = jnp.clip(lengths - 1 - start, 0, chunk_length - 1)
-            chunk_states = jnp.take_along_axis(states, indices[:, None, None], 1)
+            last_token_indices = jnp.clip(lengths - 1 - start, 0, chunk_length - 1)
+            last_states_in_chunk = jnp.take_along_axis(states, last_token_indices[:, None, None], 1)
             reaches_chunk = (lengths > start)[:, None, None]
-            return (new_cache, jnp.where(reaches_chunk, chunk_states, last_states)), None
+            return (new_cache, jnp.where(reaches_chunk, last_states_in_chunk, last_states)), None
 
         if chunk_count == 1:
             states, cache = feed_chunk(prompts[0], starts[0], cache)
@@ -192,7 +192,7 @@ def module_programs(
     def advance(
         params: Any, rows: DecodingRows, row_keys: RowKeys, settings: DrawSettings, step_count: Any
     ) -> tuple[DecodingRows, Any]:
-        """Draw at most `step_count` tokens for each row; fewer if every row draws a stop id."""
+        """Draw `step_count` tokens for each row, or stop when all rows are done; return (new rows, drawn ids)."""
         slot_count = (rows.cache[0] if layer_paths else rows.cache).valid.shape[-1]
 
         def is_going_on(carry: Any) -> Any:
@@ -231,7 +231,15 @@ def module_programs(
 def draw_next(
     logits: Any, positions: Any, row_keys: RowKeys, kind: DrawKind, settings: DrawSettings
 ) -> tuple[Any, Any]:
-    """Draw the tokens that follow those at `positions` of the windows; return (tokens, whether each is a stop id)."""
+    """Draw the token after the position of each row's window; return (tokens, whether each is a stop id).
+
+    Args:
+        logits: logits of the next token [B, V].
+        positions: int32 [B], position in the window of each row's newest token.
+        row_keys: the inputs of the random draws.
+        kind: static settings of the draws.
+        settings: the settings that are arguments of the program.
+    """
     keys = row_keys.keys
     if not kind.is_greedy:
         keys = jax.vmap(jax.random.fold_in)(keys, row_keys.offsets + positions)
@@ -241,28 +249,28 @@ def draw_next(
 
 
 def with_slots_once(layer_caches: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the caches of the layers; those after the first have `None` in the fields that describe the slots."""
+    """Return the layers' caches. All caches after the first have `None` in the fields that describe the slots."""
     empty_slot_fields = dict.fromkeys(_SLOT_FIELDS)
     return layer_caches[0], *(dataclasses.replace(layer_cache, **empty_slot_fields) for layer_cache in layer_caches[1:])
 
 
 def _states(module: Any, tokens: Any, **arguments: Any) -> tuple[Any, Any]:
-    """Return the hidden states of the tokens, or their logits if the module has no `hidden`, and the new cache."""
+    """Return (hidden states of the tokens, new cache). Without a `hidden` method, logits replace the states."""
     return module.hidden(tokens, **arguments) if hasattr(module, "hidden") else module(tokens, **arguments)
 
 
 def _logits(module: Any, states: Any) -> Any:
-    """Return the logits of the states; a module without a `hidden` method has returned logits as its states."""
+    """Return the logits of the states. If the module has no `hidden` method, the states are already logits."""
     return module.logits(states) if hasattr(module, "hidden") else states
 
 
 def _jit_unrolled(block: Any, rolled: bool) -> Any:
-    """Return a block, jitted if its layers are unrolled, so that equal layers are traced and lowered once."""
+    """Return the block, jitted if its layers are unrolled. Equal layers are then traced and lowered once."""
     return block if rolled else jax.jit(block)
 
 
 def _place_cache(cache: Any) -> Any:
-    """Return the cache of all layers, or of one, with its rows and heads constrained to the layout in force."""
+    """Constrain the rows and heads of a cache to the layout in force; the cache is of one layer or of all layers."""
     layer_axes = ("layers",) if cache.k.ndim == 5 else ()
     axes = (*layer_axes, "batch", "kv_heads", "head_dim", "kv_seq")
     array_by_name = {name: constrain(getattr(cache, name), *axes) for name in ("k", "v")}
@@ -273,16 +281,16 @@ def _place_cache(cache: Any) -> Any:
 
 
 _SLOT_FIELDS = ("positions", "valid", "length")
-"""The fields of a cache that describe its slots, and that are the same in all layers."""
+"""The fields of a cache that describe its slots. Their values are the same in all layers."""
 
 
 def _stack_caches(layer_caches: Any) -> Any:
-    """Return one cache of all layers from one cache for each, of which the first describes the slots of all."""
+    """Stack the caches of the layers into one cache. The first cache describes the slots of all layers."""
     slot_array_by_name = {name: getattr(layer_caches[0], name) for name in _SLOT_FIELDS}
     return restack([dataclasses.replace(layer_cache, **slot_array_by_name) for layer_cache in layer_caches])
 
 
 def _repeat_rows(cache: Any, copy_count: int) -> Any:
-    """Return the cache with `copy_count` rows for each row, next to one another."""
+    """Return the cache of all layers with `copy_count` adjacent copies of each row."""
     array_by_name = {name: jnp.repeat(getattr(cache, name), copy_count, 1) for name in ("k", "v", "positions", "valid")}
     return dataclasses.replace(cache, **array_by_name)

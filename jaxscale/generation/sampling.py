@@ -17,19 +17,17 @@ class Sampling:
     """How the tokens after a prompt are drawn.
 
     The logits are divided by `temperature`. Then `top_k`, `top_p` and `min_p` remove unlikely tokens, in this order,
-    each from the distribution that the one before leaves. Tokens of equal probability stay or go together.
+    each from the distribution that the previous one leaves. Tokens of equal probability are kept or removed together.
 
     Args:
         tokens: largest number of tokens to draw for each continuation.
         temperature: divisor of the logits; 0 draws the most likely token.
         seed: seed of the draws; the draw for sample j of prompt i at position p uses only the seed, i, j and p.
         top_k: number of most likely tokens to draw from; `None` for all.
-        top_p: the draw is from the fewest most likely tokens whose probabilities sum to `top_p` or more; `None` for
-            all.
-        min_p: the draw is from tokens with at least `min_p` times the probability of the most likely one; `None` for
-            all.
-        stop: texts that end a continuation, which then ends before the text.
-        stop_ids: ids of tokens that end a continuation, which then ends before the token.
+        top_p: draw from the fewest most likely tokens whose probabilities sum to `top_p` or more; `None` for all.
+        min_p: draw from tokens with at least `min_p` times the probability of the most likely one; `None` for all.
+        stop: texts that end a continuation; the continuation does not contain them.
+        stop_ids: ids of tokens that end a continuation; the continuation does not contain them.
         samples: number of continuations of each prompt.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model that generates text, of a run or of a Hugging Face folder, with its tokenizer, chat template and stops.
+"""TextModel: a model of a run or of a Hugging Face folder that generates text, with tokenizer, template and stops.
 
 If a model was trained on chats, or its folder has a chat template, a prompt is the message of a user. The template
 renders the message, and the model answers it. Any other model continues its prompt. For a model folder, a prompt that
@@ -19,7 +19,7 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.models.huggingface import is_model_folder
 
 Stops = tuple[tuple[int, ...], tuple[str, ...]]
-"""The pair (ids, texts) of what ends a text that a model generates."""
+"""The pair (ids, texts): the token ids and the texts that end a generated text."""
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
@@ -28,7 +28,7 @@ def can_generate(model: Any, tokenizer: Any) -> bool:
 
 
 def check_can_generate(model: Any, tokenizer: Any) -> None:
-    """Raise UserError for a model without a KV cache for decoding, or without a tokenizer."""
+    """Raise UserError if the model has no KV cache for decoding, or if the tokenizer is `None`."""
     if not can_generate(model, tokenizer):
         raise UserError(
             f"{type(model).__name__} with this data cannot generate text: that needs a KV cache and a tokenizer"
@@ -36,7 +36,9 @@ def check_can_generate(model: Any, tokenizer: Any) -> None:
 
 
 def data_stops(data: Any, tokenizer: Any, template: ChatTemplate | None) -> Stops:
-    """Return what ends a text of a run: the end of an answer, or the text with which its data ends documents.
+    """Return the ids and texts that end a generated text of a run.
+
+    With a chat template, they end an answer. Without one, the text that ends each document of the data is used, if any.
 
     Args:
         data: the data of the experiment.
@@ -59,11 +61,11 @@ class TextModel:
 
     Args:
         generator: the model and its parameters (`generation.generator.Generator`).
-        tokenizer: its tokenizer.
-        template: its chat template; `None` if there is none.
-        stops: ids and texts that end a text.
-        place: the run or folder, for messages.
-        begins_texts: whether a prompt that is continued begins with the special tokens that tokenizer.json adds.
+        tokenizer: the model's tokenizer.
+        template: the model's chat template; `None` if there is none.
+        stops: the ids and the texts that end a generated text.
+        place: the run or folder, for error messages.
+        begins_texts: whether the special tokens that tokenizer.json adds are put before a prompt that is continued.
     """
 
     generator: Any
@@ -75,7 +77,7 @@ class TextModel:
 
     @classmethod
     def open(cls, place: Any, best: bool = False) -> "TextModel":
-        """Open a run, with its newest or its best checkpoint, or a Hugging Face folder.
+        """Open a run or a Hugging Face folder. `best` selects the best checkpoint of a run instead of the newest.
 
         Raises:
             UserError: there is no such run or folder, it has no tokenizer, or its model cannot generate text.
@@ -103,30 +105,30 @@ class TextModel:
         return cls(Generator.of_step(trained_run.step, trained_run.state), tokenizer, template, stops, str(place))
 
     def is_chat_message(self, chat: bool | None) -> bool:
-        """Return whether to treat a prompt as a chat message. If `chat` is `None`, it is one if there is a template.
+        """Return whether to treat a prompt as a chat message. If `chat` is `None`, do so if there is a chat template.
 
         Raises:
-            UserError: `chat` is true, and there is no template.
+            UserError: `chat` is true, and there is no chat template.
         """
         if chat and self.template is None:
             raise UserError(f"chat: {self.place} has no chat template to render a message with: leave chat out")
         return self.template is not None and chat is not False
 
     def render_prompts(self, prompt: str | Sequence[str], chat: bool | None) -> Any:
-        """Return a prompt, or several, as the text that the model continues."""
+        """Return the text that the model continues for a prompt, or a list of such texts for several prompts."""
         if not self.is_chat_message(chat):
             return prompt
         assert self.template is not None
         return self.template.prompt(prompt) if isinstance(prompt, str) else [*map(self.template.prompt, prompt)]
 
     def encode(self, text: str, chat: bool | None) -> np.ndarray:
-        """Return the ids of a text that `render_prompts` returned."""
+        """Return the int32 token ids of a text that `render_prompts` returned."""
         if self.begins_texts and not self.is_chat_message(chat):
             return self.tokenizer.encode_beginning(text)
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
     def with_stops(self, sampling: Sampling) -> Sampling:
-        """Return `sampling` with the ids and texts that end a text of this model added to its stops."""
+        """Return `sampling` with this model's stop ids and stop texts added."""
         ending_ids, ending_texts = self.stops
         return dataclasses.replace(
             sampling, stop_ids=(*sampling.stop_ids, *ending_ids), stop=(*sampling.stop, *ending_texts)

@@ -35,7 +35,7 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, ids: Sequence[int] | np.ndarray, *, is_last: bool = False) -> str:
-        """Append ids, and return the new text that later ids cannot change; with `is_last`, all the remaining text."""
+        """Append ids, and return the new text that later ids cannot change. With `is_last`, return all text left."""
         if self.is_stopped:
             return ""
         self._ids += [int(token_id) for token_id in ids]
@@ -51,7 +51,7 @@ class TextStream:
         return piece
 
     def _certain_text(self, text: str) -> str:
-        """Return the text without an end that may be a part of a character or of a stop text."""
+        """Return the text without an ending that may be an incomplete character or the beginning of a stop text."""
         text = text.rstrip(_INCOMPLETE)
         overlap_lengths = (
             length
@@ -63,7 +63,7 @@ class TextStream:
 
 
 def check_stop_texts(tokenizer: Any, stop: Sequence[str]) -> None:
-    """Raise UserError for a stop text that no ids of the tokenizer decode to."""
+    """Raise UserError if there is a stop text that the tokenizer cannot produce."""
     for stop_text in stop:
         try:
             decoded_text = tokenizer.decode(tokenizer.encode(stop_text))

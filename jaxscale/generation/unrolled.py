@@ -1,12 +1,12 @@
-"""Weights in the layout that a generation step reads fastest on a CPU: layer by layer, and in large products.
+"""Weights in the layout that a generation step reads fastest on a CPU: layer by layer, and in large matrix products.
 
-XLA:CPU computes a product of one row on all cores if the weights have about 540,000 numbers or more, and otherwise on
-one core. So queries, keys and values are projected by one product.
+XLA:CPU computes the matrix product of one row on all cores if the weights have about 540,000 elements or more, and
+otherwise on one core. So one product projects to queries, keys and values.
 
 A `Stack` scans over its layers, and XLA copies the weights of a layer out of the stacked array before it multiplies by
 them. In training the products take much longer than the copies. A step of generation does little but read the weights,
-and takes more than twice as long with the copies. So its program takes the weights of each layer as arrays of their
-own. They share the memory of the stacked array, and cost compile time in proportion to the number of layers. A model of
+and takes more than twice as long with the copies. So its program takes the weights of each layer as separate arrays.
+They share the memory of the stacked array, but compile time grows in proportion to the number of layers. A model of
 many layers is called layer by layer instead (`layer_programs.py`).
 """
 
@@ -25,7 +25,7 @@ from jaxscale.lowbit.few_bit_weight import FewBitWeight
 MAX_LAYERS = 16
 """Largest number of layers that are compiled one after another; more would take long to compile."""
 Paths = tuple[tuple[Any, ...], ...]
-"""Paths of parts of nested dicts; a path consists of names and, for modules in lists, of indices."""
+"""Paths in nested dicts. A path consists of names and, for modules in lists, indices."""
 
 
 def layer_group_paths(module: Any) -> Paths:
@@ -41,7 +41,7 @@ def layer_group_paths(module: Any) -> Paths:
 
 
 def has_few_layers(module: Any) -> bool:
-    """Return whether all layers of a module may be compiled one after another."""
+    """Return whether a module has at most `MAX_LAYERS` layers, so that all of them may be unrolled."""
     return sum(part.count for _, part in nnx.iter_modules(module) if isinstance(part, Stack)) <= MAX_LAYERS
 
 
@@ -51,7 +51,7 @@ def is_on_cpus(module: Any) -> bool:
 
 
 def copy_to_first_device(module: Any) -> Any:
-    """Return a copy of a module with all arrays on its first device; arrays that the device holds whole are shared."""
+    """Return a copy of a module with all arrays on its first device. Arrays that are whole there are not copied."""
     graphdef, state = nnx.split(module)
     device = jax.tree.leaves(state)[0].addressable_shards[0].device
 
@@ -64,10 +64,10 @@ def copy_to_first_device(module: Any) -> Any:
 
 
 def join_projections(module: Any) -> Any:
-    """Return a module with the same weights, in which queries, keys and values are one product where that is possible.
+    """Return a module with the same weights that projects to queries, keys and values by one product.
 
-    It is possible if the devices are CPUs that each hold all of the weights, and if every projection has a plain array
-    as its weight and no adapter.
+    The module is returned unchanged unless its devices are CPUs that each hold all of the weights, and every projection
+    has a plain array as its weight and no adapter.
     """
     attention_layers = [part for _, part in nnx.iter_modules(module) if isinstance(part, Attention)]
     projections = [part for layer in attention_layers for part in (layer.q, layer.k, layer.v) if part]
@@ -86,7 +86,7 @@ def join_projections(module: Any) -> Any:
 
 
 def split_layers(params: Any, paths: Paths) -> Any:
-    """Return parameters in which each group of stacked layers, at `paths`, is a tuple with a tree for each layer."""
+    """Return the parameters with each group of stacked layers, at `paths`, split into a tuple of trees, one a layer."""
 
     def split(group: Any) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(group)
@@ -96,7 +96,7 @@ def split_layers(params: Any, paths: Paths) -> Any:
 
 
 def merge_unrolled(graphdef: Any, params: Any, paths: Paths) -> Any:
-    """Return a module that runs its layers one after another, from split parameters; the caller traces it."""
+    """Return a module with split parameters that runs its layers one after another. Call this inside a trace."""
     if not paths:
         return nnx.merge(graphdef, params, copy=True)
     module = nnx.merge(graphdef, _replace_parts(params, paths, restack), copy=True)
@@ -121,8 +121,8 @@ def _has_layer_views(array: Any) -> bool:
 
 
 def _layer_views(array: Any) -> list[Any]:
-    """Return the array of each layer of a stacked array; it shares the memory if the alignment allows that."""
-    if not array.committed:  # such an array may still go to any device
+    """Return the layers of a stacked array as separate arrays, which share its memory if the alignment allows that."""
+    if not array.committed:  # JAX may still move such an array to any device
         return [jax.device_put(layer) for layer in np.asarray(array)]
     sharding = array.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):

@@ -7,14 +7,14 @@
 | embedding | `Embedding`, `PositionTable` |
 | rotary | `Rotary` |
 | attention | `Attention` |
-| attend_on_mesh, attention_chunked, attention_kernel, attention_splash | `attend`, and its implementations on a mesh |
+| attend_on_mesh, attention_chunked, attention_kernel, attention_splash | `attend` and its implementations on a mesh |
 | cache | `KVCache` |
 | mlp | `MLP` |
 | dropout | `Dropout` |
 | conv | convolutions and batch norm |
-| stack, layer_group | `Stack` of blocks of one structure, `Chain` of different ones |
+| stack, layer_group | `Stack` of blocks of one structure, `Chain` of blocks of different structures |
 | loss, loss_kernel | `cross_entropy`, `logits` |
-| shards, traced_device | where a kernel runs: its shards on a mesh, and the device |
+| shards, traced_device | where a kernel runs: the shards on a mesh, and the device |
 
 Parameters are `nnx.Param`s with names of logical axes. They are created in float32, without a mesh; the train step
 places them on its mesh.

@@ -55,7 +55,7 @@ def attend(
 
     Args:
         q, k, v: queries, keys, values, of any float type. Scores and softmax are computed in float32.
-        causal: whether a query sees no key of a later position.
+        causal: whether queries do not see keys at later positions.
         q_positions, kv_positions: positions of queries and of keys; the index in the row by default.
         q_segments, kv_segments: segments of queries and of keys; a query sees keys of its segment only. Segment 0 is
             padding, which sees no key and is seen by no query.
@@ -145,7 +145,7 @@ def _softmax(attention_scores: Any, is_visible: Any, may_be_blind: bool, dtype: 
     Args:
         attention_scores: scores of the keys, float32 [..., T, S].
         is_visible: bool array that broadcasts to the scores; `None` if all keys are visible.
-        may_be_blind: whether some query may see no key; its probabilities are 0.
+        may_be_blind: whether a query may see no key; the probabilities of such a query are 0.
         dtype: type of the probabilities.
     """
     if is_visible is None:

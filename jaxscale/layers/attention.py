@@ -110,9 +110,9 @@ class Attention(nnx.Module):
             x: normed residual stream.
             positions: positions of the tokens, for the rotary angles; the indices in the row by default. The tokens
                 of a segment must be in the order of their positions.
-            segments: segment of each token, which sees only tokens of its segment; 0 is padding.
+            segments: segment of each token. A token sees only tokens of its own segment; segment 0 is padding.
             context: context of the forward pass; its `attention` selects the implementation.
-            causal: whether a token sees no later tokens.
+            causal: whether tokens do not see later tokens.
             cache: keys and values of earlier tokens, to which the keys and values of `x` are appended. Segments then
                 only mark padding (0), and the default positions continue the positions in the cache.
             window: number of positions that a query sees, or `None` for all; "own" means the layer's `window`.
@@ -185,7 +185,7 @@ class Attention(nnx.Module):
         if self.k is None or self.v is None:
             return
         projections = (self.q, self.k, self.v)
-        # the last dim is that of the output, whether or not the first is a dim of layers
+        # the last dim is the output's, also if there is a leading dim of layers
         self.q.weight.set_value(_join_arrays([projection.weight[...] for projection in projections]))
         if self.q.bias is not None:
             self.q.bias.set_value(
@@ -195,6 +195,6 @@ class Attention(nnx.Module):
 
 
 def _join_arrays(arrays: list[Any]) -> Any:
-    """Concatenate arrays along their last dim on the host, and return the array with the first one's sharding."""
+    """Concatenate arrays along their last dim on the host; the result has the sharding of the first array."""
     host_array = np.concatenate([np.asarray(array) for array in arrays], -1)
     return jax.device_put(host_array, arrays[0].sharding if arrays[0].committed else None)

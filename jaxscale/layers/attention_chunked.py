@@ -1,10 +1,10 @@
-"""Attention by the chunks of `pallas_kernels.attention.chunked`, under any layout.
+"""Attention in chunks, by `pallas_kernels.attention.chunked`, under any layout.
 
 Under a layout that shards the sequence, every device loops over its queries and all keys, which are gathered once; the
-gradients of the keys and values are reduced and scattered once, in float32. The loops are manual over the sequence's
-axes alone, so a device skips the chunks that its queries cannot see; the compiler partitions batch and heads. Left
-out: an order of positions that balances causal work, since the device of the last positions sees the most keys; and
-ring attention.
+gradients of the keys and values are reduced and scattered once, in float32. Only the mesh axes of the sequence are
+manual in the loops, so a device skips the chunks that its queries cannot see; the compiler partitions batch and heads.
+Left out: ring attention, and an order of positions that balances causal work (the device with the last positions sees
+the most keys).
 """
 
 import functools

@@ -3,8 +3,8 @@
 Under a layout, the axis rules shard rows, heads and query positions, and keys and values are whole along the sequence.
 Each device passes the index of its first query to the kernel; the gradients of keys and values are summed over the
 devices that share a sequence, in the type of keys and values. Queries and keys must be in the order of their indices.
-Left out: an order of positions that balances causal work. The device of the last positions sees the most keys: with n
-devices, it works 2 - 1 / n times as long as the mean device, and the others wait for it.
+Left out: an order of positions that balances causal work. The device of the last positions sees the most keys. With n
+devices, it works 2 - 1 / n times as long as the average device, and the other devices wait for it.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _QUERY_AXES = ("batch", "inner_seq", "heads", "head_dim")
 
 
 def why_not_static(visibility: Visibility) -> str | None:
-    """Return why kernels, which need static masks, do not support this visibility; `None` if they do."""
+    """Return why kernels, which need static masks, do not support this visibility; `None` if they support it."""
     if not visibility.is_ordered_by_index:
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):

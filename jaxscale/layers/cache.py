@@ -18,11 +18,11 @@ class KVCache:
     slots of padding are not `valid`. Appending beyond S silently overwrites the last slots: the caller must ensure that
     there are free slots.
 
-    The slots are the last dim, the order in which XLA:CPU reads keys and values in the products of attention. In
-    another order, it copies all slots for each new token.
+    The slots are the last dim, because the matrix products of attention on XLA:CPU read keys and values in this order.
+    With another order of dims, XLA:CPU copies all slots for each new token.
 
     Args:
-        k, v: keys and values, float (B, K, H, S), or with the first two dims as one, float (B * K, H, S).
+        k, v: keys and values, float (B, K, H, S), or float (B * K, H, S) if the first two dims are merged.
         positions: int32 (B, S), position of the token in each slot.
         valid: bool (B, S), whether the slot holds a token.
         length: int32 scalar, number of filled slots.
@@ -92,10 +92,10 @@ class KVCache:
         return jnp.moveaxis(self.k.reshape(heads_shape), 3, 1), jnp.moveaxis(self.v.reshape(heads_shape), 3, 1)
 
     def with_heads_as_rows(self) -> "KVCache":
-        """Return the cache of a layer with the rows and heads of keys and values as one dim.
+        """Return a layer's cache in which the rows and the heads of keys and values are merged into one dim.
 
-        The products of attention take this shape. XLA:CPU writes a new token into the slots in place if the product
-        reads the array that was written, and copies all slots if it reads a reshaped array.
+        The matrix products of attention take this shape. XLA:CPU writes a new token into the slots in place if the
+        product reads the array that was written, and copies all slots if the product reads a reshaped array.
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8).with_heads_as_rows().k.shape

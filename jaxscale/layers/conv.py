@@ -41,7 +41,7 @@ def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], st
 
 
 def _convolve(x: Any, w: Any, strides: Any, pads: Any) -> Any:
-    """Compute the cross-correlation of `x` with `w`, in the type of `x`; JAX differentiates it."""
+    """Compute the cross-correlation of `x` with `w`, in the type of `x`, without a custom backward pass."""
     return jax.lax.conv_general_dilated(x, w.astype(x.dtype), strides, pads, dimension_numbers=_NHWC)
 
 
@@ -152,7 +152,7 @@ class BatchNorm(nnx.Module):
     In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices.
     So, unlike in any other layer, the result depends on the number of microbatches; it does not depend on the mesh.
     Once per microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax
-    (PyTorch's is the unbiased one). Evaluation uses the running statistics.
+    (PyTorch uses the unbiased variance). Evaluation uses the running statistics.
 
     Args:
         size: number of channels.

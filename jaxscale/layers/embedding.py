@@ -1,4 +1,4 @@
-"""Embedding and PositionTable: rows of a table by token and by position.
+"""Embedding and PositionTable: tables with a row for each token and for each position.
 
 The table of an Embedding has the shape (vocab, embed), like an output head: a tied head is `embedding.weight`, and an
 untied head is another `Embedding`.
@@ -21,8 +21,8 @@ def _look_up(table: Any, indices: Any) -> Any:
     """Return the rows of a table at `indices`; their gradients are summed in float32 for every type of the table.
 
     The row of a frequent token sums thousands of gradients, and in bfloat16 a sum of ones stops at 256. If some axes of
-    the mesh are manual, the axes that shard the indices become manual too. Otherwise, if a table is sharded over one
-    axis and the indices over another, XLA would abort on the look-up (JAX 0.10 and 0.12).
+    the mesh are manual, the axes that shard the indices become manual too. Without that, XLA would abort on the look-up
+    if the table were sharded over one axis and the indices over another (JAX 0.10 and 0.12).
     """
     layout = place.current()
     mesh, rules = layout or (None, None)
@@ -96,7 +96,7 @@ class Embedding(nnx.Module):
         )
 
     def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """Return the rows of `tokens`, in `dtype` (by default the table's); gradients are summed in float32."""
+        """Return the rows of `tokens`, in `dtype` (by default the table's type); gradients are summed in float32."""
         rows = _look_up(self.weight[...], tokens)
         return rows if dtype is None else rows.astype(dtype)
 
@@ -121,6 +121,6 @@ class PositionTable(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (length, size), jnp.float32), out_sharding=("position", "embed"))
 
     def lookup(self, positions: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """Return the rows of `positions`, in `dtype` (by default the table's)."""
+        """Return the rows of `positions`, in `dtype` (by default the table's type)."""
         rows = _look_up(self.weight[...], positions)
         return rows if dtype is None else rows.astype(dtype)

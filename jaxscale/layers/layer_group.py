@@ -28,7 +28,7 @@ def restack(trees: Sequence[PyTree]) -> PyTree:
 
 
 def slice_layers(tree: PyTree, layer_range: slice, layer_count: int) -> PyTree:
-    """Return the layers in the range `layer_range` of a stacked tree of `layer_count` layers."""
+    """Return the slice `layer_range` of a stacked tree that has `layer_count` layers."""
     if (layer_range.start, layer_range.stop) == (0, layer_count):
         return tree
     return jax.tree.map(lambda leaf: leaf[layer_range], tree)
@@ -68,7 +68,7 @@ class LayerGroup:
         ]
 
     def scan_layers(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
-        """Scan whole cycles of layers and run the other layers one by one; return the last `x` and stacked results."""
+        """Scan whole cycles of layers and run the other layers one by one; return (last `x`, stacked results)."""
         full_layer_count = layer_count - layer_count % len(self.cycle)
         results_by_part = []
         if full_layer_count:
@@ -112,7 +112,7 @@ class LayerGroup:
         return x, scan_results if period == 1 else _merge_leading_dims(scan_results)
 
     def _scan_segments(self, x: Any, inputs: PyTree, layer_count: int) -> tuple[Any, PyTree]:
-        """Scan over segments, which the backward pass recomputes; the remaining layers form a shorter segment."""
+        """Scan segments, which the backward pass recomputes. The remaining layers form a shorter segment."""
         assert self.segment is not None
         period = len(self.cycle)
         layers_per_segment = min(layer_count, max(1, self.segment // period) * period)

@@ -6,7 +6,7 @@ and is reduced across devices in float32; with bfloat16 parameters the gradient 
 
 The gradient of `w` is the product of two activations, one of which must be transposed. Autodiff always transposes the
 gradient of the output; here the narrower of the two is transposed. XLA:CPU recomputes the elementwise work that leads
-to a transposed operand, with strided memory access: for the wide operand, in an MLP, this took a quarter of the time of
+to a transposed operand, with strided memory access. For the wide operand in an MLP, that took a quarter of the time of
 a training step of `experiments/shakespeare.py` (measured by `experiments/benchmarks/peer.py`).
 
 Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which a custom backward pass excludes.
@@ -27,11 +27,11 @@ from jaxscale.lowbit.products import product
 from jaxscale.typing import Array, Float
 
 Initializer = Callable[..., Any]
-"""`init(key, shape, dtype) -> array`, such as those of `nnx.initializers`."""
+"""A function `init(key, shape, dtype) -> array`, such as those in `nnx.initializers`."""
 
 
 def _contract(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
-    """Multiply `x` and `w`, summed over the last dim of `x` and dim `w_dim` of `w`, in the type of `x`."""
+    """Contract the last dim of `x` with dim `w_dim` of `w`, in the type of `x`; the result has type `result_type`."""
     return jax.lax.dot_general(
         x, w.astype(x.dtype), (((x.ndim - 1,), (w_dim,)), ((), ())), preferred_element_type=jnp.dtype(result_type)
     )
@@ -130,7 +130,7 @@ class Linear(nnx.Module):
     """
 
     lora: Any = None
-    """The layer's `layers.lora.Adapter`, which is a function of `x`; `None` if the layer has none."""
+    """The layer's `layers.lora.Adapter`, which is a function of `x`; `None` if the layer has no adapter."""
     weight: Any
     """The matrix `W`, which may be a `FewBitWeight`."""
 
@@ -149,7 +149,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
 
     def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
-        """Return `x W + b` in the type of `x`; if the context has a low-bit recipe, it rounds the operands."""
+        """Return `x W + b` in the type of `x`. If the context has a low-bit recipe, the recipe rounds the operands."""
         if isinstance(self.weight, FewBitWeight):
             y = self.weight.multiply(x)
         else:

@@ -1,10 +1,9 @@
-"""Adapters of low rank: a `Linear` with an adapter adds the adapter's product to its own.
+"""Low-rank adapters: a `Linear` with an adapter adds the adapter's output to the output of its own weight.
 
     y = x W + (α / r) (x A) B,    A in R^(I x r), B in R^(r x O)
 
 `B` is zero at first, so that the adapted model initially computes the same as the original one. `add_adapters` adds
-adapters to the layers of a built module, and leaves the weights unchanged. `store_weights` stores these weights in few
-bits.
+adapters to the layers of a built module, and leaves the weights unchanged. `store_weights` quantizes these weights.
 
 References:
     Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
@@ -27,13 +26,13 @@ from jaxscale.typing import Array, Float, Key
 
 
 class Adapter(nnx.Module):
-    """The product `scale (x A) B`; in a stack of layers, `A` and `B` have the layers along their first dim.
+    """The function `scale (x A) B`; in a stack of layers, `A` and `B` have a leading dim of layers.
 
     Args:
-        a: A, [I, r].
-        b: B, [r, O].
+        a: the matrix A, [I, r].
+        b: the matrix B, [r, O].
         scale: factor of the product.
-        axes: logical axes of the dims of the weight that is adapted.
+        axes: logical axes of the dims of the adapted weight.
     """
 
     def __init__(
@@ -50,15 +49,15 @@ class Adapter(nnx.Module):
 
 
 def add_adapters(module: nnx.Module, rank: int, alpha: float, on: str, key: Key) -> None:
-    """Give an adapter to each `Linear` whose path matches the pattern `on`, in place.
+    """Add an adapter, in place, to each `Linear` whose path matches the pattern `on`.
 
     Args:
         module: the module.
         rank: rank r of the adapters.
         alpha: α of the formula; the adapters are scaled by α / r.
         on: regular expression that is searched for in the paths of layers.
-        key: key from which every `A` is drawn; the draw of a layer does not depend on the groups or on the number of
-            layers of a stack.
+        key: key from which every `A` is drawn. The draw for a layer of a stack does not depend on the number of layers
+            or on their groups.
 
     Raises:
         UserError: the pattern matches no layer's path, or a layer is narrower than the rank.
@@ -81,13 +80,13 @@ def add_adapters(module: nnx.Module, rank: int, alpha: float, on: str, key: Key)
 
 
 def store_weights(module: nnx.Module, format: str, block: int, on: str) -> None:
-    """Store the weight of each `Linear` whose path matches the pattern `on` in few bits, in place.
+    """Quantize, in place, the weight of each `Linear` whose path matches the pattern `on`.
 
     Args:
-        module: the module; adapters, if any, were added before.
+        module: the module. Adapters, if any, must have been added already.
         format: key of `lowbit.few_bit_weight.FORMATS`.
-        block: largest number of inputs that share a scale; a layer uses the largest divisor of its number of inputs up
-            to it.
+        block: largest number of inputs that share a scale. A layer uses the largest divisor of its number of inputs
+            that is not above `block`.
         on: regular expression that is searched for in the paths of layers.
 
     Raises:

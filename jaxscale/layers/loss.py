@@ -41,7 +41,7 @@ class _Call(NamedTuple):
 def logits(
     hidden: Float[Array, "*B D"], head: Float[Array, "V D"], *, vocab: int, soft_cap: float | None = None
 ) -> Float[Array, "*B V"]:
-    """Compute `hidden @ head.T` in float32, capped; minus infinity in the columns that pad the vocabulary.
+    """Compute `hidden @ head.T` in float32, and cap it. Columns that pad the vocabulary get minus infinity.
 
     Args:
         hidden: last hidden states.
@@ -156,7 +156,7 @@ def _chunked_sums(call: _Call, hidden: Any, head: Any, targets: Any, weights: An
 
 
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
-    """Return the two sums, and as residuals the gradients of the first sum."""
+    """Return (the two sums, residuals), where the residuals are the gradients of the first sum."""
     inputs = (hidden, head.astype(hidden.dtype), targets, weights)
     with reopened_layout(call.layout):
         sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*inputs, call.terms, call.chunking)

@@ -42,9 +42,9 @@ def _gated_kind(function: Callable[[Any], Any]) -> _Kind:
 
 
 def with_kept_slope(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return an elementwise function that keeps one array for its gradient: its derivative f'(x).
+    """Return the function, but with a gradient for which only one array is kept: the derivative f'(x).
 
-    JAX keeps the operands of each step by which f(x) is computed: three arrays of the GELU, and five of its tanh
+    By default, JAX keeps the operands of each step that computes f(x): three arrays for the GELU, and five for its tanh
     approximation. The values are the same, and the gradients are equal up to rounding.
 
     Args:
@@ -70,7 +70,7 @@ def with_kept_slope(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def gate_with_kept_slope(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the function `f(gate) * up`, which keeps two arrays for its gradient: f'(gate) * up, and f(gate).
+    """Return the function `f(gate) * up`, for whose gradient only two arrays are kept: f'(gate) * up, and f(gate).
 
     Args:
         function: an elementwise function f of one array.
@@ -121,8 +121,8 @@ assert set(_KINDS) == set(get_args(Nonlinearity))
 class MLP(nnx.Module):
     """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))` for the gated kinds.
 
-    The names for remat ("mlp_gate", "mlp_up") refer to the products before the activation: if only the values after
-    the activation were saved, the products would be recomputed.
+    The names for remat ("mlp_gate", "mlp_up") refer to the matrix products before the activation. If only the values
+    after the activation were saved, the matrix products would be recomputed.
 
     Args:
         embed: width of input and output.

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and gain are in
 float32; the result has the type of the input.
 
-For the backward pass, a norm keeps only its input and computes the norm again. JAX would keep two float32 arrays.
+For the backward pass, a norm keeps only its input, and recomputes the rest. JAX would keep two float32 arrays.
 """
 
 import functools
@@ -72,7 +72,7 @@ class LayerNorm(nnx.Module):
 
 
 def _normalize(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
-    """Return `x / sqrt(mean(x^2) + eps) * gain + bias` in the type of `x`; `is_centered` first subtracts the mean."""
+    """Return `x / sqrt(mean(x^2) + eps) * gain + bias` in the type of `x`, for `x` minus its mean if `is_centered`."""
     x_float32 = x.astype(jnp.float32)
     if is_centered:
         x_float32 = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
@@ -82,7 +82,7 @@ def _normalize(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _norm(x: Any, gain: Any, bias: Any, eps: float, is_centered: bool) -> Any:
-    """Compute `_normalize`, which keeps only its arguments for the backward pass."""
+    """Compute `_normalize`, but keep only the arguments for the backward pass."""
     return _normalize(x, gain, bias, eps, is_centered)
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021). Dim i is paired with dim i + H/2, as in Hugging Face's Llama; the paper
-pairs neighbors, so weights for its layer are a permutation of weights for this one. Frequencies may be scaled by any
-function of them, such as `models.Llama3Scaling`. Left out: scaling by the length of the input.
+pairs neighbors, so weights for its layer are a permutation of weights for this one. Any function may scale the
+frequencies, such as `models.Llama3Scaling`. Left out: scaling by the length of the input.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Rotary:
 
     Args:
         head_dim: width of a head, even.
-        base: longest wavelength (in the limit of wide heads) divided by the shortest wavelength, 2 pi positions.
+        base: ratio of the longest wavelength (in the limit of wide heads) to the shortest one, which is 2 pi positions.
         scaling: function from frequencies, float64 (head_dim / 2,) in radians per position, to scaled frequencies;
             `None` leaves them unchanged.
 
@@ -42,7 +42,7 @@ class Rotary:
 
     @property
     def frequencies(self) -> np.ndarray:
-        """Radians per position of every pair, float32 (head_dim / 2,)."""
+        """Frequency of each pair of dims in radians per position, float32 (head_dim / 2,)."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
         unscaled_frequencies = self.base**-exponents
         return np.asarray(

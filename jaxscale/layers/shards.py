@@ -15,7 +15,7 @@ from jaxscale.sharding.place import current, spec
 
 
 def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ...], ...]:
-    """Return the mesh axes that shard each dim of an array under the layout in force, `()` for a dim that is whole.
+    """Return the mesh axes that shard each dim of an array under the layout in force; `()` for an unsharded dim.
 
     Args:
         shape: shape of the array.
@@ -35,7 +35,7 @@ def shard_count(axes: Sequence[str]) -> int:
 def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return `function`, mapped by `shard_map` over the mesh of the layout in force.
 
-    In a region that is manual over some mesh axes (as in a pipeline), only the other axes become manual.
+    If some mesh axes are already manual, as in a pipeline, only the other axes become manual.
     """
     layout = current()
     assert layout is not None

@@ -1,4 +1,4 @@
-"""Stack and Chain: the blocks of a model in sequence, of one structure (`Stack`) or of several (`Chain`).
+"""Stack and Chain: the blocks of a model in sequence, of one structure (`Stack`) or of different ones (`Chain`).
 
 Every block is called through `blocks.wrap`, by which remat, offload and pipelines act on a model from outside. A
 block's arrays enter the wrapped function as arguments, never by closure, and the state it mutates (running statistics)
@@ -22,7 +22,7 @@ from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack,
 from jaxscale.typing import PyTree
 
 _RANDOM_OR_PARAM = nnx.Any(nnx.Param, nnx.RngState)
-"""Filter of Flax for parameters, and for keys and counts of random streams."""
+"""Flax filter for parameters, and for the keys and counts of random streams."""
 
 
 def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
@@ -51,8 +51,8 @@ class Stack(nnx.Module):
         make: function that builds a block from random streams.
         layers: number L of blocks.
         rngs: random streams; the values drawn for block i do not depend on the number of blocks or on groups.
-        scan: whether to compile one block and loop over it (`lax.scan`) rather than compile L blocks in sequence; the
-            parameters and the result are the same.
+        scan: whether to compile one block and loop over it (`lax.scan`) rather than compile L blocks in sequence. The
+            parameters and the result are the same either way.
 
     Attributes:
         count: number L of blocks.
@@ -116,7 +116,7 @@ class Stack(nnx.Module):
             x: input of the first block; any pytree.
             shared: positional arguments passed to every block.
             context: context of the forward pass; block i gets `context.at_layer(i)`.
-            per_layer: keyword arguments whose leaves have a leading dim of L; block i gets slice i (caches).
+            per_layer: keyword arguments, such as caches, whose leaves have a leading dim of L; block i gets slice i.
             cycle: keyword arguments that stay Python values; block i gets `cycle[i % len(cycle)]`. For example, the
                 alternating windows of Gemma-2 are `cycle=({"window": 4096}, {"window": None})`. A scan iteration runs
                 one cycle.
@@ -132,7 +132,7 @@ class Stack(nnx.Module):
         calls, stacked_results = [], []  # results are pairs (new state, output)
 
         def block_function(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
-            """Return the pure function of a block with this structure, called with these keyword arguments."""
+            """Return a pure function that calls a block of structure `graphdef` with the arguments `settings`."""
 
             def run(params: Any, state: Any, x: Any, index: Any, layer_arguments: Any) -> Any:
                 def call(block: Any) -> Any:
@@ -202,7 +202,7 @@ class Stack(nnx.Module):
 
         Args:
             view: description of the stage.
-            block_makers: for each layer of a cycle, a function that makes its block function from the block's graphdef.
+            block_makers: for each layer of a cycle, a function that maps the block's graphdef to its block function.
 
         Raises:
             UserError: the layers have state besides parameters, or a stage begins within a cycle.
@@ -229,7 +229,7 @@ class Stack(nnx.Module):
 
 
 def group_name(start: int) -> str:
-    """Return the name of the attribute of a `Stack` that holds the group of layers with the first index `start`.
+    """Return the name of a `Stack`'s attribute that holds the group of layers whose first layer has index `start`.
 
     Example:
         >>> group_name(0), group_name(25)
@@ -272,7 +272,7 @@ class Chain(nnx.Module):
         """Return `x` after all blocks."""
 
         def make_call(block: nnx.Module, layer_context: Context) -> Call:
-            """Return the `Call` of a block, whose result is the block's new state."""
+            """Return the `Call` of a block. The result of the call is the block's new state."""
             graphdef, params, state = _split_module(block)
 
             def run(params: Any, state: Any, x: Any) -> Any:

@@ -21,7 +21,7 @@ _class_count_by_name: contextvars.ContextVar[dict[str, int] | None] = contextvar
 
 
 def is_class(targets: Integer[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
-    """Return whether each target is a class, a number from 0 to `classes` - 1."""
+    """Return whether each target is a class: an integer from 0 to `classes` - 1."""
     return (targets >= 0) & (targets < classes)
 
 
@@ -31,7 +31,7 @@ def zero_ignored_targets(
     """Return the pair (targets, weights), in which each ignored target is replaced by class 0 with weight 0.
 
     Args:
-        targets: classes, or numbers outside of 0 to `classes` - 1 for targets that the loss ignores.
+        targets: class of each target. The loss ignores a target that is outside of 0 to `classes` - 1.
         classes: number of classes.
         weights: weights of the targets; all ones by default.
 
@@ -50,7 +50,7 @@ def zero_ignored_targets(
 
 @contextlib.contextmanager
 def noting_class_counts() -> Iterator[dict[str, int]]:
-    """Collect, while a loss is traced, the number of classes of each array of labels, by the array's name."""
+    """Yield a dict that collects, while a loss is traced, the number of classes of each label array, by array name."""
     class_count_by_name: dict[str, int] = {}
     token = _class_count_by_name.set(class_count_by_name)
     try:
