@@ -73,7 +73,7 @@ def weighted_sum(
 
 
 def correct_indicators(logits: Float[Array, "*rows V"], labels: Integer[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Return 1.0 for each target whose label has the largest logit, 0.0 for the others."""
+    """Return 1.0 for each target whose label has the largest logit, and 0.0 for every other target, float32."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 

@@ -37,8 +37,8 @@ class Llama3Scaling:
     Args:
         factor: divisor of the low frequencies.
         low_freq_factor: frequencies with a wavelength above original_context / low_freq_factor are divided by `factor`.
-        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor stay unchanged; those
-            between the two wavelengths are interpolated.
+        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor stay unchanged;
+            frequencies between the two wavelengths are interpolated.
         original_context: context of the original training, in positions.
 
     References:
@@ -88,20 +88,20 @@ class Decoder:
         norm_plus_one: whether the stored weight of a norm is its gain minus one, as in Gemma.
         norm_eps: constant added to the variance in norms.
         post_norms: whether the outputs of attention and mlp are normed before they are added to the stream (Gemma-2).
-        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up), where f is the SiLU, the GELU,
-            the tanh approximation of the GELU, or the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are
-            f(x W_up).
+        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up), where f is, in this order, the
+            SiLU, the GELU, the tanh approximation of the GELU, and the ReLU. "silu", "gelu", "gelu_tanh", "relu" and
+            "relu_squared" are f(x W_up).
         positions: "rotary", "learned" (a table added to the embeddings), or "none".
         rotary_base: base of the rotary wavelengths, which grow up to 2 pi * rotary_base positions.
         rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` leaves them unchanged.
         tied: whether the output projection is the transposed embedding.
-        attention_bias: whether the projections of attention have biases; "qkv" for all of them except the output's.
+        attention_bias: whether the projections of attention have biases; "qkv" for all but the output projection.
         mlp_bias: whether the feed-forward layers have biases.
         qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
         attention_soft_cap: cap of the attention scores s, which become cap * tanh(s / cap); `None` for no cap.
         final_soft_cap: cap of the logits z, which become cap * tanh(z / cap); `None` for no cap.
-        windows: number of most recent positions that each layer sees, `None` for all; the tuple repeats over the
-            layers, so that (4096, None) limits every other layer.
+        windows: number of most recent positions that each layer sees, `None` for all. The tuple repeats over the
+            layers, so (4096, None) limits every other layer.
         embedding_scale: whether embeddings are multiplied by sqrt(embed) (Gemma).
         attention_scale: factor of the attention scores; `None` means 1 / sqrt(head_dim).
         dropout: rate of dropout after the embedding and where attention and mlp are added to the residual stream.
@@ -228,7 +228,7 @@ class Decoder:
         return self.layers * block_parameters + norm_parameters + table_row_count * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the size of each logical axis that a mesh axis must divide; the vocabulary is padded instead."""
+        """Return the sizes that mesh axes must divide, by logical axis. The vocabulary is padded instead."""
         return {"heads": self.heads, "kv_heads": self.kv_count, "mlp": self.mlp_width, "embed": self.embed}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "DecoderModule":
@@ -242,8 +242,8 @@ class Decoder:
 
         Args:
             module: the result of `build`, or a copy with other parameters.
-            batch: int32 `tokens` and `targets` [B, T]; optionally `positions`, `segments`, and float32 `weights` of the
-                targets or, [B], of the rows.
+            batch: int32 `tokens` and `targets` [B, T]; optionally `positions`, `segments`, and float32 `weights`, which
+                are those of the targets [B, T] or of the rows [B].
             context: context of the forward pass, with the key, the compute dtype and the implementations.
         """
         from jaxscale.models.decoder_module import decoder_loss

@@ -157,7 +157,7 @@ class DecoderModule(nnx.Module):
         return constrain(self.dropout(x, context), "batch", "seq", "embed")
 
     def _position_rows(self, table: PositionTable, length: int, positions: Any, cache: KVCache | None) -> Any:
-        """Return the learned positions of `length` tokens, (1 or B, T, D)."""
+        """Return the rows of the position table for `length` tokens, (1 or B, T, D)."""
         if length > self.config.context:
             raise UserError(
                 f"sequence: got {length} tokens, expected at most {self.config.context} (learned positions); shorten it"
@@ -188,7 +188,7 @@ class DecoderModule(nnx.Module):
 
     @property
     def block_cycle(self) -> list[dict[str, Any]]:
-        """Keyword arguments that differ from block to block; they repeat over the blocks."""
+        """Keyword arguments of each block of a cycle, in which blocks may differ. The cycle repeats over the blocks."""
         return [{"window": window} for window in self.config.windows]
 
     @property
@@ -214,8 +214,8 @@ class DecoderModule(nnx.Module):
 
         Args:
             tokens: ids of the tokens.
-            positions: positions of the tokens in their documents; by default the indices in the row, or with a cache
-                the positions that follow the cached ones.
+            positions: positions of the tokens in their documents. By default, these are the indices in the row or, with
+                a cache, the positions that follow the cached ones.
             segments: index of each token's document within the row, counted from 1; 0 is padding.
             cache: keys and values of earlier tokens (`Decoder.init_cache`).
             context: context of the forward pass, with the key, the compute dtype and the implementations.

@@ -27,7 +27,7 @@ def check_batch(batch: Mapping[str, Any], array_names: Sequence[str], model_kind
 
 
 def check_counts(model: Any, field_names: Iterable[str]) -> None:
-    """Raise UserError if a field with one of these names is less than 1, or above its bound; `None` passes."""
+    """Raise UserError if one of these fields is less than 1 or above its bound. `None` is allowed."""
     for name in field_names:
         count = getattr(model, name)
         if count is not None and count < 1:
@@ -37,12 +37,12 @@ def check_counts(model: Any, field_names: Iterable[str]) -> None:
 
 
 def check_positive(model: Any, field_names: Iterable[str], prefix: str = "") -> None:
-    """Raise UserError if a field with one of these names is not a finite number above 0; `None` passes.
+    """Raise UserError if one of these fields is not a finite number above 0. `None` is allowed.
 
     Args:
         model: the model value.
         field_names: names of the fields to check.
-        prefix: text before the field's name in the message.
+        prefix: text to put before the field's name in the error message.
     """
     for name in field_names:
         field_value = getattr(model, name)
@@ -51,7 +51,7 @@ def check_positive(model: Any, field_names: Iterable[str], prefix: str = "") -> 
 
 
 def check_rates(model: Any, field_names: Iterable[str]) -> None:
-    """Raise UserError if a field with one of these names is outside [0, 1)."""
+    """Raise UserError if one of these fields is outside [0, 1)."""
     for name in field_names:
         rate = getattr(model, name)
         if not 0 <= rate < 1:

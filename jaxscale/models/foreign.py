@@ -46,12 +46,12 @@ from jaxscale.values.user_frames import place_of
 Score = Callable[..., Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), neither summed nor averaged.
 
-It may return a pair of such losses and weights of the same shape, by which the weights of the batch are multiplied: a
-target of weight 0 is ignored, and the loss of the step is the weighted mean, in which the weights are constants without
-a gradient. The function calls the module like any function (`module(batch["images"])`), with the mode already set.
+It may return a pair (losses, weights) of the same shape. These weights multiply those of the batch. The step's loss is
+the weighted mean, so a target of weight 0 is ignored; no gradient flows through the weights. The function calls the
+module like any function (`module(batch["images"])`). The mode of the module is already set.
 
-A score with a parameter `key` gets a random key: `score(module, batch, key)`. In training it follows from seed, step
-and microbatch, as dropout does, and with DiLoCo or a codec also from the replica; in evaluation it is always the same.
+A score with a parameter `key` gets a random key: `score(module, batch, key)`. In training, the key depends on seed,
+step and microbatch, like that of dropout, and with DiLoCo or a codec also on the replica. In evaluation, it is fixed.
 """
 
 
@@ -61,7 +61,7 @@ class CrossEntropy:
 
     Args:
         inputs: name of the batch's array that the module is called with.
-        labels: name of the batch's array of classes: integers, with the dims of the logits except the last one.
+        labels: name of the batch's array of classes: integers, in the shape of the logits without the last dim.
         smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
     """
 
@@ -85,7 +85,7 @@ class CrossEntropy:
         return jnp.asarray(batch[self.labels]) >= 0
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
-        """Return 1.0 for each label that has the largest logit, 0.0 for the others."""
+        """Return 1.0 for each label that has the largest logit, and 0.0 for every other label."""
         return correct_indicators(*self._logits_and_labels(module, batch))
 
     def _logits_and_labels(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
@@ -121,33 +121,33 @@ def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEnt
 class ForeignModel:
     """An unmodified NNX module as a model value.
 
-    In training, the module is switched to training mode, as by `module.train()`, and a `train` argument of its
-    `__call__` is True (`TRAINING_ARGUMENTS` of `foreign_linen`); in evaluation, the opposite holds. An argument `rngs`
-    of its `__call__` gets `nnx.Rngs` that follow from the step. Batch statistics are those of the microbatch, over all
-    devices, and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not
-    on the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters
-    and the float arrays of two or more dims that the module is called with are cast; what the score reads itself, such
-    as regression targets, is not.
+    In training, the module is set to training mode, as by `module.train()`, and if its `__call__` has an argument such
+    as `train` (`foreign_linen.TRAINING_ARGUMENTS`), this is True; in evaluation, the opposite holds. An argument `rngs`
+    of `__call__` gets `nnx.Rngs` that are derived from the step. Batch statistics are those of the microbatch, over all
+    devices, and dropout depends on seed, step and microbatch. So both depend on the number of microbatches, but not on
+    the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters
+    are cast, and so are the module's float arguments of two or more dims. Arrays that the score itself reads, such as
+    regression targets, are not cast.
 
     Args:
         make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
         score: `score(module, batch)` returns one loss per row or per target, such as `classification()` and
             `language_model()`.
         blocks: paths of the submodules that are the blocks ("layers/0", "layers/1"), or the path of a list of them
-            ("encoder/layers"); by default, the submodules that repeat. They are rematerialized one by one, and a
+            ("encoder/layers"); by default, the submodules that repeat. Blocks are rematerialized one by one, and a
             pipeline divides them into stages. With `()`, or if no submodule repeats, the whole forward pass is one
             block.
         axes: logical axis of jaxscale for each axis name of the module's parameters, such as `{"tp": "heads"}`; a name
-            that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names stay whole, and the run
-            reports those names.
-        over: "batch" if the loss couples the rows of a batch, as a contrastive loss does: it is then computed only for
-            whole batches, for which the replicas of a codec gather what the module returns. "rows" if the loss of a row
-            may be computed without the others. With `None`, that is measured before it matters: with microbatches,
-            codecs and DiLoCo, and in a held-out batch that is padded.
-        unit: unit of the loss in summaries, reports and plots, such as "mse"; by default that of the score, which is
-            nats per target for cross-entropy, and none for a function of your own.
-        scanned: names of the parameters that a scan over blocks reads row by row. A train step finds them by itself
-            (`with_scans`).
+            that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names are not sharded, and the
+            run reports those names.
+        over: "batch" if the loss couples the rows of a batch, as a contrastive loss does. It is then computed only for
+            whole batches; with a codec, the replicas gather the module's results for this. "rows" if the loss of a row
+            does not depend on other rows. With `None`, this is measured where it matters: with microbatches, codecs or
+            DiLoCo, and for a padded held-out batch.
+        unit: unit of the loss in summaries, reports and plots, such as "mse"; by default the unit of the score, which
+            is nats per target for cross-entropy, and none for a function of your own.
+        scanned: names of the parameters that a scan over blocks reads row by row. A train step finds these names by
+            itself (`with_scans`).
 
     Raises:
         UserError: `over`, `blocks` or `unit` has an invalid value, or `axes` maps a name to an unknown logical axis.
@@ -289,12 +289,12 @@ class ForeignModel:
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
-        """Function that returns summed weights of (correct targets, all targets); `None` without `score.correct`."""
+        """Function for the summed weights of (correct targets, all targets); `None` if the score has no `correct`."""
         correct_fn = getattr(self.score, "correct", None)
         return None if correct_fn is None else functools.partial(self.metric, correct_fn)
 
     def block_paths(self, module: nnx.Module) -> tuple[str, ...]:
-        """Return the paths of the module's blocks: those of `blocks`, or else the submodules that repeat.
+        """Return the paths of the module's blocks: those that `blocks` names or, by default, submodules that repeat.
 
         A model that scans over its blocks, or has a `layers.Stack` or `layers.Chain`, has no paths of blocks.
         """
@@ -305,7 +305,7 @@ class ForeignModel:
         return repeated_block_paths(module) if self.blocks is None else list_member_paths(module, self.blocks)
 
     def block_chains(self, module: nnx.Module) -> list[tuple[str, ...]]:
-        """Return the paths of the blocks of each chain: those of `blocks`, or else those of each list of blocks."""
+        """Return the paths of each chain of blocks: those that `blocks` names or, by default, each list of blocks."""
         paths = self.block_paths(module)
         if self._has_containers(module):
             return chain_block_paths(module)
@@ -329,7 +329,7 @@ class ForeignModel:
 
         Args:
             function: function of module and batch that returns one number per row or per target, as a score does.
-            module: the module, which is called in its mode for evaluation.
+            module: the module, which is called in evaluation mode unless the context has a key.
             batch: the batch.
             context: the settings of the forward pass.
         """
@@ -406,15 +406,15 @@ def linen_model(module: Any, *inputs: Any, score: Score, unit: str = "") -> Fore
 
 
 def _set_logical_axes(variable: nnx.Variable[Any], axis_of: Mapping[str, str], *, is_scanned: bool = False) -> None:
-    """Replace a parameter's axis names by logical axes. A dim that is unnamed, or has another name, gets `None`.
+    """Replace a parameter's axis names by logical axes, and store unknown names in the metadata `ignored_axes`.
 
-    The names that are not logical axes are stored in the metadata `ignored_axes`.
+    A dim gets `None` if it has no name, or if its name is unknown, which means that it is not a logical axis.
 
     Args:
         variable: the parameter.
-        axis_of: logical axis by the module's axis name.
-        is_scanned: whether a scan reads the parameter row by row, so that the first dim is for layers, with or without
-            a name of its own (plain `nnx.vmap` adds none).
+        axis_of: maps axis names of the module to logical axes; other names stay unchanged.
+        is_scanned: whether a scan reads the parameter row by row. Its first dim is then the dim of layers, whether or
+            not this dim has a name (plain `nnx.vmap` adds none).
     """
     names = variable.get_metadata().get("out_sharding")
     if is_scanned:
@@ -452,7 +452,7 @@ def _bind_mode(module: nnx.Module, is_training: bool, key: Key) -> Callable[...,
 
 
 def _pass_key(context: Context, gather: Callable[[Array], Array] = lambda rows: rows) -> Key:
-    """Return the key of a forward pass: derived from step and first row in training, fixed in evaluation."""
+    """Return the key of a forward pass. In training it depends on step and first row; in evaluation it is fixed."""
     if context.key is None:
         return jax.random.key(0)
     return context.key if context.examples is None else jax.random.fold_in(context.key, gather(context.examples)[0])
@@ -471,7 +471,7 @@ def _reseed(module: nnx.Module, context: Context) -> None:
 
 
 def _set_dtype(dtype: Any, module: nnx.Module) -> None:
-    """Set `dtype` in the layers of Flax that have none, and cast the module's parameters."""
+    """Set `dtype` in Flax layers whose dtype is `None`, and cast the module's parameters."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute

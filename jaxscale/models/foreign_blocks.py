@@ -28,7 +28,7 @@ from jaxscale.models.foreign_linen import wrap_linen_blocks
 
 ModulePath = tuple[Any, ...]
 PureBlock = Callable[[Any, Any, Any], Any]
-"""A block as a function of parameters, other variables and arrays, which returns its results and the new variables."""
+"""A block as a function of (parameters, other variables, arrays) that returns (results, new variables)."""
 BlockWrapper = Callable[[PureBlock], PureBlock]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _patch_lock = threading.RLock()
@@ -70,7 +70,7 @@ def repeated_block_paths(module: nnx.Module) -> tuple[str, ...]:
 
 
 def list_member_paths(module: nnx.Module, blocks: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of blocks that a user named: the paths themselves, or the members of the list at a path.
+    """Return the paths of the blocks that a user specifies by their paths, or by the path of a list.
 
     Args:
         module: the module.
@@ -107,7 +107,7 @@ def wrap_blocks(
         wrapper_of: function that returns the wrapper of the block at a path; `blocks.wrap` by default.
 
     Raises:
-        UserError: a submodule does not exist, or a plan treats blocks but the forward pass called none.
+        UserError: a submodule does not exist, or a plan treats blocks but the forward pass called none of them.
     """
     if not paths or (wrapper_of is None and _is_untreated()):
         yield
@@ -136,7 +136,7 @@ def wrap_blocks(
 
 
 def _check_called(paths: Sequence[str], called_blocks: Collection[Any]) -> None:
-    """Refuse a forward pass that calls none of the blocks; `called_blocks` has one entry per called block."""
+    """Raise UserError if the forward pass called no block; `called_blocks` has one entry per called block."""
     if not called_blocks:
         raise UserError(
             f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
@@ -187,7 +187,7 @@ def _is_untreated() -> bool:
 
 @contextlib.contextmanager
 def cast_arguments(module: nnx.Module, dtype: Any) -> Iterator[None]:
-    """Return a context in which calls of this instance get their float arrays of two or more dims in `dtype`.
+    """Return a context in which calls of this instance cast their float arguments of two or more dims to `dtype`.
 
     A vector, such as the time steps of a diffusion model, keeps its dtype, as do arrays that the score itself reads.
     """
@@ -212,11 +212,11 @@ def cast_arguments(module: nnx.Module, dtype: Any) -> Iterator[None]:
 def _call_maker(
     wrapper_by_id: Mapping[int, BlockWrapper], called_ids: set[int]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that maps a class's `__call__` to one that runs some instances as blocks.
+    """Return a function that maps a class's `__call__` to a version that runs some instances as blocks.
 
     Args:
-        wrapper_by_id: wrapper of each of these instances, by the instance's identity.
-        called_ids: set to which the identities of the called instances are added.
+        wrapper_by_id: wrapper of each instance that is a block, by the instance's `id`.
+        called_ids: set to which the ids of called blocks are added.
     """
 
     def make_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +239,7 @@ def _call_maker(
 
 @contextlib.contextmanager
 def _patch_calls(cls: type, make_call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which the `__call__` of a class is replaced by `make_call` of the class's own `__call__`."""
+    """Return a context in which a class's `__call__` is replaced by `make_call(cls.__call__)`."""
     original_call: Any = cls.__call__
     has_own_call = "__call__" in vars(cls)
     setattr(cls, "__call__", make_call(original_call))  # noqa: B010 - a method of a foreign class
@@ -253,7 +253,7 @@ def _patch_calls(cls: type, make_call: Callable[[Callable[..., Any]], Callable[.
 
 
 def _is_module(value: Any) -> bool:
-    """Return whether a value is a module; modules are pytrees, too."""
+    """Return whether a value is a module, which tree functions must not enter although it is a pytree."""
     return isinstance(value, nnx.Module)
 
 

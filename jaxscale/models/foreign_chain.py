@@ -3,9 +3,9 @@
 The stages of a pipeline and rules that recompute segments of several blocks need the blocks as functions in sequence,
 but the user's code calls them one by one. So the forward pass is traced once, with each call of a block as one equation
 of the program. The level of a value is the number of blocks that it depends on: values before the blocks have level 0,
-and the result of block i and what follows from it have level i. Between two blocks, the program is cut where the fewest
-values are read later: after an addition to a residual stream, or else directly after the first block. The blocks form a
-chain if, besides values of level 0, each part reads only values of the part before it.
+and the result of the i-th block and values computed from it have level i. Between two blocks, the program is cut where
+the fewest values cross the cut, such as after an addition to a residual stream; of equal cuts, the first one is used.
+The blocks form a chain if each part reads only values of level 0 and values of the part before it.
 
 In a pipeline, the module's variables stay unchanged, and each block reads the parameters of its stage.
 """
@@ -38,11 +38,11 @@ def needs_chain() -> bool:
 
 
 def run_chain(forward: Callable[..., Any], module: nnx.Module, batch: Any, paths: Sequence[str]) -> Any:
-    """Return `forward(module, batch)`, in which the plan runs the blocks in sequence.
+    """Return `forward(module, batch)`, with the blocks run in sequence by the plan.
 
     Args:
         forward: function of the module and a batch that calls the blocks.
-        module: the module; its variables are updated as by a plain call, but not in a pipeline.
+        module: the module. Its variables are updated as by a plain call, except in a pipeline.
         batch: arrays of the batch.
         paths: paths of the blocks in the order of their calls, such as "layers/0".
 
@@ -114,10 +114,10 @@ class _Signature:
 
     Args:
         path: path of the block.
-        param_names: names of its parameters, within the block.
-        state_count: number of its other variables.
-        array_paths: paths of the arrays among its arguments.
-        result_count: number of arrays that it returns; its new variables follow them.
+        param_names: names of the block's parameters, relative to the block.
+        state_count: number of the block's other variables.
+        array_paths: paths of the arrays among the block's arguments.
+        result_count: number of arrays that the block returns. Its new variables follow these arrays.
     """
 
     path: str
@@ -137,9 +137,9 @@ class _Block:
 
     Args:
         signature: inputs and results of the block.
-        eqns_before: equations of the part before the call.
+        eqns_before: equations of this part that precede the call.
         eqn: equation of the call.
-        eqns_after: equations of the part after the call.
+        eqns_after: equations of this part that follow the call.
         result_vars: variables of this part that a later part reads: the next block's part, or the part after all
             blocks.
     """
@@ -157,12 +157,11 @@ class _Chain:
 
     Args:
         jaxpr: the program.
-        eqns_before: equations of level 0.
+        eqns_before: equations that run before the first block.
         blocks: the blocks, in sequence.
-        eqns_after: equations of the last level, after all blocks.
-        outputs: variables and literals of the program's results that are computed.
-        carried_input_indices: indices of the first block's inputs that are carried: a later block reads such an input
-            from the block before it.
+        eqns_after: equations that run after the last block.
+        outputs: the program's outputs (variables or literals) that are needed.
+        carried_input_indices: indices of the first block's inputs that each block passes on to the next.
     """
 
     jaxpr: Any
@@ -180,7 +179,7 @@ class _Chain:
             jaxpr: the program, with a named equation for each call of a block.
             signatures: inputs and results of these calls.
             paths: paths of all blocks.
-            output_count: number of results that are computed, from the first on.
+            output_count: number of results that are needed; the others follow them.
 
         Raises:
             UserError: the blocks do not form a chain.
@@ -244,7 +243,7 @@ class _Chain:
         return cls(jaxpr, tuple(eqns_of_level[0]), tuple(chain_blocks), start_eqns, outputs, carried_input_indices)
 
     def run(self, input_values: Sequence[Any]) -> list[Any]:
-        """Return the results of the program, with the blocks run by the plan's runner of sequences."""
+        """Run the program, with the blocks run in sequence by the plan, and return its results."""
         value_by_var = self._values_before(input_values)
         calls = [self._call(index, value_by_var) for index in range(len(self.blocks))]
         last_results, new_states = blocks.run(calls, self._first_input(value_by_var))
@@ -253,7 +252,7 @@ class _Chain:
         return self._values_after(value_by_var, last_results)
 
     def run_stages(self, input_values: Sequence[Any]) -> list[Any]:
-        """Return the results of the program, with the blocks run by a stage of a pipeline."""
+        """Run the program, with the blocks run by a stage of a pipeline, and return its results."""
         self._check_unshared()
         view, value_by_var = blocks.stage_view(), self._values_before(input_values)
         assert view is not None
@@ -271,13 +270,13 @@ class _Chain:
         return self._values_after(value_by_var, view.run_stage(make_stage, self._first_input(value_by_var)))
 
     def _values_before(self, input_values: Sequence[Any]) -> dict[Any, Any]:
-        """Return the values of level 0 by variable, from the program's inputs."""
+        """Run the equations before the first block; return the program's inputs and these results, by variable."""
         value_by_var = dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), input_values, strict=True))
         _run_equations(self.eqns_before, value_by_var)
         return value_by_var
 
     def _values_after(self, value_by_var: dict[Any, Any], last_results: Sequence[Any]) -> list[Any]:
-        """Return the results of the program, from the values of level 0 and the result of the last block."""
+        """Run the equations after the last block, whose results are `last_results`; return the program's outputs."""
         value_by_var.update(zip(self.blocks[-1].result_vars, last_results, strict=True))
         _run_equations(self.eqns_after, value_by_var)
         return [_value_of(value_by_var, atom) for atom in self.outputs]
@@ -287,7 +286,7 @@ class _Chain:
         return [_value_of(value_by_var, self.blocks[0].eqn.invars[position]) for position in self.carried_input_indices]
 
     def _call(self, index: int, value_by_var: Mapping[Any, Any]) -> Call:
-        """Return a block as a pure function of (parameters by name, other variables, carried values)."""
+        """Return the `Call` of a block as a pure function of (parameters by name, other variables, carried values)."""
         block, signature = self.blocks[index], self.blocks[index].signature
         param_count = len(signature.param_names)
         param_start = signature.param_start(block.eqn)
@@ -322,7 +321,7 @@ class _Chain:
         )
 
     def _check_unshared(self) -> None:
-        """Refuse blocks whose variables are read elsewhere: only the stage that runs a block has them."""
+        """Raise UserError if a block's variables are read outside of it: only the stage that runs it has them."""
         owner_path_by_var: dict[Any, str] = {}
         changing_path_by_var: dict[Any, str] = {}
         eqns_and_atoms: list[tuple[Any, list[Any]]] = []  # (equation, inputs other than its block's parameters)
@@ -374,14 +373,14 @@ def _equations_in(eqn: Any) -> list[Any]:
 
 
 def _carried_paths(eqn: Any, signature: _Signature, level_of: Mapping[Any, int]) -> list[str]:
-    """Return the paths of those arguments of a block that depend on the block before it."""
+    """Return the paths of a block's arguments that depend on earlier blocks."""
     array_atoms = eqn.invars[len(eqn.invars) - len(signature.array_paths) :]
     paths_and_atoms = zip(signature.array_paths, array_atoms, strict=True)
     return [path for path, atom in paths_and_atoms if not _is_literal(atom) and level_of.get(atom, 0)]
 
 
 def _chain_error(eqn: Any, levels: Sequence[int], signatures: Sequence[_Signature]) -> UserError:
-    """Return the error for an equation that reads the results of several blocks, or of none."""
+    """Return the error for an equation that reads results of the wrong blocks, such as of several blocks."""
     index = _block_index(eqn)
     reader = f"block {signatures[index].path}" if index is not None else f"{eqn.primitive.name} ({source_line(eqn)})"
     read_paths = [signatures[level - 1].path for level in levels]
@@ -406,12 +405,12 @@ def _shared_params_error(path: str) -> UserError:
 
 
 def _purpose() -> str:
-    """Return the name of what needs the blocks in sequence, for messages."""
+    """Return the name of the feature that needs the blocks in sequence, for error messages."""
     return "a pipeline" if blocks.stage_view() is not None else "a memory rule of several blocks"
 
 
 def _live_equations(jaxpr: Any, outputs: Sequence[Any]) -> list[Any]:
-    """Return the equations on which the outputs depend, and those with effects, in order."""
+    """Return, in order, the equations on which the outputs depend, that have effects, or that call a block."""
     read_vars, live_eqns = set(_variables(outputs)), []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or _block_index(eqn) is not None or not read_vars.isdisjoint(eqn.outvars):
@@ -423,12 +422,12 @@ def _live_equations(jaxpr: Any, outputs: Sequence[Any]) -> list[Any]:
 def _best_cut(
     eqns_between: Sequence[Any], earlier_vars: Iterable[Any], later_vars: Sequence[Any]
 ) -> tuple[int, Sequence[Any]]:
-    """Return (number of equations before the cut that the fewest variables cross, these variables).
+    """Return the cut that the fewest variables cross: (number of equations before the cut, these variables).
 
     Args:
         eqns_between: equations among which to cut.
-        earlier_vars: variables computed before them.
-        later_vars: variables read after them.
+        earlier_vars: variables computed before these equations.
+        later_vars: variables read after these equations.
     """
     made_vars, passed_vars_by_cut = set(earlier_vars), []
     for cut_index in range(len(eqns_between) + 1):
@@ -464,7 +463,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _is_literal(atom: Any) -> bool:
-    """Return whether an input of an equation is a constant that is written in the program."""
+    """Return whether an input of an equation is a literal: a constant in the program."""
     return hasattr(atom, "val")
 
 

@@ -1,10 +1,10 @@
 """Dims of the parameters of Flax's layers: how many are stacked, and how many are rows or columns of a matrix.
 
-A layer of `flax.nnx` determines the dims of one layer's parameters. Dims that its arrays have before those are the dims
-of a stack, as `nnx.vmap` makes them. A kernel of `nnx.LinearGeneral`, such as (embed, heads, head) in attention, is the
-matrix of all inputs and all outputs, and its bias (heads, head) is a vector. A parameter of a user's own class has the
-stack of the Flax layers beside it or inside of its module, if all of those agree. Its other dims are unknown. The
-bridge to Linen exposes no layers, so there the shapes of a layer's kernel and bias decide.
+The class of a `flax.nnx` layer determines the dims of its parameters. Additional leading dims are those of a stack, as
+`nnx.vmap` makes it. A kernel of `nnx.LinearGeneral`, such as (embed, heads, head) in attention, is the matrix of all
+inputs and all outputs, and its bias (heads, head) is a vector. A parameter of a user's own class has as many stacked
+dims as the Flax layers beside it or inside of its module, if all of these agree. Its other dims are unknown. The bridge
+to Linen exposes no layers, so for a Linen module, the shapes of a layer's kernel and bias decide.
 """
 
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def _stacked_dims_beside(path: tuple[Any, ...], known_dims_by_path: dict[tuple[A
 
 
 def _layer_dim_counts(layer: nnx.Module) -> dict[str, tuple[int, int]]:
-    """Return, for each parameter of a layer of Flax by name, the number of dims of its rows and of its columns."""
+    """Return (number of row dims, number of column dims) of each parameter of a Flax layer, by name."""
     vector_dim_counts = {"bias": (0, 1), "scale": (0, 1)}
     match layer:
         case nnx.LinearGeneral():
@@ -91,7 +91,7 @@ def _layer_dim_counts(layer: nnx.Module) -> dict[str, tuple[int, int]]:
 
 
 def _linen_dims(path: tuple[Any, ...], shape_by_path: Mapping[tuple[Any, ...], tuple[int, ...]]) -> TensorDims | None:
-    """Return the dims of a Linen module's parameter by its name and the shapes beside it; `None` if they are unknown.
+    """Infer the dims of a Linen parameter from its name and the shapes beside it; `None` if they are unknown.
 
     Args:
         path: path of the parameter.

@@ -1,9 +1,9 @@
 """Foreign Linen modules: an NNX module around a Linen module, and the blocks among its submodules.
 
-`flax.nnx.bridge` exposes the variables of a Linen module, but not its submodules. `linen.intercept_methods` intercepts
-calls of submodules: once without data, to find the submodules that repeat, and then in each trace of a loss,
-where a block is lifted (`flax.core.lift.pack`) to a pure function of (parameters, other variables and random keys,
-arrays).
+`flax.nnx.bridge` exposes the variables of a Linen module, but not its submodules. So this module intercepts the calls
+of submodules (`linen.intercept_methods`): once without data, to find the submodules that repeat, and then in each trace
+of a loss. There, a block is lifted (`flax.core.lift.pack`) to a pure function of (parameters, other variables and
+random keys, arrays).
 
 Left out: blocks with another module among their attributes or arguments, such as a shared embedding.
 """
@@ -38,7 +38,7 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
 """Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates the values.
 """
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Returns the function to call instead of a block's pure function."""
+"""Maps a block's pure function to the function to call instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class FromLinen:
         return tuple(map("/".join, block_paths))
 
     def list_member_paths(self, blocks: str) -> tuple[str, ...]:
-        """Return the paths of the blocks whose paths are `blocks` and a number, such as "decoder/Block"."""
+        """Return the block paths that consist of the stem `blocks`, such as "decoder/Block", and a number."""
         paths_by_stem = defaultdict(list)
         for path in self.block_paths:
             paths_by_stem[path.rstrip("0123456789").rstrip("_")].append(path)
@@ -174,14 +174,14 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
         module: the module, bound to its variables.
         args: positional arguments of the call.
         kwargs: named arguments of the call.
-        wrapper: function that returns the function to call instead of the pure function.
+        wrapper: maps the pure function to the function to call instead.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array_flags = [isinstance(leaf, jax.Array) or hasattr(leaf, "__array_interface__") for leaf in leaves]
     static_leaves = [None if is_array else leaf for leaf, is_array in zip(leaves, is_array_flags, strict=True)]
 
     def call(bound_module: Any, arrays: Sequence[Any]) -> Any:
-        """Call the module, with the arrays among its arguments."""
+        """Call the module with its arguments, whose arrays are replaced by `arrays`."""
         remaining_arrays = iter(arrays)
         new_leaves = [
             next(remaining_arrays) if is_array else static_leaf
@@ -191,7 +191,7 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
         return bound_module(*new_args, **new_kwargs)
 
     def call_through_wrapper(call_in_scope: Callable[..., Any], scopes: Any, arrays: Sequence[Any]) -> Any:
-        """Run the function of a scope through the wrapper; `flax.core.lift` passes its variables and random keys."""
+        """Run `call_in_scope` through the wrapper; `flax.core.lift` passes the scope's variables and random keys."""
 
         def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, arrays: Any) -> Any:
             param_groups, other_groups = variable_groups
@@ -214,7 +214,7 @@ def _call_lifted(module: Any, args: Any, kwargs: Any, wrapper: _Wrapper) -> Any:
 
 
 def _array_by_name(params: Any) -> dict[str, Any]:
-    """Return the arrays of nested parameters by name, sorted, and taken out of their boxes (`linen.Partitioned`)."""
+    """Return the arrays of nested parameters by name, sorted by name, without their boxes (`linen.Partitioned`)."""
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(unfreeze(params), is_leaf=_is_box)
     return dict(sorted((path_name(path), jax.tree.leaves(leaf)[0]) for path, leaf in paths_and_leaves))
 
@@ -231,5 +231,5 @@ def _refill_boxes(boxed_groups: Any, params: Mapping[str, Any]) -> Any:
 
 
 def _is_box(node: Any) -> bool:
-    """Return whether a node is a box around an array, with metadata."""
+    """Return whether a node is a Flax box: an array with metadata."""
     return isinstance(node, meta.AxisMetadata)

@@ -5,8 +5,8 @@ by row. The body of this scan is the block. The program is traced, and run with 
 that a plan treats the blocks like those of `layers.Stack`: it recomputes, offloads and unrolls them, and divides them
 into the stages of a pipeline. A `jax.checkpoint` that the user put inside the body stays there.
 
-Left out: a scan inside of another loop, of a branch or of a checkpoint, one in reverse order, and stacked parameters
-that an operation other than a cast reads before the scan, as for a stack along another dim than the first.
+Left out: a scan inside of another loop, of a branch or of a checkpoint, a scan in reverse order, and stacked parameters
+that an operation other than a cast reads before the scan, as for a stack along a dim other than the first.
 """
 
 import dataclasses
@@ -68,12 +68,12 @@ def needs_scan() -> bool:
 
 
 def run_scanned(forward: Callable[..., Any], module: nnx.Module, batch: Any, names: Sequence[str]) -> Any:
-    """Return `forward(module, batch)`, in which the plan runs the blocks that scans of the module call.
+    """Return `forward(module, batch)`, with the blocks of the module's scans run by the plan.
 
     Args:
         forward: function of the module and a batch.
-        module: the module; its variables are updated as by a plain call, but not in a pipeline, where the module has
-            the rows of one stage.
+        module: the module. Its variables are updated as by a plain call, except in a pipeline, where the module has
+            only the rows of one stage.
         batch: arrays of the batch.
         names: names of the parameters that scans read row by row, which have the metadata `STACK_SHAPE`.
 
@@ -114,7 +114,7 @@ def run_scanned(forward: Callable[..., Any], module: nnx.Module, batch: Any, nam
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A parameter that a scan reads row by row, as an input of its program.
+    """A stacked parameter that a scan reads row by row, in place of its value during the run of a program.
 
     Args:
         name: name of the parameter.
@@ -156,7 +156,7 @@ def _run_program(jaxpr: Any, inputs: Sequence[Any], stage_scan: _StageScan | Non
     Args:
         jaxpr: an open jaxpr.
         inputs: a value, or `_Rows`, for each constant of the jaxpr, and then for each of its arguments.
-        stage_scan: the scan that a pipeline requires of the program; `None` without a pipeline.
+        stage_scan: what a pipeline requires of the program's scans; `None` if there is no pipeline.
     """
     value_by_var: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     read_atoms = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
@@ -198,7 +198,7 @@ def _run_program(jaxpr: Any, inputs: Sequence[Any], stage_scan: _StageScan | Non
 
 
 def _cast_rows(param_rows: _Rows) -> Any:
-    """Return all rows of a parameter, after the casts."""
+    """Return all rows of a stacked parameter, with its casts applied."""
     cast_rows = param_rows.rows
     for cast_eqn in param_rows.casts:
         (cast_rows,) = rebind(cast_eqn, [cast_rows])
@@ -210,7 +210,7 @@ def _run_scan(eqn: Any, operands: Sequence[Any], *, is_staged: bool) -> list[Any
 
     Args:
         eqn: equation of the scan.
-        operands: its inputs, among which stacked parameters are `_Rows`.
+        operands: inputs of the scan, among which stacked parameters are `_Rows`.
         is_staged: whether a stage of a pipeline runs the blocks.
     """
     const_count, carry_count = scan_counts(eqn.params)
@@ -287,7 +287,7 @@ def _check_stage_scan(eqn: Any, stage_scan: _StageScan, operands: Sequence[Any],
         eqn: equation of the scan.
         stage_scan: what the pipeline requires of the program.
         operands: inputs of the scan, among which stacked parameters are `_Rows`.
-        has_outputs: whether the program reads outputs of each layer.
+        has_outputs: whether the program reads outputs that the scan returns for each layer.
     """
     const_count, carry_count = scan_counts(eqn.params)
     names = [operand.name for operand in operands if isinstance(operand, _Rows)]
@@ -320,7 +320,7 @@ def _is_block_scan(eqn: Any) -> bool:
 
 
 def _is_literal(atom: Any) -> bool:
-    """Return whether an input of an equation is a constant that is written in the program."""
+    """Return whether an input of an equation is a literal: a constant in the program."""
     return hasattr(atom, "val")
 
 

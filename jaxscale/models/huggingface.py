@@ -96,7 +96,7 @@ def _read_model(family: Family, config_file: ConfigFile, settings: Mapping[str, 
 
 
 def is_model_folder(folder: Any) -> bool:
-    """Return whether a path is a folder with a config.json of transformers that is not the folder of a run."""
+    """Return whether a path is a folder with a config.json of transformers, and is not the folder of a run."""
     if not isinstance(folder, str | os.PathLike) or "://" in os.fspath(folder):
         return False
     return is_regular(Path(folder) / "config.json") and not is_regular(Path(folder) / "experiment.json")
@@ -122,8 +122,8 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
         folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
 
     Returns:
-        The model value, and the parameters as a nested dict of numpy arrays in the file's type, with the names of the
-        module's parameters.
+        The model value, and the parameters as a nested dict of numpy arrays. The arrays have the types of the files and
+        the names of the module's parameters.
 
     Raises:
         UserError: the folder is invalid; the message names the file, field or tensor.
@@ -134,7 +134,7 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
 
 
 def load_module(folder: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
-    """Load a folder that transformers saved as a Flax NNX module, for code that uses no experiment.
+    """Load a folder that transformers saved, and return a Flax NNX module, for code that uses no experiment.
 
     Args:
         folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
@@ -142,7 +142,7 @@ def load_module(folder: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
 
     Returns:
         The model value (a `Decoder` or `ViT`), and its module with the folder's weights on the default device. The
-        module of a `Decoder` maps int32 tokens [B, T] to logits [B, T, V], that of a `ViT` images to logits.
+        module of a `Decoder` maps int32 tokens [B, T] to logits [B, T, V]. The module of a `ViT` maps images to logits.
 
     Raises:
         UserError: the folder is invalid; the message names the file, field or tensor.
@@ -192,8 +192,8 @@ def save_module(
         token_ids: ids of special tokens for config.json, such as `{"eos_token_id": 2}`.
 
     Raises:
-        UserError: no known architecture can express the model, `module` is not a module of it, or the folder already
-            contains a model.
+        UserError: no known architecture can express the model, `module` is not a module of this model, or the folder
+            already contains a model.
     """
     from flax import nnx
 
@@ -217,12 +217,12 @@ def save_module(
 
 
 def _shape_by_path(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by its path."""
+    """Return a dict from the path of each parameter to its shape."""
     return {path: tuple(leaf.shape) for path, leaf in flat_leaves(params)}
 
 
 def _comparable_values(model: Any) -> dict[str, Any]:
-    """Return the fields of a model that determine its outputs, with implied values instead of `None`."""
+    """Return the fields of a model that determine its outputs, with `None` replaced by the value that it implies."""
     value_by_field = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
     }
@@ -301,8 +301,8 @@ def save(
     Args:
         folder: folder to write, created if needed; it must not contain a model.
         model: model value, such as a `Decoder`.
-        params: parameters of the model as `load` returns them, or as a flat dict by path, with one array per layer
-            ("blocks.layers.0.mlp.up.weight"); the vocabulary may be padded.
+        params: parameters of the model, as `load` returns them, or as a flat dict by path with one array per layer
+            ("blocks.layers.0.mlp.up.weight"). The vocabulary may be padded.
         dtype: type of the weights to write, "float32", "bfloat16" or "float16".
         tokenizer: path of a tokenizer.json to copy into the folder.
         shard_bytes: largest number of bytes of one file.

@@ -18,7 +18,7 @@ from jaxscale.values.limits import MAX_INT64, MAX_LAYERS
 from jaxscale.values.read_files import is_folder, is_regular, parse_json, read_bytes
 
 REQUIRED: Any = object()
-"""Placeholder for the default of a required key."""
+"""Default that marks a key as required."""
 
 _BOOKKEEPING = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 _BOOKKEEPING += ("auto_map", "tokenizer_class", "label2id", "problem_type", "finetuning_task", "task_specific_params")
@@ -112,7 +112,7 @@ class ConfigFile:
         return UserError(f"{self.path}: {key}: got {self.values.get(key)!r:.200}, expected {expected}")
 
     def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
-        """Return the value of `key`, converted to `kind` unless that is `None`; `default` for a null or absent key."""
+        """Return the value of `key`, converted to `kind` if that is given; `default` if the key is null or absent."""
         self.read_keys.add(key)
         value = self.values.get(key)
         if value is not None:
@@ -131,7 +131,7 @@ class ConfigFile:
         return kind(value)
 
     def check_unread_keys(self) -> None:
-        """Raise UserError if the value of a key that no piece has read is not empty, and the key is not harmless."""
+        """Raise UserError for a key that no piece has read, unless its value is empty or the key is harmless."""
         for key, value in self.values.items():
             is_off = value in (False, 0) and key in HARMLESS_IF_OFF
             is_harmless = is_off or key in self.read_keys | HARMLESS or value in (None, "", [], {})
@@ -151,7 +151,7 @@ class ConfigPiece(Protocol):
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Return their keys and values for a model. If they cannot express it, `read` returns other field values."""
+        """Return their keys and values for a model; if these cannot express it, `read` returns a different model."""
         ...
 
 
@@ -164,8 +164,8 @@ class ConfigKey:
         ours: name of our field.
         kind: type of the value.
         default: value if the key is absent or null, as in transformers.
-        resolved_name: property of the model that is written instead of the field, for a field that may be `None`.
-        is_null_none: whether null means `None` instead of the default.
+        resolved_name: for a field that may be `None`, the property of the model that is written instead.
+        is_null_none: whether null in the file means `None`, and not the default.
     """
 
     theirs: str
@@ -276,7 +276,7 @@ class Rope:
         return {"rotary_base": float(rope_base), "rotary_scaling": llama3_scaling}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Return the keys of both versions, so that either version can read the file."""
+        """Return the keys of transformers 4 and of transformers 5, so that either version can read the file."""
         llama3_scaling = model.rotary_scaling
         rope_scaling = None
         if llama3_scaling is not None:
@@ -294,8 +294,8 @@ class SlidingWindows:
 
     Args:
         is_alternating: whether older files imply a window in every other layer, starting with the first (Gemma-2).
-        default_length: length of the window in positions, if the file does not give the length.
-        is_everywhere: whether every layer has the window of the file, and none if its length is null (Mistral).
+        default_length: length of the window in positions if the file does not specify it.
+        is_everywhere: whether all layers have the file's window, and none has one if its length is null (Mistral).
     """
 
     is_alternating: bool = False
@@ -388,7 +388,7 @@ class DropoutRates:
     """Rates of dropout. `read` ignores the rates of the file, because `Pretrained.dropout` sets the rate instead.
 
     Args:
-        attention_keys: keys of the dropout rate of attention weights; our models never drop these.
+        attention_keys: keys of the dropout rate of attention weights; our models never drop attention weights.
         residual_keys: keys of the dropout rates after the embedding and the layers, where our models also drop values.
     """
 

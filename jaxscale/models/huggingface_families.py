@@ -34,8 +34,8 @@ class TensorRule:
         ours: paths of our parameters. Several parameters are joined along the last dim, with the dims in our order.
         order: permutation of the tensor's dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if
             the order is the same.
-        shape: shape of the tensor with its dims in our order, if our parameter has another shape. A word is the name of
-            a field of the model; -1 is the remaining size.
+        shape: shape of the tensor with its dims in our order, if our parameter has another shape. A string names a
+            field of the model; -1 is the remaining size.
     """
 
     theirs: str
@@ -57,7 +57,7 @@ class Family:
         fixed_fields: our fields that this architecture fixes to values other than the defaults.
         prefix: start of most tensor names, absent in files that were saved from the model without its head.
         ignored_endings: endings of the names of tensors that are not parameters.
-        source_of_copy: for each tensor that may be a copy of another tensor (a tied head), the name of that tensor.
+        source_of_copy: for each tensor that may be a copy of another tensor (a tied head), the name of the latter.
         zero_fields: values of our fields that `save` may set, because these values add only zeros (biases of zero).
     """
 

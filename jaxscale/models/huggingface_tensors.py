@@ -67,7 +67,7 @@ class Deferred:
 
 
 def _param_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter, by path, of the module that `model` builds, without building it."""
+    """Return the shape of each parameter of the model's module, by path. The module is only traced, not built."""
     from flax import nnx
 
     abstract_params = nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)
@@ -94,7 +94,7 @@ def nested_dict(leaf_by_path: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """The layout of one of their tensors in the folder of a model: a tensor rule, applied to one layer.
+    """The layout of one of their tensors: a tensor rule, applied to one layer or to a tensor outside of the layers.
 
     Args:
         rule: rule for the tensor and its parameters.
@@ -115,7 +115,7 @@ class TensorLayout:
         return tuple(self.ordered_shape[order.index(dim)] for dim in range(len(order)))
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Return our parameters that their tensor contains, as views where numpy can make them."""
+        """Split their tensor into our parameters, which are views if numpy can make them."""
         ordered_tensor = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
         if self.rule.shape is not None:
             return [ordered_tensor.reshape(self.part_shapes[0])]
@@ -123,7 +123,7 @@ class TensorLayout:
         return np.split(ordered_tensor, split_points, axis=-1)
 
     def join(self, params: list[np.ndarray]) -> np.ndarray:
-        """Return their tensor that contains our parameters `params`: the inverse of `split`."""
+        """Join our parameters `params` into their tensor: the inverse of `split`."""
         joined_params = params[0] if len(params) == 1 else np.concatenate(params, axis=-1)
         ordered_tensor = joined_params.reshape(self.ordered_shape)
         return ordered_tensor if self.rule.order is None else ordered_tensor.transpose(np.argsort(self.rule.order))
@@ -166,7 +166,7 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     """Open the parameters of a folder as a nested dict of memory-mapped array-likes: numpy arrays, or `Stacked` ones.
 
     Raises:
-        UserError: a tensor is missing, unexpected, truncated or of another shape; the message names it.
+        UserError: a tensor is missing, unexpected, truncated or of the wrong shape; the message names the tensor.
     """
     folder = Path(folder)
     tensor_by_name = dict(safetensors_folder.read(folder))
@@ -226,17 +226,17 @@ def _check_names(
 
 
 def _more_names_text(names: list[str]) -> str:
-    """Return the number of names besides the first as text for an error message; empty if there is one name."""
+    """Return text on the number of names after the first, for an error message; empty if there is one name."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Return the tensors of `model` in the family's format, by name; numpy computes each when it makes an array of it.
+    """Return the tensors of `model` in the family's format, by name. Conversion to a numpy array computes a tensor.
 
     Args:
         family: family that defines the tensors.
         model: model value that the family expresses.
-        params: parameters, nested or flat as in `save`. Missing biases are zeros.
+        params: parameters as a nested or a flat dict, as in `save`. Missing biases are zeros.
         dtype: type of the tensors.
     """
     shape_by_path = _param_shapes(model)

@@ -1,4 +1,4 @@
-"""LoRA: a model of jaxscale's layers with adapters of low rank; by default, only the adapters are trained."""
+"""LoRA: a model of jaxscale's layers with low-rank adapters; by default, only the adapters are trained."""
 
 import dataclasses
 import re
@@ -17,32 +17,32 @@ from jaxscale.values.short_repr import short_repr
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    r"""A model with an adapter of low rank beside each chosen weight; only the adapters are trained.
+    r"""A model with a low-rank adapter beside each chosen weight; only the adapters are trained.
 
     \[ y = x W + \tfrac{\alpha}{r} (x A) B, \qquad A \in \mathbb{R}^{I \times r}, \; B \in \mathbb{R}^{r \times O} \]
 
     `B` is zero at first. `Optimizer(train="lora|head")` trains other parameters as well. `jaxscale export` adds the
     adapters to the weights.
 
-    With `base`, the weights that are not trained are stored in few bits (QLoRA): a code for each number, and a float32
-    scale for each block of inputs. A layer dequantizes its weight when it multiplies, forward and backward.
+    With `base`, the weights that are not trained are quantized (QLoRA): they are stored as a code for each element, and
+    a float32 scale for each block of inputs. A layer dequantizes its weight when it multiplies, forward and backward.
 
     Args:
         model: the model, such as a `Decoder`, a `ViT` or a `Pretrained`.
         rank: rank r of the adapters.
         alpha: α of the formula; the adapters are scaled by α / r. By default, α = 2r.
-        on: regular expression that is searched for in the paths of the linear layers, such as "attention/(q|v)"; by
-            default, those of attention and MLP.
+        on: regular expression, such as "attention/(q|v)". Linear layers in whose paths it is found get adapters; by
+            default, these are the layers of attention and MLP.
         base: format of the weights that are not trained: "nf4" (4 bits, quantiles of the normal distribution), "int4"
-            or "int8" (equal steps); by default they are stored in the precision of the plan.
-        base_on: regular expression for the layers whose weights are stored in the format `base`.
+            or "int8" (equal steps); by default, these weights are stored in the precision of the plan.
+        base_on: regular expression. The weights of linear layers in whose paths it is found get the format `base`.
         base_block: number of inputs that share a scale. If it does not divide a layer's number of inputs, the layer
             uses the largest smaller divisor.
 
     Raises:
         UserError: a number is out of range, `base` is not a format, or `on` or `base_on` is not a regular expression.
-            `build` raises if a pattern matches no layer's path, a layer is narrower than the rank, or its number of
-            inputs has no suitable divisor.
+            `build` raises if a pattern matches no layer's path, a layer is narrower than the rank, or a layer's number
+            of inputs has no suitable divisor.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -67,7 +67,7 @@ class LoRA:
     base_block: int = 64
 
     train = "lora"
-    """Pattern of the trained parameters if the optimizer does not specify one."""
+    """Pattern for the names of the trained parameters, unless the optimizer specifies one."""
 
     __repr__ = short_repr
 
@@ -94,7 +94,7 @@ class LoRA:
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model."""
+        """Return an attribute of the wrapped model."""
         if name.startswith("_") or name == "model":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.model, name)
@@ -106,7 +106,7 @@ class LoRA:
 
     @property
     def few_bits(self) -> str | None:
-        """Format of the weights that are stored in few bits; `None` if none are."""
+        """Format of the quantized weights; `None` if no weights are quantized."""
         return self.base
 
     def logical_sizes(self) -> dict[str, int]:
@@ -129,8 +129,8 @@ class LoRA:
         """Return float parameters in which each adapter is added to its weight.
 
         Args:
-            params: parameters of single layers by name, such as "blocks.layers.0.attention.q.weight", or
-                "blocks.layers.0.attention.q.weight.codes" and "blocks.layers.0.attention.q.weight.scale".
+            params: parameters by name, with an entry for each layer, such as "blocks.layers.0.attention.q.weight". A
+                quantized weight has two entries, whose names end in ".weight.codes" and ".weight.scale".
         """
         suffix = ".lora.a"
         merged_params = {name: array for name, array in params.items() if ".lora." not in name}

@@ -35,11 +35,11 @@ class ResNet:
         channels: channels of an image.
         stages: number of blocks of each stage. Each stage after the first halves the height and width of the images
             and doubles the channels.
-        width: channels inside the blocks of the first stage; with bottlenecks the stage outputs 4 times as many.
+        width: channels inside the blocks of the first stage. With bottlenecks, the stage outputs 4 times as many.
         bottleneck: whether blocks have three convolutions (1x1, 3x3, 1x1) instead of two (3x3).
         stem: "small" is one 3x3 convolution; "imagenet" is a 7x7 convolution of stride 2, then a max pooling of stride
             2.
-        momentum: decay per microbatch of the running statistics of batch norms.
+        momentum: decay of the running statistics of batch norms in each microbatch.
         smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
 
     Raises:

@@ -5,9 +5,9 @@ The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with
 range is checked first, so that a truncated file is reported by name before tracing. This module handles names and
 bytes, and imports no JAX; `huggingface_families.py` defines the names.
 
-Files are read at least as strictly as the safetensors library reads them: the tensors of a header take every byte of
-the data once, and `__metadata__` holds texts. A name that occurs twice and an unknown field are refused, too. If bytes
-of a file belong to no tensor, or to two, the file is damaged or carries something else.
+Files are read at least as strictly as by the safetensors library: the tensors of a header must cover every byte of the
+data exactly once, and `__metadata__` must hold strings. Duplicate names and unknown fields are refused, too. If bytes
+of a file belong to no tensor, or to two tensors, the file is damaged or carries something else.
 """
 
 import collections
@@ -73,7 +73,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
     Raises:
         UserError: there are no such files, an index or header is not JSON, or a shard is missing; or a tensor is
-            missing from its shard or from the index, has the wrong number of bytes, or ends beyond its file.
+            missing from its shard or from the index, has the wrong number of bytes, or ends beyond the end of the file.
     """
     if is_regular(folder / SINGLE):
         return _read_file(folder / SINGLE)
@@ -90,7 +90,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _read_index(index_path: Path) -> dict[str, str]:
-    """Return the name of the file that contains each tensor, by the tensor's name."""
+    """Return a dict from the name of each tensor to the name of the file that contains the tensor."""
     try:
         shard_by_tensor = parse_json(read_bytes(index_path), "the file")["weight_map"]
     except (UserError, KeyError, TypeError) as error:

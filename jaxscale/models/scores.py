@@ -32,14 +32,14 @@ may have a parameter `key`, too.
 """
 
 RESERVED = ("step", "kind", "time", "loss", "targets", "accuracy", "nonfinite")
-"""Names in a row of metrics.jsonl that a metric cannot have."""
+"""Names that a metric cannot have, because the rows of metrics.jsonl use them."""
 
 _patch_lock = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
 class RowParts:
-    """How the rows of a batch are divided while its loss is computed from the module's results for each part.
+    """How the rows of a batch are divided into parts. The module is called with each part, the score with the batch.
 
     Args:
         axis: manual mesh axis that shards the rows; `None` if one device computes the parts one after another.
@@ -59,14 +59,14 @@ def rows_in_parts(parts: RowParts) -> contextlib.AbstractContextManager[None]:
 
 
 def whole_rows(rows: jax.typing.ArrayLike) -> Array:
-    """Return an array with the rows of all devices along the axis of `rows_in_parts`; `rows` without an axis."""
+    """Gather the rows of all devices along the mesh axis of `rows_in_parts`; if there is no axis, return `rows`."""
     parts = _row_parts.get()
     axis = None if parts is None else parts.axis
     return jnp.asarray(rows) if axis is None else jax.lax.all_gather(rows, axis, tiled=True)
 
 
 def by_parts(call: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
-    """Return a module's call that computes with parts of the rows under `rows_in_parts`; else the call itself."""
+    """Return a call that runs the module on parts of the rows; outside of `rows_in_parts`, return `call` itself."""
     parts = _row_parts.get()
     return call if parts is None else _CallByParts(call, parts, len(jax.tree.leaves(dict(batch))[0]))
 
@@ -74,13 +74,13 @@ def by_parts(call: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
 class _CallByParts:
     """A module whose call computes with one part of the rows at a time, and returns the results of all rows.
 
-    In a manual region each device computes with its own rows, and gathers the results of the others. Other attributes
-    are those of the module.
+    If the rows are sharded over a manual mesh axis, each device computes with its own rows, and gathers the results of
+    the other devices. Other attributes are those of the module.
 
     Args:
         call: the module, or its call with some arguments bound.
         parts: how the rows are divided.
-        row_count: number of rows of the whole batch; arrays with as many rows are divided.
+        row_count: number of rows of the whole batch. An argument with as many rows is divided into parts.
     """
 
     def __init__(self, call: Callable[..., Any], parts: RowParts, row_count: int) -> None:
@@ -126,7 +126,7 @@ def bind_key(function: Callable[..., Any], key: Key) -> Callable[..., Any]:
 
 
 def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> None:
-    """Raise UserError unless losses are one float for each row or target, and their weights have the same shape.
+    """Raise UserError unless a score returned one float per row or target, and weights (if any) of the same shape.
 
     Args:
         score: the user's function, for messages.
@@ -161,14 +161,14 @@ def check_losses(score: Any, losses: Any, target_weights: Any, batch: Batch) -> 
 
 
 def check_not_paired(score: Any, losses: Any, batch: Batch, losses_of: Callable[[Batch], Any]) -> None:
-    """Raise UserError if there is a loss for each pair of rows, as when [B, 1] and [B] are broadcast to [B, B].
+    """Raise UserError if there is a loss for each pair of rows, as if [B, 1] and [B] were broadcast to [B, B].
 
     If the number of rows occurs twice in the shape of the losses, the score is traced again with one more row. A second
     dim that grows with the rows is a dim of rows.
 
     Args:
         score: the user's function, for messages.
-        losses: its losses, [B, ...].
+        losses: the losses that the score returned, [B, ...].
         batch: the batch.
         losses_of: function that returns the losses of another batch.
     """
@@ -192,9 +192,10 @@ def check_not_paired(score: Any, losses: Any, batch: Batch, losses_of: Callable[
 
 @contextlib.contextmanager
 def no_new_parameters(module: nnx.Module) -> Iterator[None]:
-    """Return a context in which making an `nnx.Param` raises an error: it would be drawn again in every step.
+    """Return a context in which making an `nnx.Param` raises UserError.
 
-    Linen modules are exempt: in each call they make their parameters from those of the state.
+    Such a parameter would be drawn again in every step. Linen modules are exempt, because in each call they make their
+    parameters from those of the state.
     """
     if any(isinstance(node, nnx.bridge.ToNNX) for _, node in nnx.iter_graph(module)):
         yield
@@ -224,7 +225,7 @@ def no_new_parameters(module: nnx.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class NamedMetric:
-    """A metric that checks its result. Unless it is one number per row or target, the error names metric and line.
+    """A metric that checks its result, which must be one number per row or target. Errors name the metric and line.
 
     Args:
         name: name of the metric.
@@ -235,7 +236,7 @@ class NamedMetric:
     function: Metric
 
     def __call__(self, module: Callable[..., Any], batch: Batch, key: Key) -> Any:
-        """Return the result of the user's function for a batch; the key is passed if the function takes one."""
+        """Return the result of the user's function for a batch. If the function has a parameter `key`, pass the key."""
         metric_result = bind_key(self.function, key)(module, batch)
         message_start = f"{place_of(self.function)}metrics: {self.name}"
         metric_values, weights = (

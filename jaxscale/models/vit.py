@@ -40,7 +40,7 @@ class ViT:
         mlp: hidden width of the feed-forward layers; `None` means 4 * embed.
         mlp_kind: activation of the feed-forward layers, "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         pooling: input of the classifier, "token" (a learned token before the patches) or "mean" (of the patches).
-        attention_bias: whether the projections to queries, keys and values have biases; all other projections do.
+        attention_bias: whether the projections to queries, keys and values have biases. All other projections have one.
         norm_eps: constant added to the variance in LayerNorms.
         dropout: rate of dropout after the positions are added and where attention and mlp are added to the residual
             stream.
@@ -97,7 +97,7 @@ class ViT:
         return self.mlp or 4 * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
-        """Return the size of each logical axis that a mesh axis must divide."""
+        """Return the sizes that mesh axes must divide, by logical axis."""
         return {"heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp_width, "embed": self.embed}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ViTModule":
