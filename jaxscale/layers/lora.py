@@ -2,7 +2,7 @@
 
     y = x W + (α / r) (x A) B,    A in R^(I x r), B in R^(r x O)
 
-`B` is zero at first, so that the adapted model initially computes the same as the original one. `add_adapters` adds
+`B` is zero at first, so the adapted model initially computes the same as the original model. `add_adapters` adds
 adapters to the layers of a built module, and leaves the weights unchanged. `store_weights` quantizes these weights.
 
 References:

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and gain are in
 float32; the result has the type of the input.
 
-For the backward pass, a norm keeps only its input, and recomputes the rest. JAX would keep two float32 arrays.
+For the backward pass, a norm keeps only its input, and recomputes the norm. JAX would keep two float32 arrays.
 """
 
 import functools

@@ -205,7 +205,7 @@ class Stack(nnx.Module):
             block_makers: for each layer of a cycle, a function that maps the block's graphdef to its block function.
 
         Raises:
-            UserError: the layers have state besides parameters, or a stage begins within a cycle.
+            UserError: the layers have state other than parameters, or a stage begins within a cycle.
         """
         graphdef, params, state = _split_module(self.layers)
         if jax.tree.leaves(state) and not jax.tree.leaves(nnx.state(self.layers, nnx.Not(_RANDOM_OR_PARAM))):

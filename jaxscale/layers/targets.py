@@ -1,7 +1,7 @@
 """Targets that the loss ignores, and the number of classes that the targets of a batch may have.
 
 A target that is not a class, such as `IGNORED`, has weight 0 in the loss. Batches on the host are checked before a step
-(`state/batches.py`), so that a wrong label raises an error there, and is not silently ignored.
+(`state/batches.py`), so a wrong label raises an error there instead of being silently ignored.
 """
 
 import contextlib

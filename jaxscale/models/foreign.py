@@ -51,7 +51,7 @@ the weighted mean, so a target of weight 0 is ignored; no gradient flows through
 module like any function (`module(batch["images"])`). The mode of the module is already set.
 
 A score with a parameter `key` gets a random key: `score(module, batch, key)`. In training, the key depends on seed,
-step and microbatch, like that of dropout, and with DiLoCo or a codec also on the replica. In evaluation, it is fixed.
+step and microbatch, as in dropout, and with DiLoCo or a codec also on the replica. In evaluation, the key is fixed.
 """
 
 
@@ -121,9 +121,9 @@ def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEnt
 class ForeignModel:
     """An unmodified NNX module as a model value.
 
-    In training, the module is set to training mode, as by `module.train()`, and if its `__call__` has an argument such
-    as `train` (`foreign_linen.TRAINING_ARGUMENTS`), this is True; in evaluation, the opposite holds. An argument `rngs`
-    of `__call__` gets `nnx.Rngs` that are derived from the step. Batch statistics are those of the microbatch, over all
+    In training, the module is set to training mode, as by `module.train()`, and arguments of its `__call__` that select
+    the mode, such as `train`, are set too (`foreign_linen.TRAINING_ARGUMENTS`). In evaluation, both select evaluation.
+    An argument `rngs` gets `nnx.Rngs` that depend on the step. Batch statistics are those of the microbatch, over all
     devices, and dropout depends on seed, step and microbatch. So both depend on the number of microbatches, but not on
     the mesh; in a pipeline, each device draws the masks of its own rows. With the precision bfloat16, the parameters
     are cast, and so are the module's float arguments of two or more dims. Arrays that the score itself reads, such as
@@ -141,7 +141,7 @@ class ForeignModel:
             that is a logical axis itself (`AxisRules`) needs no entry. Dims with other names are not sharded, and the
             run reports those names.
         over: "batch" if the loss couples the rows of a batch, as a contrastive loss does. It is then computed only for
-            whole batches; with a codec, the replicas gather the module's results for this. "rows" if the loss of a row
+            whole batches; with a codec, the replicas first gather the module's results. "rows" if the loss of a row
             does not depend on other rows. With `None`, this is measured where it matters: with microbatches, codecs or
             DiLoCo, and for a padded held-out batch.
         unit: unit of the loss in summaries, reports and plots, such as "mse"; by default the unit of the score, which

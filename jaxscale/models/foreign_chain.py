@@ -179,7 +179,7 @@ class _Chain:
             jaxpr: the program, with a named equation for each call of a block.
             signatures: inputs and results of these calls.
             paths: paths of all blocks.
-            output_count: number of results that are needed; the others follow them.
+            output_count: number of results that are needed, which are the first ones.
 
         Raises:
             UserError: the blocks do not form a chain.

@@ -253,7 +253,7 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
         if not isinstance(model, family.model_class):
             continue
         config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-        config |= dict.fromkeys(SPECIAL_IDS)  # otherwise transformers sets its own
+        config |= dict.fromkeys(SPECIAL_IDS)  # otherwise transformers uses its default ids
         for piece in family.pieces:
             config |= piece.write(model)
         model_values = _comparable_values(model)

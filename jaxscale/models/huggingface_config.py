@@ -295,7 +295,7 @@ class SlidingWindows:
     Args:
         is_alternating: whether older files imply a window in every other layer, starting with the first (Gemma-2).
         default_length: length of the window in positions if the file does not specify it.
-        is_everywhere: whether all layers have the file's window, and none has one if its length is null (Mistral).
+        is_everywhere: whether all layers have the file's window, or no window if its length is null (Mistral).
     """
 
     is_alternating: bool = False

@@ -3,7 +3,7 @@
 The expected tensors of a folder ("their" tensors below) follow from its config.json: the model's module is traced
 abstractly, and the rules of the model's family name the tensor of each parameter ("our" parameters). Files are mapped
 into memory. If the layers of a parameter are separate tensors on disk, they are stacked when the parameter is read.
-Only the requested part of a parameter is read, so that a process reads only its own shards.
+Only the requested part of a parameter is read, so a process reads only its own shards.
 """
 
 import dataclasses
@@ -231,7 +231,7 @@ def _more_names_text(names: list[str]) -> str:
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Return the tensors of `model` in the family's format, by name. Conversion to a numpy array computes a tensor.
+    """Return the tensors of `model` in the family's format, by name; each is computed on conversion to an array.
 
     Args:
         family: family that defines the tensors.

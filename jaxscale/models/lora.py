@@ -31,11 +31,11 @@ class LoRA:
         model: the model, such as a `Decoder`, a `ViT` or a `Pretrained`.
         rank: rank r of the adapters.
         alpha: α of the formula; the adapters are scaled by α / r. By default, α = 2r.
-        on: regular expression, such as "attention/(q|v)". Linear layers in whose paths it is found get adapters; by
+        on: regular expression, such as "attention/(q|v)". Linear layers whose paths contain a match get adapters; by
             default, these are the layers of attention and MLP.
         base: format of the weights that are not trained: "nf4" (4 bits, quantiles of the normal distribution), "int4"
             or "int8" (equal steps); by default, these weights are stored in the precision of the plan.
-        base_on: regular expression. The weights of linear layers in whose paths it is found get the format `base`.
+        base_on: regular expression. Linear layers whose paths contain a match store their weights in the format `base`.
         base_block: number of inputs that share a scale. If it does not divide a layer's number of inputs, the layer
             uses the largest smaller divisor.
 

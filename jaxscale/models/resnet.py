@@ -39,7 +39,7 @@ class ResNet:
         bottleneck: whether blocks have three convolutions (1x1, 3x3, 1x1) instead of two (3x3).
         stem: "small" is one 3x3 convolution; "imagenet" is a 7x7 convolution of stride 2, then a max pooling of stride
             2.
-        momentum: decay of the running statistics of batch norms in each microbatch.
+        momentum: decay of the running statistics of batch norms, applied once per microbatch.
         smoothing: share of the target distribution that is spread evenly over all classes (label smoothing).
 
     Raises:

@@ -1,9 +1,9 @@
 """A folder of safetensors files as named, memory-mapped arrays: one file, or shards under an index.
 
 The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the length of a JSON header, the header
-(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use. Every
-range is checked first, so that a truncated file is reported by name before tracing. This module handles names and
-bytes, and imports no JAX; `huggingface_families.py` defines the names.
+(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so bytes are copied only on use. Every range
+is checked first, so a truncated file is reported by name before tracing. This module handles names and bytes, and
+imports no JAX; `huggingface_families.py` defines the names.
 
 Files are read at least as strictly as by the safetensors library: the tensors of a header must cover every byte of the
 data exactly once, and `__metadata__` must hold strings. Duplicate names and unknown fields are refused, too. If bytes
