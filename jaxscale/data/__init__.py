@@ -7,7 +7,7 @@
 | `Mixture` | several texts, mixed by weight |
 | `Images` | labeled images from an .npz file |
 | `ImageFolder` | labeled images from the folders of their classes, decoded and augmented by threads |
-| `Arrays` | NumPy arrays of equally many rows |
+| `Arrays` | NumPy arrays with the same number of rows |
 | `Table` | columns of numbers in .parquet and .arrow files |
 | `Rows` | a dataset with `len(rows)` and `rows[i]` |
 | `Stream` | an iterable of batches that are ready to use |

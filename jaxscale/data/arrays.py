@@ -1,4 +1,4 @@
-"""Arrays and batches of a user's own, checked as they arrive: names, dtypes and numbers of rows."""
+"""Check the user's own arrays and batches: names, dtypes and numbers of rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from jaxscale.errors import UserError
 
 
 class Listed:
-    """A list of rows or batches, which experiment.json does not spell out."""
+    """A list of rows or batches whose elements are not written to experiment.json."""
 
     def __init__(self, rows_or_batches: Any) -> None:
         self._items = rows_or_batches
@@ -45,10 +45,11 @@ def common_row_count(batch: Mapping[str, Any], place: str) -> int:
 
 
 def checked_array(name: Any, array: Any, place: str) -> np.ndarray:
-    """Return an array of numbers with rows, in a dtype that devices compute with: 64-bit numbers become 32-bit.
+    """Return a numeric array in a dtype that devices compute with: 64-bit dtypes become 32-bit.
 
     Raises:
-        UserError: its elements are not numbers, it has no rows, its name is not a text, or an integer exceeds 32 bits.
+        UserError: the array is not numeric, is a scalar or has rows of different lengths; its name is not a string; or
+            an integer does not fit in 32 bits.
     """
     try:
         array = np.asarray(array)
@@ -80,7 +81,7 @@ def checked_array(name: Any, array: Any, place: str) -> np.ndarray:
 
 
 def with_row_weights(batch: NumpyBatch) -> NumpyBatch:
-    """Return the batch, with a weight of 1 for each row if it has no weights."""
+    """Return the batch; if the batch has no weights, add the weight 1 for each row."""
     if "weights" in batch:
         return batch
     return {**batch, "weights": np.ones(len(next(iter(batch.values()))), np.float32)}

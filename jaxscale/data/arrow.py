@@ -2,8 +2,8 @@
 
 The folder of a dataset has `state.json`, which lists its files in order, `dataset_info.json`, and `data-*.arrow` files,
 which are streams of Arrow (`Dataset.save_to_disk`); the folder of a `DatasetDict` has `dataset_dict.json` and a folder
-for each split. pyarrow reads them; the package `datasets` is not needed. Early versions of it saved a shuffled or
-filtered dataset as its rows in their old order and a file of indices; such a folder is refused.
+for each split. pyarrow reads the files; the package `datasets` is not needed. Early versions of `datasets` saved a
+shuffled or filtered dataset as its rows in the original order and a file of row indices; such a folder is refused.
 """
 
 import os
@@ -15,14 +15,14 @@ from jaxscale.errors import UserError, near_miss
 from jaxscale.values.read_files import parse_json
 
 SUFFIXES = (".parquet", ".arrow")
-"""The endings of the names of files that hold tables."""
+"""The extensions of table files."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""The last bytes of a stream; pyarrow reads one that was cut between two batches without an error."""
+"""The last bytes of an Arrow stream. If a stream was cut between two batches, pyarrow reads it without an error."""
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def is_table(file: str) -> bool:
-    """Return whether a file is a table, by its name."""
+    """Return whether a file's name has the extension of a table."""
     return file.lower().endswith(SUFFIXES)
 
 
@@ -31,13 +31,13 @@ def dataset_files(folder: Any, path: str) -> list[str] | None:
 
     Args:
         folder: the folder, as an object with `/`, `exists` and `read_bytes`.
-        path: the path of the folder, for messages and for the paths of the files.
+        path: the folder's path as text; the returned paths begin with it.
 
     Returns:
         The paths of the files; `None` if the folder holds no dataset.
 
     Raises:
-        UserError: the folder holds several splits or indices of rows, or one of its files is damaged.
+        UserError: the folder holds several splits or a file of row indices, or a JSON file in it is damaged.
     """
     prefix = path.rstrip("/")
     if (folder / _SPLITS).exists():
@@ -83,7 +83,7 @@ def _read_json(path: Any) -> dict[str, Any]:
 
 
 def _pyarrow(file: str) -> Any:
-    """Return pyarrow, which is imported at its first use."""
+    """Import pyarrow at its first use, and return it; the error for a missing pyarrow names `file`."""
     try:
         import pyarrow as pa
         import pyarrow.compute
@@ -94,7 +94,7 @@ def _pyarrow(file: str) -> Any:
 
 
 def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]:
-    """Return columns of a table.
+    """Read columns of a table.
 
     Args:
         content: the bytes of the file.
@@ -102,10 +102,10 @@ def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]
         names: names of the columns.
 
     Returns:
-        For each name, a `pyarrow.ChunkedArray` without nulls.
+        A list with one `pyarrow.ChunkedArray` without nulls for each name.
 
     Raises:
-        UserError: pyarrow is not installed, the file is not a table, or it lacks a column or a value.
+        UserError: pyarrow is not installed, the file is not a table, or a column is missing, occurs twice or has nulls.
     """
     pa = _pyarrow(file)
     try:
@@ -114,7 +114,7 @@ def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]
             parquet_file = pa.parquet.ParquetFile(buffer)
             present_names = parquet_file.schema_arrow.names
             unique_names = list(dict.fromkeys(names))
-            # if a thread of Arrow is still starting when the process ends, it aborts the process
+            # no threads: an Arrow thread that is still starting when the process ends aborts the process
             table = None if set(names) - set(present_names) else parquet_file.read(unique_names, use_threads=False)
         else:
             is_file_format = content[:6] == b"ARROW1"
@@ -146,15 +146,15 @@ def read_columns(content: bytes, file: str, names: tuple[str, ...]) -> list[Any]
 
 
 def read_texts(content: bytes, file: str, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the texts in each row of a table.
+    """Return, for each row of a table, the texts in the named columns.
 
     Args:
         content: the bytes of the file.
-        file: path of the file, for messages.
+        file: path of the file; its extension selects Parquet or Arrow, and error messages name it.
         names: names of the columns of texts.
 
     Raises:
-        UserError: as `read_columns`; or a column does not hold texts.
+        UserError: as in `read_columns`; or a column does not hold texts.
     """
     pa = _pyarrow(file)
     columns = read_columns(content, file, names)
@@ -172,15 +172,15 @@ def read_texts(content: bytes, file: str, names: tuple[str, ...]) -> list[tuple[
 
 
 def read_arrays(content: bytes, file: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return columns of numbers as arrays; if the numbers are in lists of one length, the array has one more dim.
+    """Return numeric columns as arrays by name; a column of lists of equal length becomes an array with one more dim.
 
     Args:
         content: the bytes of the file.
-        file: path of the file, for messages.
+        file: path of the file; its extension selects Parquet or Arrow, and error messages name it.
         names: names of the columns.
 
     Raises:
-        UserError: as `read_columns`; or a column holds values other than numbers, or lists of different lengths.
+        UserError: as in `read_columns`; or a column holds values other than numbers, or lists of different lengths.
     """
     pa = _pyarrow(file)
     arrays: dict[str, np.ndarray] = {}
@@ -210,5 +210,5 @@ def read_arrays(content: bytes, file: str, names: tuple[str, ...]) -> dict[str, 
 
 
 def _is_fixed_size_list(pa: Any, value_type: Any) -> bool:
-    """Return whether a type of pyarrow is that of lists of a fixed length."""
+    """Return whether a pyarrow type is a list type of fixed size."""
     return pa.types.is_fixed_size_list(value_type)

@@ -30,13 +30,13 @@ from jaxscale.values.limits import MAX_INT64
 from jaxscale.values.read_files import check_regular, is_regular, parse_json, read_bytes
 
 _VERSION = 1
-"""Version of how files become tokens, a part of an entry's key. An earlier run continues only with an equal key."""
+"""Version of the conversion from files to tokens, a part of an entry's key. A run continues only with the same key."""
 SPLITS = ("train", "held_out")
 FACTS = "facts.json"
 MAX_CHECKED_BYTES = 1 << 30
-"""Largest file that is read to compare its checksum at each start, half a second from memory."""
+"""Bytes of the largest file whose checksum is compared at each start; that takes half a second from memory."""
 _MAX_VOCABULARY_BY_DTYPE = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
-"""Largest size of a vocabulary whose ids are stored in a type, by the name of the type."""
+"""For each dtype, by name, the size of the largest vocabulary whose ids it can store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tokens:
 
 
 class LabeledParts(NamedTuple):
-    """Parts of documents, encoded, with their labels, [parts] each.
+    """Encoded parts of documents, and arrays [parts] of their labels.
 
     Args:
         encoded: ids of the parts.
@@ -79,11 +79,11 @@ class EncodingRecipe(Protocol):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What determines the tokens of files, for a hash."""
+        """The values that determine the tokens of given files, for the cache key."""
         ...
 
     def count(self, files: list[str]) -> dict[str, Any]:
-        """Read the files, and return the facts that `documents.check_and_count` returns, and more."""
+        """Read the files, and return the counts of `documents.check_and_count`, possibly with further metadata."""
         ...
 
     def encode(self, tokenizer: Any) -> Iterator[LabeledParts]:
@@ -98,7 +98,7 @@ class Corpus:
     Args:
         train: tokens of the training split.
         held_out: tokens of the evaluation split.
-        facts: the numbers of files, bytes, characters, documents and tokens, and the entry's hash and folder.
+        facts: metadata: the numbers of files, bytes, characters, documents and tokens, and the entry's hash and folder.
     """
 
     train: Tokens
@@ -149,7 +149,7 @@ def open_corpus(files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe |
 
 
 def _cache_folders() -> list[pathlib.Path]:
-    """Return the folders that may hold entries, the preferred one first."""
+    """Return the folders that may hold entries, the preferred folder first."""
     user_cache_folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser())
     preferred_folder = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or user_cache_folder / "jaxscale")
     fallback_folder = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
@@ -158,9 +158,9 @@ def _cache_folders() -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
-    """Lock the entry `key` of a folder while the context is open, if the disk supports locks.
+    """If the disk supports locks, lock the entry `key` of a folder while the context is open.
 
-    Unfinished drafts of the entry that killed processes have left behind are removed.
+    Also remove unfinished drafts of the entry that killed processes have left behind.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock_path = folder / f"{key}.lock"
@@ -199,7 +199,7 @@ def _write(
 
 
 def _remove(entry_folder: pathlib.Path) -> None:
-    """Remove a folder, or the file or link in its place, as far as possible."""
+    """Remove a folder, or the file or link in its place; what cannot be removed is left."""
     if entry_folder.is_dir() and not entry_folder.is_symlink():
         shutil.rmtree(entry_folder, ignore_errors=True)
     else:
@@ -233,7 +233,7 @@ def _encode(
 def _encode_texts(
     files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe, facts: dict[str, Any]
 ) -> Iterator[LabeledParts]:
-    """Yield the ids of the parts of the documents in files; `facts` has the counts of documents and characters."""
+    """Encode the documents in files, and yield labeled parts; `facts` has the counts of documents and characters."""
     held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
     labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
 
@@ -343,12 +343,12 @@ def _load(entry_folder: pathlib.Path) -> Corpus | None:
 
 
 def _digest(facts: Any) -> str:
-    """Return the SHA-256 of facts in JSON, in hexadecimal."""
+    """Return the SHA-256 of the JSON text of facts, in hexadecimal."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _are_facts(facts: Any, key: str) -> bool:
-    """Return whether JSON values are the facts of the entry `key`, with every number that is read from them."""
+    """Return whether a JSON value holds the facts of the entry `key`, with valid values in all fields that are read."""
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), dict) for name in SPLITS):
         return False
     checksum_dicts = [facts[name].get("crc32") for name in SPLITS]

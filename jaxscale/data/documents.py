@@ -41,10 +41,10 @@ class DocumentRecipe:
         ending: text put after every document.
         prompt_end: marker that ends a prompt. Tokens up to the end of the marker have weight 0, as do all tokens of a
             document without the marker. With `None`, all tokens have weight 1.
-        held_out: share of the text, at its end, that is held out from training, from 0 to 1.
+        held_out: share of the text, from 0 to 1, that is held out from training: the end of the text.
         is_cut_at_document: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
-        fields: names of the texts in each line of a JSONL file, or row of a table, which is one document: the text, or
-            a prompt, whose tokens have weight 0, and an answer. () for files of plain text.
+        fields: for JSONL files and tables, in which each line or row is a document: the name of its text, or the names
+            of its prompt and its answer. Tokens of a prompt have weight 0. () for files of plain text.
     """
 
     separator: str | None
@@ -57,12 +57,12 @@ class DocumentRecipe:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The settings, for a hash; that of plain text is the same as in earlier versions."""
+        """The settings, for the cache key; for plain text, the key is the same as in earlier versions."""
         settings = dataclasses.astuple(self)
         return settings if self.fields else settings[:-1]
 
     def alphabet_of(self, content: bytes, file: str) -> str:
-        """Return the characters of a file, each once, in any order; with fields, only those of its documents."""
+        """Return each distinct character of a file once, in any order; with `fields`, only the documents count."""
         if not self.fields and not arrow.is_table(file):
             return "".join(set(source.decode(content, file)))
         return "".join(set().union(*self.documents_of(content, file)) - {_BOUNDARY})
@@ -108,7 +108,7 @@ class DocumentRecipe:
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def _document_of_line(self, line: str, place: str) -> str:
-        """Return the document in a line of a JSONL file: its text, or prompt and answer with a NUL between them.
+        """Return the document in a line of a JSONL file: its text, or its prompt and answer with a NUL between them.
 
         Args:
             line: the line.
@@ -133,7 +133,7 @@ class DocumentRecipe:
         return self._document_of_texts(texts, place)
 
     def _document_of_texts(self, texts: Sequence[str], place: str) -> str:
-        """Return the document that the texts of `fields` make: one text, or prompt and answer with a NUL between them.
+        """Check the texts of a document, and return them joined; a NUL separates a prompt from its answer.
 
         Args:
             texts: one text for each of `fields`.
@@ -154,7 +154,7 @@ class DocumentRecipe:
         return _BOUNDARY.join(texts)
 
     def labeled_parts(self, document: str) -> Iterator[tuple[str, bool]]:
-        """Yield each part of a document to encode, with whether its tokens have weight 1."""
+        """Yield the parts of a document to encode, as pairs (part, whether its tokens have weight 1)."""
         if len(self.fields) == 2:
             prompt, answer = document.split(_BOUNDARY)
             yield from ((self.beginning, False), (prompt, False), (answer, True), (self.ending, True))

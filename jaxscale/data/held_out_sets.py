@@ -1,7 +1,7 @@
 """Named held-out sets of an experiment: data that is evaluated beside the held-out part of the training data.
 
-A set is data of which a part is held out; that part is evaluated. A shorter form stands for a set that is all held out:
-a path of files, which are read like the training data, a dict of arrays, or an iterable of batches.
+A set is a data object such as `Text`, whose held-out part is evaluated. If all of a set is held out, the set may also
+be a path of files, which are read like the training data, a dict of arrays, or an iterable of batches.
 """
 
 import os
@@ -18,18 +18,18 @@ from jaxscale.data.text import Mixture, Text
 from jaxscale.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names of held-out sets, which are parts of the names of metrics."""
+"""Pattern of the names of held-out sets; the names are parts of metric names."""
 
 
 def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """Return the data of each held-out set, by name.
 
     Args:
-        sources: for each name, data, a path, a dict of arrays or an iterable of batches.
+        sources: by name, a data object such as `Text`, or a path, a dict of arrays or an iterable of batches.
         data: the training data; files at a path are read with its settings.
 
     Raises:
-        UserError: a name cannot be part of a metric's name, or a set is none of these.
+        UserError: a name cannot be part of a metric's name, or a source has another type.
 
     Example:
         >>> as_held_out_sets({"news": "/corpus/news.txt"}, Text("a.txt", context=8))["news"].paths
@@ -56,7 +56,7 @@ def as_held_out_sets(sources: Mapping[str, Any], data: Any) -> dict[str, Any]:
 
 
 def as_held_out(source: Any, data: Any) -> Any:
-    """Return the data of one held-out set; the parameters are those of `as_held_out_sets`."""
+    """Return the data of one held-out set; for the parameters and errors, see `as_held_out_sets`."""
     if isinstance(source, str | os.PathLike) or _are_paths(source):
         path_or_paths = source if isinstance(source, str | os.PathLike) else tuple(map(Path, source))
         if not hasattr(data, "held_out_at"):
@@ -102,7 +102,7 @@ def open_held_out_sets(
     """Open held-out sets, and check that something is held out in each.
 
     Args:
-        sets: data by name.
+        sets: the data of each set, by name.
         batch: number of rows in the global batch.
         seed: seed of the experiment.
         process: index of this process.
@@ -129,7 +129,7 @@ def open_held_out_sets(
 
 
 def check_same_arrays(sets: Mapping[str, Any], batch: NumpyBatch) -> None:
-    """Check that the batches of held-out sets have the arrays of a training batch, except for weights.
+    """Check that the batches of held-out sets have the same arrays as a training batch; weights are optional.
 
     Args:
         sets: the opened sets by name.

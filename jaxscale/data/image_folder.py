@@ -23,36 +23,36 @@ from jaxscale.values.limits import check_at_most
 from jaxscale.values.short_repr import short_repr
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-"""The endings of the names of images; other files are passed over."""
+"""The extensions of image files; other files are ignored."""
 _ASPECT_RATIOS = (3 / 4, 4 / 3)
-"""Smallest and largest ratio of width to height of a random part of an image."""
+"""Smallest and largest ratio of width to height of a random crop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder:
-    """Labeled images from the folders of their classes: batches of `images` float32 [B, size, size, 3] and `labels`.
+    """Labeled images from class folders, as batches of `images` float32 [B, size, size, 3] and `labels` int32 [B].
 
     The classes are the subfolders in the order of their names, and their images are the files in them, at any depth. A
-    value x of a channel becomes (x / 255 - mean) / std. To train, a random part of an image is scaled to `size`, and
-    mirrored at random; the draws depend on the seed, the image and the epoch alone. To evaluate, the shorter side of an
-    image is scaled to 8 / 7 of `size`, and its middle is taken. Threads decode while the devices compute; the images
-    need Pillow (`pip install 'jaxscale[images]'`).
+    value x of a channel becomes (x / 255 - mean) / std. For training, a random crop of an image is scaled to `size` and
+    mirrored at random; the draws depend only on the seed, the image and the epoch. For evaluation, the shorter side of
+    an image is scaled to 8 / 7 of `size`, and the center crop is taken. Threads decode images while the devices
+    compute. Decoding needs Pillow (`pip install 'jaxscale[images]'`).
 
     Args:
         path: folder with a subfolder for each class.
-        held_out: share of the images held out for evaluation; which images they are depends only on their number.
-        held_out_path: folder of the held-out images, with the same subfolders; `held_out` is then not used.
+        held_out: share of the images held out for evaluation; the choice depends only on the number of images.
+        held_out_path: folder of the held-out images, with the same subfolders. If it is given, `held_out` is not used.
         size: height and width of the images in a batch, in pixels.
-        crop: smallest and largest share of the area of an image that a random part has, with a ratio of width to height
-            from 3 / 4 to 4 / 3; `None` scales the image as for evaluation, and takes a random part of `size`.
-        flip: whether half of the images are mirrored, left to right.
+        crop: smallest and largest share of an image's area in a random crop, whose ratio of width to height is from
+            3 / 4 to 4 / 3. `None` scales the image as for evaluation, and takes a random square of `size` pixels.
+        flip: whether to mirror each training image horizontally with probability 1 / 2.
         mean: mean of each channel (red, green, blue), for values from 0 to 1.
         std: standard deviation of each channel.
-        workers: number of threads that decode; `None` for one per core that this process may use.
+        workers: number of threads that decode images; `None` for one per core that this process may use.
 
     Raises:
-        UserError: a value is out of range; or, on `open`, a folder is missing or has no images; or, while it is read, a
-            file is not an image.
+        UserError: a value is out of range; or, on `open`, a folder is missing or has no images; or, while batches are
+            read, a file is not an image.
 
     Example:
         >>> ImageFolder("imagenet/train", held_out_path="imagenet/val").size
@@ -62,7 +62,7 @@ class ImageFolder:
         jaxscale.errors.UserError: crop: got (0.0, 1.0), expected shares of the area, 0 < smallest <= largest <= 1
 
     References:
-        Szegedy et al. 2015, "Going Deeper with Convolutions", section 6, for the random parts.
+        Szegedy et al. 2015, "Going Deeper with Convolutions", section 6, for the random crops.
     """
 
     path: str | Path = dataclasses.field(metadata={"place": "content"})
@@ -105,7 +105,7 @@ class ImageFolder:
 
         Args:
             batch: number of images in the global batch.
-            seed: seed of the order of the images, and of their random parts.
+            seed: seed of the order of the images, and of their random crops.
             process: index of this process.
             processes: number of processes that share the batch; each process gets contiguous rows.
 
@@ -159,7 +159,7 @@ class FolderImages:
         settings: how images are read.
         files: path of each image, [N].
         labels: class of each image, int32 [N].
-        seed: seed of the random parts; `None` to take the middle of each image, as in evaluation.
+        seed: seed of the random crops; `None` for center crops, as in evaluation.
     """
 
     def __init__(self, settings: ImageFolder, files: Sequence[str], labels: np.ndarray, seed: int | None) -> None:
@@ -178,7 +178,7 @@ class FolderImages:
 
     @functools.cached_property
     def _executor(self) -> concurrent.futures.ThreadPoolExecutor:
-        """The pool of threads that decode."""
+        """The pool of threads that decode images."""
         worker_count = self.settings.workers or usable_cores()
         return concurrent.futures.ThreadPoolExecutor(worker_count, thread_name_prefix="images")
 
@@ -197,7 +197,7 @@ class FolderImages:
         return {"images": images, "labels": self.labels[row_indices % len(self)]}
 
     def _pixels(self, row_index: int) -> np.ndarray:
-        """Return the image of a row, uint8 [size, size, 3], cut and scaled."""
+        """Return the cropped and scaled image of a row, uint8 [size, size, 3]."""
         file, size = self.files[row_index % len(self)], self.settings.size
         image = decoded_image(file)
         if self.seed is None:
@@ -217,7 +217,7 @@ class FolderImages:
 def random_part(
     image_size: tuple[int, int], area_shares: tuple[float, float], rng: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """Return a random part of an image, as (left, top, right, bottom).
+    """Draw a random crop of an image, and return it as (left, top, right, bottom) in pixels.
 
     Args:
         image_size: width and height of the image, in pixels.
@@ -237,7 +237,7 @@ def random_part(
         if 0 < part_width <= width and 0 < part_height <= height:
             left, top = rng.integers(0, width - part_width + 1), rng.integers(0, height - part_height + 1)
             return int(left), int(top), int(left) + part_width, int(top) + part_height
-    # no part of a usual ratio fits: the middle of the image
+    # none of the drawn crops fits: take a center crop
     part_width = min(width, max(1, round(height * _ASPECT_RATIOS[1])))
     part_height = min(height, max(1, round(width / _ASPECT_RATIOS[0])))
     left, top = (width - part_width) // 2, (height - part_height) // 2
@@ -269,7 +269,7 @@ def _list_images(folder: str) -> tuple[list[str], list[str], np.ndarray]:
 
 
 def _pillow() -> Any:
-    """Return Pillow's module of images, which is imported at its first use."""
+    """Import Pillow's module `Image` at its first use, and return it."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -278,7 +278,7 @@ def _pillow() -> Any:
 
 
 def decoded_image(file: str) -> Any:
-    """Return Pillow's image of a file, in RGB."""
+    """Decode an image file, and return a Pillow image in RGB."""
     pillow = _pillow()
     try:
         return pillow.open(io.BytesIO(source.read(file))).convert("RGB")
@@ -287,7 +287,7 @@ def decoded_image(file: str) -> Any:
 
 
 def _scaled_image(image: Any, size: int) -> Any:
-    """Return an image whose shorter side is 8 / 7 of `size`."""
+    """Scale an image so that its shorter side is 8 / 7 of `size`."""
     shorter_side = round(size * 8 / 7)
     if min(image.size) == shorter_side:
         return image
@@ -296,5 +296,5 @@ def _scaled_image(image: Any, size: int) -> Any:
 
 
 def _square_part(image: Any, left: int, top: int, size: int) -> np.ndarray:
-    """Return a square part of an image, uint8 [size, size, 3]."""
+    """Return a square crop of an image, uint8 [size, size, 3]."""
     return np.asarray(image)[top : top + size, left : left + size]

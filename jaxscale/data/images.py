@@ -24,11 +24,11 @@ class Images:
 
     Args:
         path: path of an .npz file, which may begin with gs:// or s3://.
-        held_out: share of the images held out for evaluation; which images they are depends only on the number of
-            images. 1 holds out all of them, for a held-out set of an experiment.
+        held_out: share of the images held out for evaluation; the choice depends only on the number of images. Use 1
+            for data that serves only as a held-out set of an experiment.
         scale: pixel value that becomes 1.0.
         images: name of the array of images, numbers of shape [N, height, width] or [N, height, width, C].
-        labels: name of the array of classes, whole numbers [N] from 0 on.
+        labels: name of the array of class labels, integers [N] from 0.
 
     Raises:
         UserError: a value is out of range; or, on `open`, the file is missing or lacks one of the two arrays.
@@ -55,7 +55,7 @@ class Images:
             raise UserError(f"scale: got {self.scale!r}, expected the positive value that becomes 1.0")
 
     def held_out_at(self, path: str | Path) -> "Images":
-        """Return the images at another path, read as these, with all of them held out."""
+        """Return the images at another path, with the same settings and all images held out."""
         return dataclasses.replace(self, path=path, held_out=1.0)
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:

@@ -1,4 +1,4 @@
-"""Batches from rows: Grain shuffles, mixes and shards the rows, and prefetches batches, which numpy reads as a whole.
+"""Batches from rows: Grain shuffles, mixes and shards the rows, and prefetches batches; NumPy reads a batch at once.
 
 Grain handles only row numbers, at about 10 microseconds a row. Batch k depends only on the seed and k, so the state of
 an iterator is k, no matter how many batches a thread has prefetched. This state is valid for every number of processes,
@@ -45,7 +45,7 @@ class EpochRows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The opened data of an experiment: training rows, held-out rows, and facts about them.
+    """The opened data of an experiment: training rows, held-out rows, and their metadata.
 
     Args:
         parts: training rows (`EpochRows`) of each text in a mixture; other data has a single part.
@@ -56,8 +56,8 @@ class Opened:
         process: index of this process.
         processes: number of processes that share the batch.
         tokenizer: tokenizer of the texts; `None` for images.
-        facts: facts for the report, as JSON values; `facts["hash"]` identifies the content.
-        note: a line of text about the data for the user, which a run shows; `None` for none.
+        facts: metadata for the report, as JSON values; `facts["hash"]` identifies the content.
+        note: a line about the data that a run shows to the user; `None` if there is none.
         chat_template: template of the chats (`chat_template.ChatTemplate`); `None` for data that is not chats.
     """
 
@@ -135,7 +135,7 @@ class Opened:
 def _row_encoder(part_index: int, part_count: int, row_count: int) -> Callable[[int, int], int]:
     """Return a function that encodes the part, epoch and row of a training row as one number.
 
-    The function's arguments are an index in the part's endless sequence of rows, and the row there.
+    The function takes an index in the part's endless sequence of rows, and the row at that index.
 
     Args:
         part_index: index of the part.
@@ -160,7 +160,7 @@ class Batches(Iterator[NumpyBatch]):
         make_dataset: function that returns Grain's dataset of batches.
         content_hash: hash of the data, stored in the state.
         start: initial state; `None` for the first batch.
-        note: a line of text for the user, which a run shows; `None` for none.
+        note: a line about the data that a run shows to the user; `None` if there is none.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class Batches(Iterator[NumpyBatch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state after the last batch, for `set_state`, as JSON values that are equal on all processes."""
+        """Return the state after the last batch as JSON values, for `set_state`; it is the same on all processes."""
         return {"next": self._iterator.get_state()["next_index"], "content": self._content_hash}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue with the batch that followed when `get_state` returned this state.
+        """Restore a state from `get_state`; iteration continues with the batch after that state.
 
         Raises:
             UserError: the state belongs to other data.
@@ -241,7 +241,7 @@ class HeldOut:
             yield self._read(np.arange(start, start + local_row_count))
 
     def _read(self, order_indices: np.ndarray) -> NumpyBatch:
-        """Read the batch of rows at these indices of the order; indices beyond the last row give padding."""
+        """Read the batch of rows at these indices of `_order`; indices beyond the last row give padding rows."""
         row_count = len(self._order)
         is_in_range = order_indices < row_count
         row_indices = np.where(is_in_range, self._order[np.minimum(order_indices, row_count - 1)], row_count)

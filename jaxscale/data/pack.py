@@ -140,7 +140,7 @@ class Packed:
     Args:
         tokens: the tokens of all documents.
         context: number of targets per row, including padding.
-        is_cut: whether a document's targets beyond the first `context` are left out; otherwise, they are more pieces.
+        is_cut: whether a document's targets beyond the first `context` are left out; if not, they form further pieces.
     """
 
     tokens: Tokens
@@ -149,7 +149,7 @@ class Packed:
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each piece's first token and number of targets, row by row; and each row's first piece, all as arrays."""
+        """Three arrays: each piece's first token, and its number of targets, row by row; and each row's first piece."""
         piece_starts, target_counts = split_documents(self.tokens.document_starts, self.context)
         if self.is_cut:
             is_document_start = np.isin(piece_starts, self.tokens.document_starts)

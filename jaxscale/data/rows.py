@@ -1,6 +1,6 @@
-"""Rows of a user's own: arrays, and datasets that are read by an index.
+"""The user's own rows: arrays, and datasets that are read by index.
 
-Both are shuffled and divided among processes like the library's own data, and a continued run continues exactly.
+Both are shuffled and divided among processes like the library's own data, and runs continue with the same batches.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from jaxscale.values.short_repr import short_repr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """Arrays of equally many rows, one row for each example.
+    """Arrays with the same number of rows, one row for each example.
 
     Args:
-        arrays: NumPy arrays [N, ...] of numbers, by name.
-        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones. 1 holds
-            out all of them, for a held-out set of an experiment.
+        arrays: numeric NumPy arrays [N, ...], by name.
+        held_out: share of the rows to hold out for evaluation; the choice depends only on the number of rows. Use 1 for
+            data that serves only as a held-out set of an experiment.
 
     Raises:
-        UserError: an array is not numeric, the arrays differ in their numbers of rows, or, on opening, an array rises
+        UserError: an array is not numeric, or the arrays differ in their numbers of rows; or, on `open`, an array rises
             or falls along the order in which rows are held out.
 
     Example:
@@ -78,17 +78,17 @@ class Arrays:
 class Rows:
     """A dataset with `len(rows)` and `rows[i]`, in which each row is a dict of arrays or numbers.
 
-    The rows are read in a thread while the devices compute. `rows.__getitems__(indices)`, which the datasets of PyTorch
-    and Hugging Face may have, is preferred to one call for each row.
+    The rows are read in a thread while the devices compute. If the dataset has a method `__getitems__(indices)`, as
+    datasets of PyTorch and Hugging Face may, it is called once per batch instead of `rows[i]` for each row.
 
     Args:
         rows: the dataset. All its rows have the same names, shapes and dtypes.
-        held_out: share of the rows to hold out for evaluation; datasets of one length hold out the same ones. 1 holds
-            out all of them, for a held-out set of an experiment.
+        held_out: share of the rows to hold out for evaluation; the choice depends only on the number of rows. Use 1 for
+            data that serves only as a held-out set of an experiment.
         names: names of the items if each row is a tuple, such as ("images", "labels").
 
     Raises:
-        UserError: `rows` has no length or cannot be indexed; or, while it is read, a row is not as described.
+        UserError: `rows` has no length or cannot be indexed; or, while batches are read, a row is not as described.
 
     Example:
         >>> squares = [{"x": float(i), "y": float(i * i)} for i in range(10)]
@@ -154,7 +154,7 @@ class Rows:
         return dict(row)
 
     def _stacked_array(self, name: str, indices: list[int], row_dicts: list[dict[str, Any]]) -> np.ndarray:
-        """Return the arrays of this name in the rows, as one array."""
+        """Stack the arrays of this name in all rows, and return one checked array."""
         for index, row in zip(indices, row_dicts, strict=True):
             if row.keys() != row_dicts[0].keys():
                 raise UserError(
@@ -172,7 +172,7 @@ class Rows:
 
 
 def _check_held_out(held_out: float) -> None:
-    """Raise an error if `held_out` is not a share of the rows."""
+    """Raise an error if `held_out` is not from 0 to 1."""
     if not 0 <= held_out <= 1:
         raise UserError(f"held_out: got {held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
 
@@ -180,7 +180,7 @@ def _check_held_out(held_out: float) -> None:
 def _check_split(arrays: Mapping[str, np.ndarray], row_count: int) -> None:
     """Raise an error if an array of one number per row rises or falls along the order in which rows are held out.
 
-    Such an array was drawn by the generator of that order, so its extreme values alone would be held out.
+    Such an array was drawn by the same random generator as that order, so only its extreme values would be held out.
     """
     sample_count = min(row_count, 1000)
     order = np.argsort(split_draws(sample_count))
@@ -209,7 +209,7 @@ def open_rows(
     process: int,
     processes: int,
 ) -> Opened:
-    """Return the opened data of `row_count` rows, which `read` returns by their indices; `hasher` has the content."""
+    """Return the opened data of `row_count` rows; `read` returns rows by index, and `hasher` has hashed the content."""
     check_share(batch, process, processes)
     train_indices, held_out_indices = split_rows(row_count, held_out, f"the data has {row_count} rows")
     train_rows, held_out_rows = IndexedRows(read, train_indices), IndexedRows(read, held_out_indices, is_weighted=True)

@@ -22,7 +22,7 @@ _WILDCARDS = "*?["
 
 
 def path_object(path: str) -> Any:
-    """Return the path as an object with `read_bytes` and `glob`: pathlib's, or etils.epath's if it has a scheme."""
+    """Return the path as a `pathlib.Path`; if it has a scheme, return an `etils.epath.Path`."""
     if "://" not in path:
         return pathlib.Path(path)
     scheme = path.partition("://")[0]
@@ -89,7 +89,7 @@ def _glob(path: str) -> list[str]:
 
 
 def _call_with_client(path: str, action: Callable[[], Any]) -> Any:
-    """Return `action()`; raise UserError if the client package of the path's remote file system is not installed."""
+    """Return `action()`; raise UserError if a client package is missing or the remote path cannot be reached."""
     try:
         return action()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Batches of a user's own, which come ready to use from an iterable or from a function that returns one."""
+"""The user's own batches, from an iterable or from a function that returns one."""
 
 import base64
 import dataclasses
@@ -29,20 +29,22 @@ _STATE_METHOD_NAMES = (("get_state", "set_state"), ("state_dict", "load_state_di
 class Stream:
     """An iterable of batches, or a function that returns one; each batch is a dict of arrays with the same shapes.
 
-    Each batch is the global batch, from which every process takes its rows. A function with parameters `process` and
-    `processes` returns the batches of one process, with its part of the rows. At its end, the iterable is iterated
-    again. An iterator, such as a generator, can be iterated only once; give a function that returns it instead.
+    Each batch is the global batch, from which every process takes its rows. If a function has the parameters `process`
+    and `processes`, its batches hold only the rows of that process. When the iterable ends, it is iterated again. An
+    iterator, such as a generator, can be iterated only once; give a function that returns the iterator instead.
 
-    A continued run sets the state of data that has one: `get_state()` and `set_state(state)`, or `state_dict()` and
-    `load_state_dict(state)`, of the iterator or of the iterable, with a state of JSON values or bytes. Without a state,
-    the batches that the run was trained on are read again and dropped, which is exact if they are the same every time.
+    A continued run restores the state of the iterator or of the iterable, if one of them has `get_state()` and
+    `set_state(state)`, or `state_dict()` and `load_state_dict(state)`. The state consists of JSON values or bytes.
+    Otherwise, the run reads the batches that it was trained on again and drops them. The result is exact if the batches
+    are the same every time.
 
     Args:
         batches: the iterable, or a function that returns it.
         held_out: iterable of batches to evaluate on, or a function that returns one; the last batch may be shorter.
 
     Raises:
-        UserError: `batches` is not an iterable; or, while they are read, a batch is not as described or they end.
+        UserError: `batches` is not an iterable; or, while batches are read, a batch is not as described, or an iterator
+            ends.
 
     Example:
         >>> def batches():
@@ -93,7 +95,7 @@ class Stream:
         return OpenedStream(self, batch, process, processes)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and dtype of each array in a batch, by name; the first batch of an iterator is not lost."""
+        """Return the shape and dtype of each array in a batch, by name; an iterator's first batch is not consumed."""
         if isinstance(self.batches, OnePass):
             first_batch = checked_batch(self.batches.peek(), "batch 0")
         else:
@@ -124,7 +126,7 @@ class OpenedStream:
         return StreamBatches(self, start)
 
     def evaluation(self) -> Iterator[NumpyBatch]:
-        """Yield the held-out batches, with weights; the rows that fill up a shorter batch have weight 0."""
+        """Yield the held-out batches, with weights; a shorter batch is padded with rows of weight 0."""
         if self.stream.held_out is None:
             return
         iterable, is_local = self.iterable_and_is_local("held_out")
@@ -167,7 +169,7 @@ class OpenedStream:
 
 
 def _parameter_names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's parameters; an empty set for a function in C that does not specify them."""
+    """Return the names of a function's parameters; an empty set for a C function without a signature."""
     try:
         return set(inspect.signature(function).parameters)
     except ValueError:
@@ -182,7 +184,7 @@ class StreamBatches(Iterator[NumpyBatch]):
         start: initial state; `None` for the first batch.
 
     Attributes:
-        note: what a continued run does if the data has no state; `None` if it has one.
+        note: a line for the user if the data has no state, about what a continued run does; `None` if it has a state.
     """
 
     def __init__(self, opened: OpenedStream, start: dict[str, Any] | None) -> None:
@@ -220,7 +222,7 @@ class StreamBatches(Iterator[NumpyBatch]):
         return batch if self._is_local else self._opened.own_rows(batch)
 
     def _next_batch(self) -> Any:
-        """Return the next batch as the iterable returns it; at its end, iterate again."""
+        """Return the next batch of the iterable, unchecked; when the iterable ends, iterate it again."""
         for batch in self._iterator:
             return batch
         if isinstance(self._iterable, OnePass):
@@ -243,7 +245,7 @@ class StreamBatches(Iterator[NumpyBatch]):
         return {"next": self._batch_count, **state_fields}
 
     def _continue_from(self, start: dict[str, Any]) -> None:
-        """Continue with the batch that followed when `get_state` returned this state."""
+        """Restore a state from `get_state`; iteration continues with the batch after that state."""
         state_owner = self._state_owner()
         if state_owner is not None and "state" in start:
             state_owner.set(_from_json(start["state"]))
@@ -263,7 +265,7 @@ class StreamBatches(Iterator[NumpyBatch]):
         self._batch_count = start["next"]
 
     def _state_owner(self) -> "StateOwner | None":
-        """Return the iterator, or else the iterable, if it has a state."""
+        """Return the owner of the state: the iterator or, if it has no state, the iterable; `None` if there is none."""
         iterator = self._iterator.iterator if isinstance(self._iterator, OnePass) else self._iterator
         for candidate in (iterator, self._iterable):
             for get_name, set_name in _STATE_METHOD_NAMES:
@@ -273,7 +275,7 @@ class StreamBatches(Iterator[NumpyBatch]):
 
 
 class StateOwner(NamedTuple):
-    """An iterator, or another iterable, that has a state, with its methods that return the state and set it."""
+    """An iterator or iterable that has a state, and its methods that return and set the state."""
 
     iterable: Any
     get: Callable[[], Any]
@@ -281,13 +283,13 @@ class StateOwner(NamedTuple):
 
 
 class OnePass(Iterator[Any]):
-    """An iterator whose next batch can be read without being taken.
+    """An iterator that can return its next batch without consuming it.
 
     Args:
         iterator: the iterator.
 
     Attributes:
-        taken_count: number of batches taken.
+        taken_count: number of batches consumed.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -296,13 +298,13 @@ class OnePass(Iterator[Any]):
         self.taken_count = 0
 
     def peek(self) -> Any:
-        """Return the next batch without taking it."""
+        """Return the next batch without consuming it."""
         if not self._peeked_batches:
             self._peeked_batches = [next(self.iterator)]
         return self._peeked_batches[0]
 
     def forget(self) -> None:
-        """Drop the batch that `peek` returned, which is out of date once the iterator's state is set."""
+        """Drop the batch that `peek` returned; call this after the iterator's state is set."""
         self._peeked_batches.clear()
 
     def __next__(self) -> Any:
@@ -332,7 +334,7 @@ def as_data(source: Any) -> Any:
     `None` and values that have `open` or `shapes` are returned unchanged.
 
     Raises:
-        UserError: `source` is none of these.
+        UserError: `source` has another type.
 
     Example:
         >>> type(as_data({"x": np.zeros((8, 2))})).__name__, type(as_data([{"x": np.zeros((4, 2))}])).__name__
@@ -358,7 +360,7 @@ def as_data(source: Any) -> Any:
 
 
 def _advice_on_path(source: Any) -> str:
-    """Return which data reads the file or folder of a path, as the end of a message; "" if it is not a path."""
+    """Return the end of an error message, which names the class that reads the path; "" if `source` is not a path."""
     if not isinstance(source, str | Path):
         return ""
     suffix = Path(source).suffix

@@ -25,12 +25,12 @@ class Table:
     Args:
         path: path of a file or a glob, or several of them, or the folder to which Hugging Face's `Dataset.save_to_disk`
             saved a dataset; a path may begin with gs:// or s3://.
-        columns: names of the columns, which are those of the arrays.
-        held_out: share of the rows held out for evaluation; which rows they are depends only on their number. 1 holds
-            out all of them, for a held-out set of an experiment.
+        columns: names of the columns; the arrays of a batch have the same names.
+        held_out: share of the rows held out for evaluation; the choice depends only on the number of rows. Use 1 for
+            data that serves only as a held-out set of an experiment.
 
     Raises:
-        UserError: a value is out of range; or, on `open`, a file is missing or damaged, or lacks a column, or a column
+        UserError: a value is out of range; or, on `open`, a file is missing, is damaged or lacks a column, or a column
             holds values other than numbers.
 
     Example:
@@ -61,7 +61,7 @@ class Table:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the rows, 0 <= held_out <= 1")
 
     def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> "Table":
-        """Return the table at another path, read as this one, with all of it held out."""
+        """Return the table at another path, with the same settings and all rows held out."""
         return dataclasses.replace(self, path=path, held_out=1.0)
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
@@ -97,7 +97,7 @@ class Table:
         return open_rows("table", row_count, read, self.held_out, hasher, batch, seed, process, processes)
 
     def _check_alike(self, first_arrays: NumpyBatch, other_arrays: NumpyBatch, file: str) -> None:
-        """Check that the columns of a file have the dtypes and shapes of those of the first file."""
+        """Check that the columns of a file have the same dtypes and row shapes as in the first file."""
         for name in self.columns:
             first_text, other_text = (
                 f"{arrays[name].dtype}{list(arrays[name].shape[1:])}" for arrays in (first_arrays, other_arrays)

@@ -29,22 +29,22 @@ class Text:
 
     Args:
         path: path of a file or a glob, or several of them; a path may begin with gs:// or s3://. A file may be a table
-            (.parquet, .arrow), and a path the folder to which Hugging Face's `Dataset.save_to_disk` saved a dataset.
+            (.parquet, .arrow). A path may be the folder to which Hugging Face's `Dataset.save_to_disk` saved a dataset.
         tokenizer: "byte", "char" (with the alphabet of these files), or the path of a Hugging Face tokenizer.json.
         context: number of targets per row.
         layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, and no
             document attends to another (the batch has `segments` and `positions`).
-        held_out: share of the text held out for evaluation: its last characters, or its last documents if packed. 1
-            holds out all of it, for a held-out set of an experiment.
+        held_out: share of the text held out for evaluation: its last characters or, if the layout is "packed", its last
+            documents. Use 1 for data that serves only as a held-out set of an experiment.
         separator: text between two documents; `None` makes each file one document.
         beginning: text put before every document, such as "<|bos|>".
         ending: text put after every document, such as "<|eos|>"; without it, a model of packed documents never learns
             to stop.
         prompt_end: marker that ends a prompt, for training on answers alone. Targets up to the end of the marker have
             weight 0, as do all targets of a document without the marker.
-        fields: for JSONL files and tables, the name of the text in each line or row, such as ("text",), or of a prompt,
-            whose targets have weight 0, and its answer, such as ("prompt", "answer"). Each line or row is a document.
-            () reads plain text.
+        fields: for JSONL files and tables, in which each line or row is a document: the name of its text, such as
+            ("text",), or the names of its prompt and its answer, such as ("prompt", "answer"). Targets in a prompt have
+            weight 0. () reads plain text.
 
     Raises:
         UserError: a value is out of range; or, on `open`, a file is missing, empty, binary, not UTF-8 or too short.
@@ -100,7 +100,7 @@ class Text:
         return tuple(map(str, self.path if isinstance(self.path, tuple) else (self.path,)))
 
     def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> "Text":
-        """Return the text at another path, read as this one, with all of it held out."""
+        """Return the text at another path, with the same settings and all of it held out."""
         return dataclasses.replace(self, path=path, held_out=1.0)
 
     def open(
@@ -113,7 +113,7 @@ class Text:
             seed: seed of the order of rows.
             process: index of this process.
             processes: number of processes that share the batch; each process gets contiguous rows.
-            tokenizer: tokenizer to encode with, such as that of other data; by default, the one that this text names.
+            tokenizer: tokenizer to encode with, such as that of other data; by default, that of this text's settings.
 
         Returns:
             The opened data, with `train()`, `evaluation()`, `tokenizer` and `facts`.
@@ -195,7 +195,7 @@ class Mixture:
         return self.parts[0].tokenizer
 
     def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> Text:
-        """Return the text at another path, read as the first part, with all of it held out."""
+        """Return the text at another path, with the settings of the first part and all of it held out."""
         return self.parts[0].held_out_at(path)
 
     def open(
@@ -287,7 +287,7 @@ def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -
     """Return the tokenizer that all parts share.
 
     Args:
-        parts: texts with equal settings of the tokenizer.
+        parts: texts with the same tokenizer setting.
         files_by_part: files of each part; the alphabet of "char" has all their characters.
     """
     kind_or_path = str(parts[0].tokenizer)
@@ -358,5 +358,5 @@ def _facts(
 
 
 def _sum_counts(corpora: list[Corpus], name: str) -> int:
-    """Sum the fact `name`, a count, over all corpora."""
+    """Return the sum of the count `facts[name]` over all corpora."""
     return sum(corpus.facts[name] for corpus in corpora)

@@ -248,7 +248,7 @@ class Subwords:
             return np.array(model.encode(text, add_special_tokens=True).ids, np.int32)
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each text its int32 ids, and the spans int32 [tokens, 2] of the characters that they stand for."""
+        """Return, for each text, its int32 ids and the span of each token in characters, int32 [tokens, 2]."""
         with _explain_errors("the tokenizer cannot encode the text", "repair its tokenizer.json"):
             encodings = self._model.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -308,7 +308,7 @@ class Subwords:
         return marker if np.array_equal(joined_ids, np.concatenate(expected_id_lists)[:-1]) else None
 
     def _indexed_parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Yield each part after its text's index. Long texts are cut into parts until a checked cut changes the ids."""
+        """Yield pairs (index of the text, part). Long texts are cut into parts until a checked cut changes the ids."""
         checks_left: float = _CHECK_COUNT  # minus infinity once a checked cut has changed the ids
         for text_index, text in enumerate(texts):
             if len(text) <= 2 * _CHUNK_CHARACTERS:

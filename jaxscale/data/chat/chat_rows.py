@@ -1,12 +1,14 @@
-"""Chats in JSONL files, rendered by a template, as documents in which the answers alone are learned.
+"""Turn chats in JSONL files into documents by a chat template, with loss on the answers alone.
 
-The template renders the messages before an answer, with the prompt for an answer at the end; then the messages up to
-and including the answer. What the second text adds to the first is the answer. The ids are those of the whole rendered
-text, as `apply_chat_template` of transformers returns them; a token is learned if it has a character of an answer.
+The template renders the messages before an answer, with the generation prompt at the end; then the messages up to and
+including the answer. The answer is what the second text adds to the first. The token ids are those of the whole
+rendered text, as transformers' `apply_chat_template` returns them. A token has weight 1 if it contains a character of
+an answer.
 
 A template may render an answer differently once the chat goes on, for example without its reasoning. A model does not
-write that later form, so the chat is split into several documents. Each document ends with an answer as the model is to
-write it, and shows the earlier turns as the model sees them then. Messages after the last answer are left out.
+write that later form, so the chat is split into several documents. Each document ends with an answer in the form that
+the model is to write, and contains the earlier turns in the form that the model sees at that point. Messages after the
+last answer are left out.
 """
 
 import dataclasses
@@ -30,23 +32,23 @@ _ROLE_BY_OTHER_NAME: dict[str, str] = {
     **dict.fromkeys(["human", "prompter"], "user"),
     **dict.fromkeys(["gpt", "chatgpt", "bot", "ai", "model"], "assistant"),
 }
-"""The role that another name stands for, as other sets of chats use it."""
+"""The role that corresponds to each role name of other chat datasets."""
 ANSWER_NAMES = ("completion", "answer", "response")
-"""Names of the answer in a row with a `prompt`."""
+"""Accepted names of the answer in a row that has a `prompt`."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first one."""
+"""Accepted names of a message's reasoning; templates read the first of these names."""
 _VERSION = 1
-"""Version of how rows become documents, a part of the key of the cached tokens."""
-_GROUP_CHARACTERS = 500_000  # a group of documents with at least this many characters is encoded at once
+"""Version of the conversion from rows to documents, a part of the cache key of the tokens."""
+_GROUP_CHARACTERS = 500_000  # documents are encoded in groups of at least this many characters
 
 
 class Chat(NamedTuple):
-    """A row of a file.
+    """The chat in one row of a file.
 
     Args:
-        place: file and number of the line.
-        messages: the messages, as the template takes them.
-        tools: descriptions of tools; `None` for none.
+        place: file and line number, for messages.
+        messages: the messages, in the form that the template takes.
+        tools: descriptions of the tools that the assistant may call; `None` if there are none.
     """
 
     place: str
@@ -55,7 +57,7 @@ class Chat(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A rendered text, and the spans of its answers in characters, in order."""
+    """A rendered text, and the spans (start, end) of its answers in characters, in order."""
 
     text: str
     answer_spans: tuple[tuple[int, int], ...]
@@ -113,14 +115,14 @@ def _chat_of(line: str, place: str) -> Chat:
 
 
 def _all_text(value: Any) -> str:
-    """Return all texts in a JSON value, joined."""
+    """Return all strings in a JSON value, with the names in its objects, as one concatenated string."""
     if isinstance(value, dict):
         return "".join(key + _all_text(each) for key, each in value.items())
     return "".join(map(_all_text, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
 
 
 def _template_message(message: Any, place: str) -> dict[str, Any]:
-    """Return a message as transformers gives it to a template: without nulls, and with reasoning under two names."""
+    """Return a message in the form that transformers passes to templates: no nulls, and reasoning under two names."""
     if not isinstance(message, dict):
         raise UserError(f"{place}: got a {type(message).__name__}, expected an object with role and content")
     role, content = message.get("role"), message.get("content")
@@ -138,12 +140,12 @@ def _template_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def documents_of(chat: Chat, rendered_texts: list[str]) -> list[Document]:
-    """Return the documents of a chat from what the template rendered.
+    """Return the documents of a chat, given the texts that the template rendered.
 
     Args:
         chat: the chat.
-        rendered_texts: two texts for each answer: that of the messages before it, with the prompt for an answer; and
-            that of the messages up to and including it.
+        rendered_texts: two texts for each answer. The first renders the messages before the answer, and ends with the
+            generation prompt. The second renders the messages up to and including the answer.
 
     Raises:
         UserError: the text up to an answer does not begin with the text before it, or adds nothing to that text.
@@ -165,21 +167,21 @@ def documents_of(chat: Chat, rendered_texts: list[str]) -> list[Document]:
             )
         if len(full_text) == len(prompt_text):
             raise UserError(f"{place}: the template renders nothing for it: change the folder's chat template")
-        has_earlier_answers = bool(documents) and prompt_text.startswith(documents[-1].text)
-        answer_spans = documents.pop().answer_spans if has_earlier_answers else ()
+        continues_last_document = bool(documents) and prompt_text.startswith(documents[-1].text)
+        answer_spans = documents.pop().answer_spans if continues_last_document else ()
         documents.append(Document(full_text, (*answer_spans, (len(prompt_text), len(full_text)))))
     return documents
 
 
 def learned_mask(document: Document, spans: np.ndarray) -> np.ndarray:
-    """Return which tokens have a character of an answer, bool [tokens].
+    """Return a mask of the tokens that contain a character of an answer, bool [tokens].
 
-    A tokenizer may leave white space out of a token's span. A token of white space alone then has an empty span, at its
-    end; that span counts as the character before it.
+    A tokenizer may leave white space out of a token's span. A token of white space alone then has an empty span, at the
+    token's end. An empty span counts as the character before it.
 
     Args:
         document: the document.
-        spans: int32 [tokens, 2], first character of each token, and the character after its last one.
+        spans: int32 [tokens, 2]; for each token, the index of its first character, and the index after its last one.
     """
     token_starts, token_ends = spans[:, 0], spans[:, 1]
     is_learned = np.zeros(len(spans), np.bool_)
@@ -195,8 +197,9 @@ class ChatRecipe:
     Args:
         template: the chat template.
         date: day that the template sees as today, as YYYY-MM-DD.
-        held_out: share of the chats, at their end, that is held out.
-        held_out_file_count: number of files, at the end of the list, whose chats are held out instead.
+        held_out: share of the chats that is held out: the last ones.
+        held_out_file_count: number of files at the end of the list whose chats are held out; above 0, `held_out` is
+            not used.
     """
 
     template: ChatTemplate
@@ -208,12 +211,12 @@ class ChatRecipe:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What determines the tokens of files, for a hash."""
+        """The values that determine the tokens of given files, for the cache key."""
         held_out_share = 0.0 if self.held_out_file_count else self.held_out
         return "chat", _VERSION, self.template.identity, self.date, held_out_share, self.held_out_file_count
 
     def count(self, files: list[str]) -> dict[str, Any]:
-        """Render the chats in files, and return counts: those of `documents.check_and_count`, and more."""
+        """Render the chats in files. Return the counts of `documents.check_and_count`, and counts of the chats."""
         byte_count, chats, first_held_out_index = 0, list[Chat](), -1
         for index, file in enumerate(files):
             if self.held_out_file_count and index == len(files) - self.held_out_file_count:
@@ -252,7 +255,7 @@ class ChatRecipe:
                 yield chat, documents_of(chat, texts_or_failure)
 
     def encode(self, tokenizer: Subwords) -> Iterator[LabeledParts]:
-        """Yield the ids of the documents that `count` rendered; a part is a run of learned or of other tokens."""
+        """Yield the ids of the documents that `count` rendered; each part is a run of tokens of equal weight."""
         group: list[tuple[int, Document]] = []
         character_count = 0
         for index, (split_index, document) in enumerate(self._splits_and_documents):
@@ -264,13 +267,13 @@ class ChatRecipe:
 
 
 def _renderings(chat: Chat) -> tuple[tuple[int, bool], ...]:
-    """Return what to render of a chat, as in `Job.renderings`: two texts for each answer, before it and up to it."""
+    """Return `Job.renderings` of a chat: for each answer, the messages before it, and then those up to its end."""
     answer_indices = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     return tuple(rendering for index in answer_indices for rendering in ((index, True), (index + 1, False)))
 
 
 def _labeled_runs(tokenizer: Subwords, group: list[tuple[int, Document]], character_count: int) -> LabeledParts:
-    """Return the runs of learned and of other tokens in a group of documents, each document with its split's index."""
+    """Encode a group of pairs (split index, document). Return its runs of tokens of equal weight, with labels."""
     id_arrays, length_arrays, split_arrays, learned_arrays, start_arrays = [], [], [], [], []
     ids_and_spans = tokenizer.encode_with_spans([document.text for _, document in group])
     for (split_index, document), (document_ids, spans) in zip(group, ids_and_spans, strict=True):

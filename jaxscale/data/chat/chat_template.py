@@ -1,8 +1,8 @@
 """The chat template of a model folder: the Jinja text that turns messages into the text that a model was trained on.
 
-A folder has it as `chat_template.jinja`, in tokenizer_config.json, or as `chat_template.json`, in transformers' format
-(https://huggingface.co/docs/transformers/chat_templating). A template is code from the internet, so a separate process
-renders it (`template_child.py`), within limits of time, memory and length.
+A folder stores the template in `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json`, in the format of
+transformers (https://huggingface.co/docs/transformers/chat_templating). A template is code from the internet, so a
+separate process renders it (`template_child.py`), within limits of time, memory and length.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxscale.errors import UserError
 from jaxscale.values.read_files import is_folder, is_regular, parse_json, read_bytes
 
 JINJA, TOKENIZER_CONFIG, LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
-"""The files that may hold a template, in the order in which they are looked for."""
+"""The files that may hold a template, in search order."""
 _JOBS_PER_LINE = 64
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What determines the rendered texts, for a hash."""
+        """The values that determine the rendered texts, for the cache key."""
         return self.source, self.tokens
 
     def to_json(self) -> str:
@@ -66,7 +66,7 @@ class ChatTemplate:
         """Return the template that `to_json` stored in the file at `place`.
 
         Raises:
-            UserError: the text is not that of a template.
+            UserError: the text is not a stored template.
         """
         fields = parse_json(text, place)
         try:
@@ -81,7 +81,7 @@ class ChatTemplate:
         return template
 
     def prompt(self, text: str) -> str:
-        """Return the rendered text of a chat with one message of a user, up to where the assistant answers."""
+        """Return the rendered text of one user message, with the generation prompt at the end."""
         with Renderer(self, None) as renderer:
             (texts_or_failure,) = renderer.render([Job([{"role": "user", "content": text}], None, ((1, True),))])
         if isinstance(texts_or_failure, Failure):
@@ -90,7 +90,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def answer_end(self) -> str:
-        """What the template puts after the words of an answer that ends a chat, such as "<|im_end|>\\n"."""
+        """The text that the template puts after the last answer of a chat, such as "<|im_end|>\\n"."""
         answer_words = "word"
         messages = [{"role": "user", "content": answer_words}, {"role": "assistant", "content": answer_words}]
         with Renderer(self, None) as renderer:
@@ -99,12 +99,12 @@ class ChatTemplate:
 
 
 class Job(NamedTuple):
-    """A chat that a template renders several times, each time up to another message.
+    """A chat that the template renders once for each entry of `renderings`.
 
     Args:
         messages: the messages.
-        tools: descriptions of the tools that the assistant may call; `None` for none.
-        renderings: for each text to render, the number of messages, and whether it ends with the prompt for an answer.
+        tools: descriptions of the tools that the assistant may call; `None` if there are none.
+        renderings: for each text to render, the number of messages in it, and whether to add the generation prompt.
     """
 
     messages: list[dict[str, Any]]
@@ -113,20 +113,20 @@ class Job(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A job that the template did not render; `text` is why."""
+    """The result of a job that the template could not render; `text` is the reason."""
 
     text: str
 
 
 class Renderer:
-    """The process that renders a template; a context manager.
+    """A context manager for the process that renders a template.
 
     Args:
         template: the template.
         date: day that the template sees as today, as YYYY-MM-DD; `None` for the present time.
 
     Raises:
-        UserError: Jinja2 is missing, or the template cannot be compiled.
+        UserError: on entry, if Jinja2 is missing or the template cannot be compiled.
     """
 
     def __init__(self, template: ChatTemplate, date: str | None) -> None:
@@ -179,14 +179,14 @@ class Renderer:
                     return
 
     def _send(self, content: Any) -> None:
-        """Send a line to the process; if the process has ended, reading its answer reports that."""
+        """Send a line of JSON to the process. If the process has ended, `_receive` reports that."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def _receive(self) -> list[str] | Failure:
-        """Return the texts that the process answers to a job, or why there are none."""
+        """Wait for the process's result of the next job, and return its texts or a `Failure`."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
@@ -211,7 +211,7 @@ def read_template(folder: str | Path) -> ChatTemplate:
         folder: folder that transformers saved, with a tokenizer.
 
     Raises:
-        UserError: the folder has no template, or a file is not as transformers writes it.
+        UserError: the folder has no template, or a file does not have the format of transformers.
     """
     template = find_template(folder)
     if template is None:
@@ -223,7 +223,7 @@ def read_template(folder: str | Path) -> ChatTemplate:
 
 
 def find_template(folder: str | Path) -> ChatTemplate | None:
-    """Return the chat template of a model folder, or `None` if it has none; `read_template` describes the errors."""
+    """Return the chat template of a model folder, or `None` if it has none; see `read_template` for the errors."""
     folder = Path(folder)
     if not is_folder(folder):
         raise UserError(f"{folder}: no such folder; expected that of a model, with its tokenizer and chat template")
@@ -236,7 +236,7 @@ def find_template(folder: str | Path) -> ChatTemplate | None:
             raise UserError(f"{folder / JINJA} is not UTF-8 ({error}): copy the file again") from None
     for file_name, json_object in ((TOKENIZER_CONFIG, config), (LEGACY, _read_object(folder / LEGACY))):
         source = json_object.get("chat_template")
-        if isinstance(source, list):  # several, each with a name
+        if isinstance(source, list):  # several templates, each with a name
             source_by_name = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
             if not isinstance(source_by_name.get("default"), str):
                 raise UserError(
@@ -264,7 +264,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, such as bos_token, by name."""
+    """Return the special tokens in the JSON of a tokenizer_config.json, by names such as bos_token."""
     token_by_name = {}
     for name, token in config.items():
         token_text = token.get("content") if isinstance(token, dict) else token
@@ -296,11 +296,11 @@ def folder_tokenizer(folder: str | Path) -> Subwords:
 
 
 def stop_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids at which a folder's model ends a text: its eos_token_id, in generation_config.json or config.json.
+    """Return the end-of-text ids of a folder's model: eos_token_id of generation_config.json or else of config.json.
 
     Args:
         folder: folder that transformers saved.
-        tokenizer: its tokenizer; an id beyond its vocabulary is left out.
+        tokenizer: the model's tokenizer; ids beyond its vocabulary are left out.
     """
     for name in ("generation_config.json", "config.json"):
         id_or_ids = _read_object(Path(folder) / name).get("eos_token_id")
@@ -312,7 +312,11 @@ def stop_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def answer_stops(template: ChatTemplate, tokenizer: Any) -> tuple[Sequence[int], Sequence[str]]:
-    """Return the ids and texts that end an answer: the first special token after its words, or else the text there."""
+    """Return the stop ids and the stop texts of an answer.
+
+    An answer ends at the first special token that the template puts after it. If the template puts no special token
+    there, the answer ends at the text that the template puts there.
+    """
     end_text = template.answer_end
     special_ids = [int(i) for i in tokenizer.encode(end_text) if int(i) in tokenizer.special_ids] if end_text else []
     if special_ids:

@@ -22,23 +22,25 @@ from jaxscale.values import check_types
 
 @dataclasses.dataclass(frozen=True)
 class Chats:
-    """Chats as packed rows of tokens, of which the answers alone are learned.
+    """Chats as packed rows of tokens, with loss on the answers alone.
 
     A row of a file is `{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}`, with
-    `"tools"` if the template takes them, or `{"prompt": ..., "completion": ...}` (or `answer`, or `response`). The
-    folder's chat template renders it; templates need Jinja2 (`pip install 'jaxscale[chat]'`). The ids are those of
-    transformers' `apply_chat_template`, and the tokens that an answer adds have weight 1, including the token that
-    ends it. A chat that is longer than `context` is cut there. Chats are packed into rows like the documents of `Text`.
+    `"tools"` if the template takes tools. A row may also be `{"prompt": ..., "completion": ...}`; `answer` and
+    `response` are accepted in place of `completion`. The folder's chat template renders the rows; templates need Jinja2
+    (`pip install 'jaxscale[chat]'`). The ids are those of transformers' `apply_chat_template`. The tokens of an answer
+    have weight 1, including the token that ends the answer. A chat of more than `context` targets is cut after them.
+    Chats are packed into rows like the documents of `Text`.
 
     Args:
         path: path of a JSONL file or a glob, or several of them; a path may begin with gs:// or s3://.
         folder: model folder that holds tokenizer.json and the chat template.
         context: number of targets per row.
-        held_out: share of the chats, the last ones, held out for evaluation; 1 holds out all of them, for a held-out
-            set of an experiment.
-        held_out_path: file, glob or several of them, whose chats are held out; `held_out` is then not used.
-        date: day that the template sees as today, as YYYY-MM-DD; a fixed one, so that a continued run has the same
-            text. The default is that of Llama's templates.
+        held_out: share of the chats held out for evaluation: the last ones. Use 1 for data that serves only as a
+            held-out set of an experiment.
+        held_out_path: file or glob, or several of them, whose chats are held out. If it is given, `held_out` is not
+            used.
+        date: day that the template sees as today, as YYYY-MM-DD. The day is fixed, so a continued run renders the same
+            texts. The default is the date of Llama's templates.
 
     Raises:
         UserError: a value is out of range; or, on `open`, a file or the folder is missing or not as described, or the
@@ -90,11 +92,11 @@ class Chats:
         return read_template(self.folder)
 
     def held_out_at(self, path: str | Path | tuple[str | Path, ...]) -> "Chats":
-        """Return the chats at another path, read as these, with all of them held out."""
+        """Return the chats at another path, with the same settings and all chats held out."""
         return dataclasses.replace(self, path=path, held_out=1.0, held_out_path=None)
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """Render and encode the chats, and return their batches; for arguments and errors, see `Text.open`."""
+        """Render and encode the chats, and return the opened data; for arguments and errors, see `Text.open`."""
         check_share(batch, process, processes)
         template, tokenizer = self.template, folder_tokenizer(self.folder)
         held_out_files = [] if self.held_out_path is None else source.find_files(_paths(self.held_out_path))
@@ -133,7 +135,7 @@ _NO_ROWS_ADVICE = "give more chats, or a longer context if the prompts alone fil
 
 
 def _no_rows_text(tokens: Tokens, context: int) -> str:
-    """Return why a split has no rows."""
+    """Return the reason why a split has no rows, as text for an error message."""
     return f"none of its {len(tokens.document_starts) - 1} chats has an answer in its first {context} tokens"
 
 
@@ -165,7 +167,7 @@ def _facts(corpus: Corpus, rows: Packed, held_out_rows: Packed, tokenizer: Any) 
 
 
 def _note(facts: dict[str, Any], tokens_by_split: list[Tokens], context: int) -> str | None:
-    """Return a line on the chats that are cut, and on those without an answer; `None` if there are no such chats."""
+    """Return a note about chats that are cut or that have no answer; `None` if there are no such chats."""
     cut_count = lost_token_count = 0
     for tokens in tokens_by_split:
         ends = tokens.document_starts[1:]

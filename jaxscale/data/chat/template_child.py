@@ -1,10 +1,10 @@
-"""The program that renders chat templates: a separate process, since a template is code from the internet.
+"""The program that renders chat templates in a separate process, because a template is code from the internet.
 
-`chat_template.Renderer` starts this file as a script. It imports Jinja2 and Python's library alone, and runs templates
-in Jinja's `ImmutableSandboxedEnvironment`, with the helpers that transformers gives them. The system bounds what a
-sandbox does not: a job that takes `CPU_SECONDS` ends the process by a signal, and the memory and files of the process
-are limited. The first line of its input has the template; each other line has a list of jobs. The program answers each
-job with a line.
+`chat_template.Renderer` starts this file as a script. The script imports only Jinja2 and the standard library, and runs
+templates in Jinja's `ImmutableSandboxedEnvironment`, with the helpers that transformers provides. The operating system
+enforces what the sandbox cannot: a signal ends the process if a job takes `CPU_SECONDS`, and the memory and files of
+the process are limited. The first line of the input holds the template; each further line holds a list of jobs. The
+program writes one line for the template, and one line for each job.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ CPU_SECONDS = 5.0
 MAX_CHARACTERS = 2**23
 """Number of characters of the longest text that a template may render."""
 MEMORY_BYTES = 2**31
-"""Size of the largest address space of the process, where the system limits it (not on macOS)."""
+"""Limit of the process's address space, in bytes; macOS does not enforce it."""
 
 
 def limit_process() -> None:
@@ -32,7 +32,7 @@ def limit_process() -> None:
 
 
 def start_clock(seconds: float) -> None:
-    """End this process by a signal after this many CPU seconds; 0 stops the clock.
+    """Start a clock that ends this process by a signal after `seconds` of CPU time; 0 stops the clock.
 
     No handler is installed, because it would run only after the operation in progress, which may itself be endless.
     """
@@ -54,7 +54,7 @@ def compiled_template(source: str, date: str | None) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """The tag that encloses what an assistant writes, whose body is rendered like any other text."""
+        """The tag `generation`, which encloses the text of an assistant; its body is rendered like any other text."""
 
         tags: ClassVar[set[str]] = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -78,7 +78,7 @@ def compiled_template(source: str, date: str | None) -> Any:
     def to_json(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        """JSON without the escapes for HTML of Jinja's own filter."""
+        """Return a value as JSON, without the HTML escapes of Jinja's own filter."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
@@ -119,7 +119,10 @@ def rendered_text(template: Any, variables: dict[str, Any]) -> str:
 
 
 def answer(make_texts: Callable[[], Any]) -> dict[str, Any]:
-    """Return a dict of the texts that `make_texts` returns, "texts", or of an error's message, "raised" or "broken"."""
+    """Call `make_texts` within the time limit, and return a dict of its texts or of an error message.
+
+    The key is "texts" for the texts, "raised" if the template refuses the messages, and "broken" for other errors.
+    """
     start_clock(CPU_SECONDS)
     try:
         return {"texts": make_texts()}
@@ -136,7 +139,7 @@ def answer(make_texts: Callable[[], Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the jobs of the standard input, line by line, until it ends."""
+    """Read jobs from standard input, line by line, and write a reply to each, until the input ends."""
     limit_process()
     request = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = request["path"]
