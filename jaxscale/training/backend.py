@@ -17,7 +17,7 @@ from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 from jaxscale.platforms.join import join, place_of
 
 SLOW_COLLECTIVE_SECONDS = 3600
-"""Seconds in one collective after which XLA:CPU aborts a watched process; its own default is 40."""
+"""Seconds in one collective after which XLA:CPU aborts a watched process; XLA's own default is 40."""
 _TIMEOUT_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
@@ -27,7 +27,7 @@ def start_backend(*, is_watched: bool = False) -> None:
     Call this function before any device is used: once a backend is running, its platform and devices are fixed.
 
     Args:
-        is_watched: whether `training/stuck.py` ends the process if a collective is stuck, so that XLA need not.
+        is_watched: whether `training/stuck.py` ends the process if a collective is stuck, so XLA need not end it.
 
     Raises:
         UserError: the environment describes several processes that could not join.
@@ -87,7 +87,7 @@ def make_cache_folder() -> Path | None:
 def allow_slow_collectives() -> None:
     """Make XLA:CPU wait for an hour in a collective, such as one of a slow first step, before it aborts the process.
 
-    It still warns after 20 seconds. A limit that the environment sets is kept, as is that of a running backend.
+    XLA still warns after 20 seconds. A limit that the environment sets is kept. A running backend keeps its limit, too.
     """
     from jaxscale.compat import has_collective_timeout, is_backend_started
 

@@ -1,4 +1,4 @@
-"""A user's own functions, which a run calls after its steps, evaluations and saves, and which may stop it."""
+"""The user's own functions, which a run calls after its steps, evaluations and saves, and which may stop the run."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ class Event:
         kind: "step" after a step, "evaluation" after held-out batches were scored, "checkpoint" after a completed save.
         step: number of updates made.
         values: numbers by name. A step has `loss` (nats per target), `grad_norm`, `learning_rate`, `weight` (targets),
-            `skipped` and `skipped_in_row`; an evaluation has `loss`, `targets` and, of a classifier, `accuracy`, and
-            those of each held-out set by names such as `news/loss`; a checkpoint has the `seconds` of the save.
+            `skipped` and `skipped_in_row`. An evaluation has `loss`, `targets` and, for a classifier, `accuracy`; the
+            values of a held-out set have names such as `news/loss`. A checkpoint has `seconds`, which the save took.
         folder: the run directory.
     """
 
@@ -45,8 +45,8 @@ class EarlyStopping:
     """Stop a run whose held-out metric has not improved in several evaluations in a row.
 
     Args:
-        metric: name of the metric in `Event.values` of an evaluation, such as "loss" or "news/loss". "eval/" may stand
-            before it, as in TensorBoard.
+        metric: name of the metric in `Event.values` of an evaluation, such as "loss" or "news/loss". The name may have
+            the prefix "eval/", as in TensorBoard.
         patience: number of evaluations in a row without an improvement after which the run ends.
         least_change: smallest change that counts as an improvement.
         mode: "min" if lower values are better, "max" if higher values are.
@@ -92,11 +92,13 @@ class EarlyStopping:
         return self._worse_count >= self.patience
 
     def check(self, names: Sequence[str], every: int, steps: int) -> None:
-        """Check, before the first step of a run, that its evaluations report the metric, and that they may stop it.
+        """Check that a run's evaluations report the metric; warn if they come too late to stop the run.
+
+        The run calls this before its first step.
 
         Args:
-            names: names of the figures that an evaluation reports.
-            every: number of steps between evaluations; 0 for one at the end.
+            names: names of the metrics that an evaluation reports.
+            every: number of steps between evaluations; 0 for a single evaluation, at the end.
             steps: number of steps of the run.
 
         Raises:
@@ -125,15 +127,15 @@ class Callbacks:
 
     Args:
         callbacks: functions of an event.
-        report_failure: function that is called with the step, the name of a callback that failed, the text of its
-            error, and the user's line as "FILE:LINE: ".
+        report_failure: function that is called if a callback fails. Its arguments are the step, the callback's name,
+            the error as text, and the user's line as "FILE:LINE: ".
 
     Attributes:
         stop_cause: name of the callback that asked the run to stop; `None` if none did.
         early_stopping: the callbacks that are an `EarlyStopping`.
 
     Raises:
-        UserError: one of them cannot be called with an event.
+        UserError: `callbacks` is not a list, or a callback cannot be called with an event.
     """
 
     def __init__(self, callbacks: Sequence[Any], report_failure: Callable[[int, str, str, str], None]) -> None:

@@ -69,7 +69,7 @@ def check_data(experiment: Experiment, data: Any, *, is_trained: bool = True) ->
 
     Raises:
         UserError: all of the data is held out; the tokenizer has more tokens than the model's vocabulary, or cannot
-            encode one of the sample prompts, or one is longer than the model's context; or the data has more classes,
+            encode a sample prompt; a sample prompt is longer than the model's context; or the data has more classes,
             images of another shape, or longer sequences than the model takes.
     """
     tokenizer, traits = getattr(data, "tokenizer", None), ModelTraits.of(experiment.model)
@@ -122,7 +122,7 @@ def check_data(experiment: Experiment, data: Any, *, is_trained: bool = True) ->
 def prompts_of(experiment: Experiment, tokenizer: Any) -> tuple[str, ...]:
     """Return the prompts of an experiment's samples.
 
-    The default prompt is a line break. If the data has none, the prompt is the first character of the alphabet.
+    The default prompt is a line break. If the tokenizer cannot encode it, the prompt is the text of the token 0.
 
     Args:
         experiment: the experiment.
@@ -139,7 +139,7 @@ def prompts_of(experiment: Experiment, tokenizer: Any) -> tuple[str, ...]:
 
 
 def checked_metrics(metrics: Any) -> Any:
-    """Return metrics that check what they return, by name; `models.scores.named_metrics` raises the errors."""
+    """Return the metrics by name, each with a check of its results; see `models.scores.named_metrics`."""
     if not metrics:
         return {}
     from jaxscale.models.scores import named_metrics
@@ -150,7 +150,7 @@ def checked_metrics(metrics: Any) -> Any:
 def check_evaluation(
     step: Any, data: Any, sets: Mapping[str, Any], metrics: Mapping[str, Any], callbacks: Callbacks
 ) -> None:
-    """Trace the metrics for a held-out batch, and check that early stopping watches what an evaluation reports.
+    """Trace the metrics for a held-out batch, and check that evaluations report the metric of each `EarlyStopping`.
 
     Args:
         step: the train step.
@@ -160,8 +160,8 @@ def check_evaluation(
         callbacks: the callbacks of the run.
 
     Raises:
-        UserError: a metric returns something other than one number per row or per target; nothing is held out, so that
-            there are no evaluations; or they do not report the figure that early stopping watches.
+        UserError: a metric returns something other than one number per row or per target; nothing is held out, so there
+            are no evaluations; or evaluations do not report the metric of an `EarlyStopping`.
     """
     if not metrics and not callbacks.early_stopping:
         return

@@ -63,7 +63,7 @@ def compile_step(
     predicted_fields |= {f"{name.replace(' ', '_')}_bytes": byte_count for name, byte_count in bytes_by_name.items()}
     try:
         step_seconds = modeled_step_seconds(step)
-    except UserError as error:  # a damaged calibration is no reason not to train
+    except UserError as error:  # a run can train with a damaged calibration
         step_seconds = None
         journal.say(f"the step has no modeled seconds: {error}")
     if step_seconds is not None:
@@ -90,7 +90,7 @@ def compile_step(
 
 
 def modeled_step_seconds(step: "TrainStep") -> float | None:
-    """Return the modeled seconds of a step on its devices; `None` if their rates are neither known nor calibrated.
+    """Return the modeled time of a step in seconds; `None` if its devices' rates are neither known nor calibrated.
 
     Raises:
         UserError: the file of calibrations is damaged.

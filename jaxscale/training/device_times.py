@@ -65,7 +65,7 @@ class DeviceOperation:
     Args:
         name: name of the operation in the compiled program, or of the kernel.
         kind: kind of the operation.
-        seconds: self time of all executions.
+        seconds: total self time of all executions.
         count: number of executions.
     """
 
@@ -83,7 +83,7 @@ class DeviceTime:
         device: name of the device in the trace.
         span: seconds from the start of the first operation to the end of the last one.
         busy: seconds of the span in which at least one operation ran.
-        longest_gap: seconds of the longest wait between two operations.
+        longest_gap: longest time between two operations, in seconds.
         operations: the device's operations, in order of decreasing self time.
     """
 
@@ -193,7 +193,7 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
 
 
 def device_events(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """Yield pairs of a device's name and a list of its events, which are the operations executed on one line.
+    """Yield pairs (name of a device, list of the events of its operations on one line of the plane).
 
     A TPU's plane has all operations, some nested in others, in the line "XLA Ops". A GPU's plane has one line for each
     stream. The operations of CPU devices are among the host's events, each with the number of its device.
@@ -277,7 +277,7 @@ def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> Device
 
 
 def _events_and_self_ns(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
-    """Yield each event of a line with its self time in nanoseconds, without the time of events nested in the event."""
+    """Yield pairs (event of a line, its self time in nanoseconds); nested events do not count for the outer event."""
     nested_ns_by_index: dict[int, float] = collections.defaultdict(float)
     events = sorted(line_events, key=lambda event: (event.start, -event.end))
     # indices of the events that are still running when the next event starts, with the innermost one last

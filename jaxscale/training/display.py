@@ -1,6 +1,7 @@
 """The progress of a run on the screen: one live line in a terminal or a notebook, or a line every 20 s in a file.
 
-The display is called after every step, but shows only a few steps per second, so a fast step loses only microseconds.
+The display is called after every step, but updates the screen a few times per second at most, so a call after a fast
+step takes only microseconds.
 """
 
 import datetime
@@ -104,7 +105,7 @@ class Display:
 
 
 def _print(text: str, end: str = "\n") -> None:
-    """Print a text at once; if stdout is a file on a full disk, the text is lost, and the run goes on."""
+    """Print a text and flush it. If stdout is a file on a full disk, the text is lost, and the run goes on."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:

@@ -117,7 +117,7 @@ class Diagnosis:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Facts about a machine and its installation.
+    """What is known about a machine and its installation.
 
     Args:
         python: version of Python.
@@ -130,7 +130,7 @@ class Machine:
         jax_platforms: JAX's setting `jax_platforms`; empty if it is not set.
         core_count: number of CPU cores.
         host_memory: bytes of main memory; `None` if unknown.
-        free_bytes: free bytes of the disk that holds a folder, by the folder's label and path.
+        free_bytes: for each folder, by its label and path, the free bytes on its disk.
         cache_folder: folder of the compile cache; `None` if the cache is off.
         optional_packages: names of the optional packages that can be imported.
     """
@@ -164,7 +164,7 @@ def doctor() -> Diagnosis:
 
 
 def examine() -> Machine:
-    """Start JAX's backend, and collect the facts about this machine."""
+    """Start JAX's backend, and return a description of this machine."""
     from jaxscale.platforms.cores import usable_cores
     from jaxscale.platforms.detect import detect, host_memory
 
@@ -212,7 +212,7 @@ def has_pci_tpu(pci_folder: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """Return the report on a machine, as a pure function of its facts."""
+    """Return the report on a machine; this is a pure function of `machine`."""
     return Diagnosis(
         (
             Section("versions", tuple(_version_findings(machine))),

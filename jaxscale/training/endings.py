@@ -1,6 +1,6 @@
 """How a run ends early or badly: by a signal, by divergence, because a step is stuck, or with many skipped steps.
 
-The main thread may be in C++ and not return. Another thread then ends the process, with the same message and code.
+The main thread may be in C++ and not return. Another thread then ends the process, with the same message and exit code.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from jaxscale.training.signals import Stop, StoppedEarly, is_interactive
 from jaxscale.training.stuck import StuckWatch, collectives_by_channel, collectives_text
 
 LAST_SECONDS = 0.5
-"""Seconds for the last line of the log when a signal ends the process before the first step."""
+"""If a signal ends the process before the first step: seconds that the last line of the log may take."""
 MOST_SKIPPED = 0.1
-"""Largest share of the steps of a run that may be skipped in a run that ends with code 0."""
+"""Largest share of skipped steps with which a run ends with exit code 0."""
 STUCK_SAVE_SECONDS = 60.0
-"""Seconds for the checkpoint that is being written, and for the report, when a step is stuck."""
+"""If a step is stuck: seconds that the report and the checkpoint being written may take."""
 
 
 def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: bool) -> NoReturn:
@@ -52,7 +52,7 @@ def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: b
 
 
 def _early_error(step: int, cause: str) -> Preempted | KeyboardInterrupt:
-    """Return the error of a run that is stopped before its first step, by the step of its checkpoint, or 0."""
+    """Return the error of a run that is stopped before its first step; `step` is that of its checkpoint, or 0."""
     if step:
         text = f"stopped by {cause} before step {step + 1}. The checkpoint of step {step} is intact"
         return Preempted(f"{text}: start the run again to continue it", is_saved=False)
@@ -82,7 +82,7 @@ def end_process_early(journal: Journal, step: int, signal_name: str) -> None:
 
     Args:
         journal: the run's journal.
-        step: step of the checkpoint from which another start continues, or 0.
+        step: step of the checkpoint from which another start continues; 0 if there is none.
         signal_name: name of the signal.
     """
     if is_interactive():
@@ -165,14 +165,14 @@ def _end_stuck(
 
 
 def _end_process(exit_code: int, finish: Callable[[], None], finish_seconds: float) -> None:
-    """Call a last function, and then end this process at once, unless it is interactive.
+    """Call `finish`, and then end this process at once; an interactive process is not ended.
 
-    Rank 0 of several waits one second before it ends. JAX aborts the other ranks once the service of rank 0 is gone,
-    and they may be about to report the same.
+    If there are several ranks, rank 0 waits one second before it ends. JAX aborts the other ranks once the service of
+    rank 0 is gone, and they may be about to report the same error.
 
     Args:
         exit_code: exit code.
-        finish: the last function. Its errors are ignored, because a disk may be full or a terminal gone.
+        finish: function to call last. Its errors are ignored, because a disk may be full or a terminal gone.
         finish_seconds: seconds that `finish` may take.
     """
 
@@ -204,7 +204,7 @@ def stop_diverged(
         checkpoints: the run's checkpoints; a save may still be running.
         step: number of the last skipped step.
         metrics: metrics of the last skipped step.
-        causes: why the first step was skipped, as far as that was found.
+        causes: the causes of the first skipped step, as far as they are known.
 
     Raises:
         Diverged: always; the message names the last good checkpoint.
@@ -241,7 +241,7 @@ def check_skipped(folder: Any, step_count: int, skip_count: int, causes: Causes 
         folder: the run's folder.
         step_count: number of steps of the run, skipped ones included.
         skip_count: number of the skipped steps.
-        causes: why the first of them was skipped, as far as that was found.
+        causes: the causes of the first skipped step, as far as they are known; `None` if they were not searched for.
 
     Raises:
         MostlySkipped: more than a tenth of the steps was skipped.

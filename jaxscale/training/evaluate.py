@@ -1,6 +1,6 @@
 """Measure the held-out loss, and the accuracy if the model reports it, during a run and after it.
 
-The figures of a named held-out set have its name before theirs, as in "news/loss".
+The names of a held-out set's figures begin with the name of the set, as in "news/loss".
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def held_out_means(
     one_at_a_time: bool,
     metrics: Mapping[str, "Metric"] = {},
 ) -> dict[str, float] | None:
-    """Measure the held-out loss, the accuracy if the model reports it, and metrics of the user's own.
+    """Measure the held-out loss, the accuracy if the model reports it, and the user's own metrics.
 
     Args:
         step: the train step, which compiles the evaluation at its first use.
@@ -97,9 +97,9 @@ def all_means(
         sets: the opened held-out sets by name.
 
     Returns:
-        The figures of `held_out_means` for the data's own held-out part, or else for the first set; then those of each
-        set by names such as "news/loss". A set without any target has 0 targets, and NaN as its loss. `None` if there
-        is neither a held-out part nor a set.
+        A dict of the figures of `held_out_means` for the data's own held-out part or, if there is none, for the first
+        set; and of the figures of each set, by names such as "news/loss". A set without any target has 0 targets, and
+        NaN as its loss. `None` if there is neither a held-out part nor a set.
     """
     own_means = held_out_means(step, data, state, batches, **settings)
     empty_means = {"loss": math.nan, "targets": 0.0}
@@ -113,13 +113,13 @@ def all_means(
 
 
 def _mean(sum_pairs: Iterable[tuple[Any, Any]]) -> float:
-    """Return the mean that pairs of a weighted sum and a sum of weights give together; NaN if all weights are 0."""
+    """Return the weighted mean of batches, given pairs (weighted sum, sum of weights); NaN if all weights are 0."""
     total_sum, total_weight = np.array(list(sum_pairs), np.float64).sum(0)
     return float(total_sum / total_weight) if total_weight else math.nan
 
 
 def _fill_count(batch: NumpyBatch) -> int:
-    """Return the number of rows of weight 0 at the end of a batch; such rows fill up the last batch."""
+    """Return the number of padding rows of a batch: the rows of weight 0 at its end."""
     weights = batch.get("weights")
     if weights is None:
         return 0
@@ -128,10 +128,11 @@ def _fill_count(batch: NumpyBatch) -> int:
 
 
 def _batch_without_fill(step: Any, state: Any, batch: NumpyBatch, device_batch: Any, fill_count: int) -> Any:
-    """Return a filled-up batch on the devices; if the loss couples rows, without the rows that fill it.
+    """Return a padded batch on the devices; if the loss couples rows, remove the padding rows.
 
     Returns:
-        The batch; `None` if the loss couples rows, and the devices cannot share the remaining rows evenly.
+        The batch. `None` if the loss couples rows, and the devices cannot share the remaining rows evenly or belong to
+        several processes.
     """
     import jax
 
@@ -152,21 +153,21 @@ def evaluate(
     metrics: Mapping[str, "Metric"] = {},
     data: Any = None,
 ) -> dict[str, Any]:
-    """Measure the held-out loss of a run's newest checkpoint, or of its best one, or that of a Hugging Face folder.
+    """Measure the held-out loss of a run's newest or best checkpoint, or of the model in a Hugging Face folder.
 
     Args:
         run: the run directory, or a folder that transformers saved.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         batches: number of held-out batches; all by default.
         metrics: functions of module and batch, by name, as in `train`.
-        data: what to evaluate on instead, in any form that `Experiment.held_out` takes, such as the path of a file that
-            is read as the run's data. For a folder, a JSONL file of chats, with loss on the answers alone, or a text
-            file, with loss on every token.
+        data: data to evaluate on instead of the run's, in any form that `Experiment.held_out` takes, such as the path
+            of a file that is read like the run's data. A model folder needs `data`: the path of a JSONL file of chats,
+            with loss on the answers alone, or of a text file, with loss on every token.
 
     Returns:
         A dict of the checkpoint's `step`, `loss` (nats per target), `targets` (number of targets), `accuracy` if the
-        model reports it, and the mean of each metric; then the same of each held-out set of the experiment, by names
-        such as "news/loss". Of a folder, without `step`.
+        model reports it, and the mean of each metric; and of the same figures for each held-out set of the experiment,
+        by names such as "news/loss". For a model folder, there is no `step`.
 
     Raises:
         UserError: the directory has no run or checkpoint, or the data has nothing held out.
@@ -225,7 +226,7 @@ def _show_note(opened_data: Opened) -> None:
 
 
 def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
-    """Return the data of a file for the model of a folder, and the opened data, all of which is held out."""
+    """Return the data object of a file for a folder's model, and that data, opened; all of it is held out."""
     from jaxscale.models.huggingface import read_config
 
     _, model = read_config(folder)

@@ -33,17 +33,17 @@ def generate(
 ) -> Any:
     """Generate text after a prompt with the model of a run, or of a Hugging Face folder.
 
-    A continuation ends after `tokens` tokens, or before a stop text or a stop id. It also ends before the text that
-    ends the documents of the data (`data.Text(ending=)`) or the answers of the chat template, and before the tokens at
-    which the folder's model ends a text.
+    A continuation ends after `tokens` tokens, or before a stop text or a stop id. There are also stops that need not be
+    given: the ending of the data's documents (`data.Text(ending=)`), the end of an answer in the chat template, and the
+    end-of-text tokens of a folder's model.
 
     Args:
         run: the run directory, or a folder that transformers saved.
         prompt: the text to continue, or several texts; each has at most as many tokens as the model has positions.
         tokens: largest number of tokens to generate for each prompt; it may exceed the model's positions.
         best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
-        chat: whether a prompt is the message of a user, which the chat template renders, and the text is the answer. By
-            default, that is true if the run was trained on chats, or the folder has a template.
+        chat: whether to render each prompt by the chat template as a user message, and generate the answer. By default,
+            that is true if the run was trained on chats, or the folder has a template.
         settings: `temperature`, `seed`, `top_k`, `top_p`, `min_p`, `stop`, `stop_ids` and `samples`, as in `Sampling`.
 
     Returns:
@@ -79,7 +79,7 @@ def stream(
 
 
 def model_continuations(model: TextModel, prompt: str | Sequence[str], sampling: Sampling, chat: bool | None) -> Any:
-    """Return the continuation of a prompt, or those of several, as `generate` does."""
+    """Return the continuation of a prompt, or a list of the continuations of several prompts, as `generate` does."""
     rendered_prompt, encode = model.render_prompts(prompt, chat), functools.partial(model.encode, chat=chat)
     return continuations(model.generator, model.tokenizer, rendered_prompt, model.with_stops(sampling), encode)
 
@@ -104,7 +104,7 @@ def make_sampling(tokens: int, settings: dict[str, Any]) -> Sampling:
 def _encoded_prompts(
     generator: Any, tokenizer: Any, prompts: Sequence[str], sampling: Sampling, encode: Encode | None
 ) -> list[np.ndarray]:
-    """Return the ids of each prompt, after checks of the prompts and of what stops a continuation."""
+    """Check the prompts and the stop texts, and return the int32 ids of each prompt."""
     check_can_generate(generator.model, tokenizer)
     check_stop_texts(tokenizer, sampling.stop)
     ids_by_prompt = []
@@ -164,7 +164,7 @@ def continuations(
 def stream_text(
     generator: Any, tokenizer: Any, prompt: str, sampling: Sampling, encode: Encode | None = None
 ) -> Iterator[str]:
-    """Return an iterator of the pieces of a prompt's continuation, as `stream` does; mistakes are reported at once."""
+    """Return an iterator of the pieces of a prompt's continuation, as `stream` does; check the arguments at once."""
     if sampling.samples > 1 or not isinstance(prompt, str):
         raise UserError("stream: got several continuations, expected one prompt and one sample; call generate for more")
     ids_by_prompt = _encoded_prompts(generator, tokenizer, (prompt,), sampling, encode)
@@ -193,8 +193,8 @@ def draw_samples(
     Args:
         experiment: the experiment; its `model`, `seed` and `samples` are used.
         tokenizer: tokenizer of the experiment's data; `None` if the data is not text.
-        get_generator: returns the model with its parameters; called only if there is a sample to draw.
-        template: chat template of the data, for which a prompt is the message of a user; `None` for other data.
+        get_generator: function that returns the model with its parameters; called only if there is a sample to draw.
+        template: chat template of the data, which renders each prompt as a user message; `None` if there is none.
     """
     settings = experiment.samples
     if not settings.prompts or not can_generate(experiment.model, tokenizer):

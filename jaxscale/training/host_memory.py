@@ -1,4 +1,4 @@
-"""The check that a CPU's host holds the train state, made before the state is created.
+"""Check that a host with CPU devices has enough memory for the train state, before the state is created.
 
 A state that is larger than the memory ends the process without a message, or makes the machine swap for hours. On other
 platforms, the compiled program reports the memory that it needs, and a device refuses an allocation that is too large.
@@ -12,7 +12,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.detect import host_memory
 from jaxscale.values.units import size
 
-_WARNING_SHARE = 0.7  # gradients and activations come on top of the state
+_WARNING_SHARE = 0.7  # gradients and activations need memory, too
 
 
 def state_bytes(step: Any) -> int:
@@ -31,7 +31,7 @@ def state_bytes(step: Any) -> int:
 
 
 def check_host_holds(needed_bytes: int, say: Callable[[str], None], available_bytes: int | None = None) -> None:
-    """Check that the host holds the train state.
+    """Check that the host has enough memory for the train state.
 
     Args:
         needed_bytes: bytes of the state of this process.

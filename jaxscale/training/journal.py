@@ -20,7 +20,7 @@ _LOGGED_NAMES = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_by
 
 
 def logged_metrics(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return those metrics of a step that its row of metrics.jsonl has, with the learning rate of each group.
+    """Return the metrics of a step that are logged in metrics.jsonl, with the learning rate of each group.
 
     Example:
         >>> logged_metrics({"learning_rate/head": 0.1, "loss": 2.0, "weight": 64.0})
@@ -39,7 +39,7 @@ class Journal:
         callbacks: functions of an `Event` that the run calls.
 
     Attributes:
-        callbacks: these functions, called in order.
+        callbacks: the callbacks, which are called in order.
     """
 
     def __init__(self, folder: Any, display: Display, callbacks: Sequence[Any] = ()) -> None:
@@ -81,7 +81,7 @@ class Journal:
         self.log_event(step, "skipped", **{name: scalars[name] for name in ("loss", "grad_norm", "skipped")}, **causes)
 
     def log_hours(self, step: int, moment: str) -> None:
-        """Log the seconds that this process has spent in each phase, at a moment of the run that `moment` names."""
+        """Log the seconds that this process has spent in each phase; `moment` names this point of the run."""
         beat, start_time = heartbeat.own_heartbeat()
         seconds_by_phase = {phase: round(phase_seconds, 3) for phase, phase_seconds in beat.seconds_by_phase.items()}
         self.log_event(step, "hours", at=moment, process_start=round(start_time, 3), seconds_by_phase=seconds_by_phase)

@@ -84,10 +84,10 @@ def train(
             the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. The default is the memory JAX may use.
         resume: "auto" continues the run in the directory; the run's experiment may differ from `experiment` in steps,
             evaluation, held_out, samples, checkpoint and plan. "never" renames that directory and starts a new run.
-        from_step: step of a checkpoint to which the run returns; learning rate and guard may then change, too, and the
-            newer checkpoints are renamed to STEP.aside. The same call again continues the run.
-        init_from: a run, a checkpoint of it (RUN/checkpoints/STEP) or a folder of transformers, whose weights a new run
-            starts from, as far as names and shapes are the same. The same call again continues the run.
+        from_step: step of a checkpoint to which the run returns. Learning rate and guard may then change, too. Newer
+            checkpoints are renamed to STEP.aside. If the same call is repeated, it continues the run.
+        init_from: run, checkpoint (RUN/checkpoints/STEP) or folder of transformers whose weights a new run starts from,
+            as far as names and shapes are the same. If the same call is repeated, it continues the run.
         log_every: number of steps per line of the log; the speeds in a line are means over these steps.
         profile: range of steps to trace, such as "10:13" for the steps 10, 11 and 12.
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
@@ -163,14 +163,14 @@ class _Training:
         device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
         metrics: functions that are evaluated beside the held-out loss, by name.
         from_step: step of a checkpoint to which the run returns; `None` for the newest.
-        init_from: path of the weights from which a new run starts; `None` for its own.
+        init_from: path of the initial weights of a new run; `None` for the model's own initialization.
         updates: number of updates made.
         tokens: number of target tokens seen.
         skip_count: number of updates that the guard skipped.
         best_loss: the lowest held-out loss so far; `None` before the first evaluation.
         data_state: state of the iterator over batches, after the last batch that was taken.
         earlier_run: the record of the run that this one continues; `None` for a new run.
-        rewind: the return to a checkpoint that this start makes; `None` if it makes none.
+        rewind: the return to a checkpoint at this start; `None` if this start makes no return.
 
     Attributes set while the run is prepared:
         beginning: creates the initial state.
@@ -180,7 +180,7 @@ class _Training:
         checkpoints: the run's checkpoints.
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
-        causes: finds why a step was skipped.
+        causes: finds the causes of skipped steps.
         stuck_watch: ends the process if a step waits for the devices without end.
         is_cpu: whether the devices are CPU devices.
     """
@@ -311,7 +311,7 @@ class _Training:
         self.sets = open_sets(self.experiment, self.data, process_index, process_count)
 
     def _restore_state(self) -> Any:
-        """Restore and log the newest undamaged checkpoint and return its state, or the initial state if none exists."""
+        """Restore the newest undamaged checkpoint, log this, and return its state; if none exists, the initial state."""
         heartbeat.set_phase("initializing" if self.earlier_run is None else "restoring")
         abstract_arrays = self.step.canonical_abstract()
         self.checkpoints.keep_host_copies(self.folder, abstract_arrays, self.experiment)

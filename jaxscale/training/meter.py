@@ -13,7 +13,7 @@ class Meter:
     Args:
         flop: model FLOP per step, without recomputation.
         peak: peak FLOP/s of all chips together; `None` if unknown.
-        device: a device, to log its memory statistics; `None` if the platform reports none.
+        device: device whose memory statistics are logged; `None` if the platform reports none.
     """
 
     def __init__(self, flop: int, peak: float | None, device: Any) -> None:
@@ -23,7 +23,7 @@ class Meter:
 
     @classmethod
     def of(cls, step: Any, batch: Any, is_cpu: bool) -> "Meter":
-        """Return the meter of a compiled train step's speed on batches of the shapes of `batch`."""
+        """Return a meter for the speed of a compiled train step on batches with the shapes of `batch`."""
         return cls(int(step.model_flop(batch)), peak_of(step), None if is_cpu else step.mesh.local_devices[0])
 
     def resume(self) -> None:
@@ -57,7 +57,7 @@ class Meter:
 
 
 def host_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Wait for the metrics of a step, and return them as numbers; `jax.device_get` takes several times as long."""
+    """Wait for the metrics of a step, and return them as Python scalars; `jax.device_get` is several times slower."""
     for scalar in metrics.values():
         start_copy = getattr(scalar, "copy_to_host_async", None)
         if start_copy is not None:
@@ -70,7 +70,7 @@ def peak_of(step: Any) -> float | None:
     from jaxscale.platforms.detect import detect
 
     if step.plan.matmul != "default":
-        return None  # the platforms' tables give no peak for products in several passes
+        return None  # the platforms' tables give no peak for matrix products in several passes
     platform = detect(list(step.mesh.devices.flat))
     chip_peak = platform.chip.peak(step.plan.precision)
     return chip_peak * platform.chips * platform.slices if chip_peak else None

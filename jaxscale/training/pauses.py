@@ -25,8 +25,8 @@ class Pauses:
         sets: the opened held-out sets by name.
         checkpoints: the run's checkpoints.
         journal: the run's journal.
-        best_loss: the lowest held-out loss so far, of those by which the best checkpoint is chosen; `None` before the
-            first evaluation.
+        best_loss: the lowest value so far of the held-out loss by which the best checkpoint is chosen; `None` before
+            the first evaluation.
         one_at_a_time: whether to wait for each held-out batch before starting the next one, as the CPU platform
             requires.
         metrics: functions of module and batch that are evaluated beside the loss, by name.
@@ -54,7 +54,7 @@ class Pauses:
         return minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
 
     def is_due(self, updates: int) -> bool:
-        """Return whether a pause is due after this number of updates, by one of the intervals in steps."""
+        """Return whether one of the intervals in steps makes a pause due after this number of updates."""
         checkpoint_settings = self.experiment.checkpoint
         intervals = self.experiment.evaluation.every, self.experiment.samples.every, checkpoint_settings.every
         intervals += (checkpoint_settings.memory_every,)
@@ -63,7 +63,7 @@ class Pauses:
     def __call__(
         self, updates: int, tokens: int, state: Any, data_state: Any, *, is_stopping: bool, is_save_due: bool
     ) -> None:
-        """Evaluate, draw samples and save a checkpoint after a step, whichever of these is due.
+        """Evaluate, draw samples or save a checkpoint after a step, if these are due.
 
         Args:
             updates: number of updates so far; after the run's last update, evaluation, samples and checkpoint are due.
@@ -166,7 +166,9 @@ class Pauses:
 
 
 def measure_of(experiment: Experiment, data: Any, sets: Mapping[str, Any]) -> str:
-    """Return a text that identifies the loss by which the best checkpoint is chosen; "" for the data's own.
+    """Return a text that identifies the loss by which the best checkpoint is chosen.
+
+    The text is empty for the loss of the data's own held-out part.
 
     Args:
         experiment: the experiment.

@@ -152,7 +152,7 @@ class Profiler:
             shutil.rmtree(self._trace_folder)
         busiest_time = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
         if log_event is not None and busiest_time is not None:
-            # by kind of operation, and under "busy" the share of the span
+            # shares of the self time by kind of operation; "busy" is a share of the span
             share_by_kind: dict[str, float] = {kind: round(busiest_time.share(kind), 4) for kind in KINDS}
             share_by_kind["busy"] = round(busiest_time.busy_share, 4)
             log_event("profile", steps=f"{first_step}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **share_by_kind)

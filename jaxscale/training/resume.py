@@ -1,12 +1,13 @@
-"""What a start finds in the directory of an earlier run: whether it is finished, what has changed, where it continues.
+"""The state of an earlier run at a start in its directory: whether it is finished, what changed, where it continues.
 
-Its learning rate may have changed, or the code of its experiment. Such changes are allowed, so they are printed and
+The learning rate or the code of the experiment may have changed. Such changes are allowed, so they are printed and
 logged. Code outside the experiment file is not compared.
 
-With `--from STEP` a run returns to one of its checkpoints, and goes on from there with other settings (`Rewind`). Newer
-checkpoints are renamed to STEP.aside once the named one has been read and verified, and copies in the hosts' memory are
-removed. returns.json in the run directory records each return. A start with the step, the settings and the plan of the
-last return does not return again but continues the run: a launcher repeats the command of a run that was stopped.
+With `--from STEP`, a run returns to one of its checkpoints, and goes on from there with other settings (`Rewind`). Once
+that checkpoint has been read and verified, newer checkpoints are renamed to STEP.aside, and copies in the hosts' memory
+are removed. returns.json in the run directory records each return. If a start has the step, the settings and the plan
+of the last return, it continues the run instead of returning again, because a launcher repeats the command of a run
+that was stopped.
 """
 
 import dataclasses
@@ -45,7 +46,8 @@ class EarlierRun:
     Args:
         steps: number of updates that the run's experiment specified.
         sha256: SHA-256 of the run's experiment file; `None` if there is no such file.
-        setting_changes: old and new value of each setting that changes as the run returns to a checkpoint, by its path.
+        setting_changes: by the setting's path, the old and new value of each setting that changes when the run returns
+            to a checkpoint.
     """
 
     steps: int
@@ -159,12 +161,13 @@ def finished_counts(
 
 @dataclasses.dataclass(frozen=True)
 class Rewind:
-    """A return to a checkpoint that a start of a run is to make.
+    """The return of a run to one of its checkpoints, which is to be made at this start.
 
     Args:
         folder: the run directory.
         step: step of the checkpoint.
-        settings: JSON of each setting that may change on a return, by its path in the experiment, and of the plan.
+        settings: by its path in the experiment, the JSON of each setting that may change on a return; and, under
+            "plan", the JSON of the plan.
     """
 
     folder: Any
@@ -175,7 +178,7 @@ class Rewind:
     def of(
         cls, folder: Any, from_step: int | str | None, experiment: Experiment, plan: Plan, say: Callable[[str], None]
     ) -> "Rewind | None":
-        """Return the rewind to make; `None` if no step is given, or if the run has returned there already.
+        """Return the rewind to make; `None` if no step is given, or if the run's last return was the same.
 
         Args:
             folder: the run directory, which holds a run.
@@ -210,10 +213,10 @@ class Rewind:
         Args:
             checkpoints: the run's checkpoints.
             abstract_arrays: shape, dtype and sharding of each array of the canonical tree, by name.
-            changes: old and new value of each setting that changes, by its path.
+            changes: by the setting's path, the old and new value of each setting that changes.
 
         Returns:
-            The checkpoint, and fields for the log.
+            The restored checkpoint, and the fields of the log's event about this return.
 
         Raises:
             UserError: the checkpoint is damaged, or it is from a newer version or another model.
@@ -251,11 +254,11 @@ def check_return(folder: Any, from_step: int | str | None, resume: str, has_run:
 
 
 def log_fields(restored_checkpoint: Any, return_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the event "resume" on a restored checkpoint.
+    """Return the fields of the event "resume" for a restored checkpoint.
 
     Args:
-        restored_checkpoint: the checkpoint's arrays, with those that were damaged or converted.
-        return_fields: fields on the return to this checkpoint; {} if the run only continues.
+        restored_checkpoint: the checkpoint (`Restored`), with the damaged checkpoints and the converted kinds of array.
+        return_fields: fields about the return to this checkpoint; {} if the run only continues.
     """
     fields: dict[str, Any] = {"from_memory": True} if restored_checkpoint.origin else dict(return_fields)
     if restored_checkpoint.damaged:
@@ -266,7 +269,7 @@ def log_fields(restored_checkpoint: Any, return_fields: Mapping[str, Any]) -> di
 
 
 def describe_return(return_fields: Mapping[str, Any]) -> list[str]:
-    """Return a list of at most one line, which names the checkpoints that a return has set aside."""
+    """Return a list with a line that names the checkpoints that a return has set aside; empty if there are none."""
     if not return_fields.get("aside"):
         return []
     return [
@@ -303,7 +306,7 @@ def _saved_steps(folder: Any) -> list[int]:
 
 
 def _checkpoints_text(folder: Any, steps: list[int]) -> str:
-    """Return which checkpoints there are, as text."""
+    """Return the text of an error message that lists the steps of the run's checkpoints."""
     if not steps:
         return f"{folder} has no other checkpoint"
     return f"{folder} has checkpoints of the steps {', '.join(map(str, steps))}"

@@ -53,8 +53,8 @@ class Run:
     def open(cls, directory: Any, *, trust: bool = False) -> "Run":
         """Open a run, finished or in progress, by its directory.
 
-        The measurements are read from files. The model is built by the run's experiment file, which is executed only if
-        it was trained with here, or is trusted.
+        The measurements are read from files. The run's experiment file builds the model. The file is executed only if
+        this user has trained with it on this machine, or trusts it.
 
         Args:
             directory: the run directory.

@@ -1,9 +1,9 @@
 """Stop signals: after one SIGTERM, SIGHUP or Ctrl-C, a run finishes its step, saves and stops; a second kills the run.
 
 Before its first step a run has nothing to save, and ends within two seconds. Python calls the handler of a signal only
-once the main thread is back from C++, where XLA may compile for minutes. So another thread receives the signals, too,
-through the wakeup descriptor, to which Python writes their numbers at once. It ends the process if the main thread does
-not react.
+once the main thread is back from C++, where XLA may compile for minutes. Therefore, another thread also receives the
+signals, through the wakeup descriptor, to which Python writes their numbers at once. This thread ends the process if
+the main thread does not react.
 
 Colab's stop button interrupts the kernel, like Ctrl-C. If there are several processes, a signal may reach any of them.
 `Agreement` makes all processes stop, or save, after the same step. SIGHUP is ignored under `nohup`.
@@ -44,8 +44,8 @@ class Stop:
     Handlers are set only in the main thread, as Python requires. On exit, the previous handlers are restored.
 
     Args:
-        end_process: function that ends the process before the first step, by the name of a signal to which the main
-            thread does not react; `None` if there is something to save from the start.
+        end_process: function that ends the process if the main thread does not react to a signal before the first step;
+            its argument is the signal's name. `None` if there is something to save from the start.
 
     Attributes:
         signal_name: name of the first stop signal; empty until one arrives.
@@ -151,10 +151,10 @@ class _SignalThread:
     """A thread that receives signals at once, even while the main thread is in C++.
 
     Args:
-        stop_numbers: numbers of the stop signals; others are forwarded to the descriptor that was set before.
-        end: function that is called if the context has not been left in time, with the number of a signal and with
-            whether it is a second signal.
-        seconds_to_react: function that returns how many seconds after a signal that is.
+        stop_numbers: numbers of the stop signals; other signals are forwarded to the previous wakeup descriptor.
+        end: function that is called if the context has not been left in time. Its arguments are the number of the
+            signal, and whether it is a second signal.
+        seconds_to_react: function that returns the number of seconds after a signal at which `end` is called.
     """
 
     def __init__(
@@ -211,14 +211,14 @@ class _SignalThread:
                 self._end(last_number, second_time is not None)
 
     def _forward(self, numbers: bytes) -> None:
-        """Forward the numbers of other signals to the descriptor that was set before, such as an event loop's."""
+        """Forward the numbers of other signals to the previous wakeup descriptor, such as that of an event loop."""
         if numbers and self._previous_descriptor != -1:
             with contextlib.suppress(OSError):
                 os.write(self._previous_descriptor, numbers)
 
 
 _open_stops: "weakref.WeakSet[Stop]" = weakref.WeakSet()
-"""The contexts that are open."""
+"""The `Stop` contexts that are open."""
 
 
 def _leave_in_fork() -> None:
@@ -237,7 +237,7 @@ def _is_hangup_ignored(signal_number: int) -> bool:
 
 
 def _may_be_repeated(signal_number: int) -> bool:
-    """Return whether a signal may arrive twice as one: SIGTERM, from a scheduler and from the watchdog."""
+    """Return whether a second signal may be a copy: a SIGTERM, which a scheduler and the watchdog may both send."""
     return signal_number == signal.SIGTERM and heartbeat.FOLDER_VARIABLE in os.environ
 
 
@@ -247,7 +247,7 @@ def is_interactive() -> bool:
 
 
 class Agreement:
-    """One decision for all processes: whether to stop, and whether to save a checkpoint, after a step.
+    """The common decision of all processes after a step: whether to stop, and whether to save a checkpoint.
 
     All processes stop if any of them received a signal, and save if a checkpoint is due by the first process's clock.
 

@@ -1,14 +1,16 @@
 """The watcher of a run's steps: a thread that ends a process whose step waits for its devices without end.
 
-A collective waits until every device of its group has reached it. If one never does, because a callback blocks or the
-devices disagree on the order, nothing happens any more; XLA:CPU then aborts the process after a time of its own, which
-`training/backend.py` raises so that this thread comes first. It reports the step and the step's collectives.
+A collective waits until every device of its group has reached it. If a device never does, because a callback blocks or
+the devices disagree on the order, the step never ends. XLA:CPU then aborts the process after its own time limit;
+`training/backend.py` raises that limit so that this thread comes first. The thread reports the step and the step's
+collectives.
 
 Slow is not stuck. The time of a step is unknown before the first one has ended, so there is no limit until then; after
 it, the limit is 30 s or 20 median steps, whichever is longer. The thread counts time only while the main thread is
 inside of `heartbeat.awaiting`, which excludes evaluations, saves, callbacks, data and compilation. Time in which the
 process is paused does not count either: a check counts for two seconds at most, however long ago the last check was.
-With several processes, all must be in a step, because the others wait for one that evaluates, saves or is paused.
+With several processes, time counts only while all processes are in a step: if one of them evaluates, saves or is
+paused, the other processes wait for it.
 """
 
 import collections
@@ -26,7 +28,7 @@ LEAST_SECONDS = 30.0
 MEDIAN_FACTOR = 20
 LOOK_SECONDS = 1.0
 _STEP_COUNT = 101
-"""Number of the last steps whose median counts."""
+"""Number of the most recent steps over which the median is taken."""
 _COLLECTIVE = re.compile(
     r" (?P<kind>all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute"
     r"|collective-broadcast)(?:-start)?\(.*channel_id=(?P<channel>\d+)(?:.*op_name=\"(?P<name>[^\"]*)\")?"
@@ -38,7 +40,8 @@ class StuckWatch:
     """Watches the steps of one run, in a thread, while the context is open.
 
     Args:
-        end: function of the step that is stuck, the seconds it has waited, and the limit; it ends the process.
+        end_process: function that ends the process; its arguments are the number of the stuck step, the seconds that it
+            has waited, and the limit in seconds.
         process_count: number of processes of the run.
         clock: function that returns the time in seconds.
 
@@ -51,14 +54,14 @@ class StuckWatch:
 
     def __init__(
         self,
-        end: Callable[[int, float, float], None],
+        end_process: Callable[[int, float, float], None],
         process_count: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._end, self._process_count, self._clock = end, process_count, clock
+        self._end_process, self._process_count, self._clock = end_process, process_count, clock
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_STEP_COUNT)
         self._last_step_time = self._last_look_time = clock()
-        self._last_wait: tuple[int, int] | None = None
+        self._last_step_and_wait_number: tuple[int, int] | None = None
         self._waited_seconds = 0.0
         self._beat_number_by_rank: dict[int, int] = {}  # number of the last heartbeat of each process, by rank
         self._stop_event = threading.Event()
@@ -75,7 +78,7 @@ class StuckWatch:
             self._thread.join()
 
     def note_step(self) -> None:
-        """Take note that a step has ended."""
+        """Record that a step has ended."""
         now = self._clock()
         self._step_seconds.append(now - self._last_step_time)
         self._last_step_time = now
@@ -90,15 +93,21 @@ class StuckWatch:
         """Check once whether the step is stuck; if it is, call the function that ends the process."""
         now = self._clock()
         counted_seconds, self._last_look_time = min(now - self._last_look_time, 2 * LOOK_SECONDS), now
-        wait, limit_seconds = heartbeat.awaited_step(), self.limit_seconds()
+        step_and_wait_number, limit_seconds = heartbeat.awaited_step(), self.limit_seconds()
         are_peers_in_step, are_peers_alive = self._look_at_peers()
-        if wait is None or wait != self._last_wait or limit_seconds is None or _is_compiling() or not are_peers_in_step:
-            self._last_wait, self._waited_seconds = wait, 0.0
+        if (
+            step_and_wait_number is None
+            or step_and_wait_number != self._last_step_and_wait_number
+            or limit_seconds is None
+            or _is_compiling()
+            or not are_peers_in_step
+        ):
+            self._last_step_and_wait_number, self._waited_seconds = step_and_wait_number, 0.0
             return
         self._waited_seconds += counted_seconds if are_peers_alive else 0.0
         if self._waited_seconds > limit_seconds:
             self._stop_event.set()
-            self._end(wait[0], self._waited_seconds, limit_seconds)
+            self._end_process(step_and_wait_number[0], self._waited_seconds, limit_seconds)
 
     def _run(self) -> None:
         """Check once a second until the context ends, or the step is stuck."""
@@ -129,9 +138,9 @@ def _is_compiling() -> bool:
 
 
 def collectives_by_channel(program: str) -> dict[str, str]:
-    """Return the kind and the origin of each collective of a compiled program, by its channel.
+    """Return, by channel, the kind and the origin of each collective of a compiled program.
 
-    Where XLA:CPU warns of a collective that may be stuck, it gives the channel as `op_id`.
+    If XLA:CPU warns of a collective that may be stuck, it gives the channel as `op_id`.
 
     Args:
         program: `compiled.as_text()`.

@@ -38,8 +38,8 @@ def operation_names_by_kind(program_text: str) -> dict[str, list[str]]:
         program_text: text of the program, `compiled.as_text()`.
 
     Returns:
-        Names of operations by kind of action, such as "F". The dict is empty if the kinds have no branches of their
-        own: without a pipeline, and in the lowering without conditionals.
+        A dict of lists of operation names, by kind of action, such as "F". It is empty if the kinds have no branches of
+        their own, because the program has no pipeline or was lowered without conditionals.
     """
     hlo = HloProgram(program_text)
     names_by_kind: dict[str, list[str]] = {}
@@ -61,7 +61,7 @@ def operation_names_by_kind(program_text: str) -> dict[str, list[str]]:
 
 
 def trace_files(step: Any) -> dict[str, str]:
-    """Return the texts of the files to write beside a trace of this step, by file name; empty without a pipeline.
+    """Return the texts of the files to write beside a trace of this step, by file name; empty if it has no pipeline.
 
     Args:
         step: a compiled `TrainStep`.
@@ -195,7 +195,7 @@ def _read_timelines(planes: Iterable[Any], operation_names: set[str]) -> dict[in
     """Read the start and end, in seconds, of each execution of the operations named in `operation_names`.
 
     Returns:
-        A dict by device number; its values are dicts of sorted spans, by operation name.
+        For each device, by its number, a dict of sorted lists of spans (start, end), by operation name.
     """
     timeline_by_device: dict[int, dict[str, list[Span]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
