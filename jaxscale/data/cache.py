@@ -98,7 +98,7 @@ class Corpus:
     Args:
         train: tokens of the training split.
         held_out: tokens of the evaluation split.
-        facts: metadata: the numbers of files, bytes, characters, documents and tokens, and the entry's hash and folder.
+        facts: the entry's metadata: hash, folder, and the numbers of files, bytes, characters, documents and tokens.
     """
 
     train: Tokens

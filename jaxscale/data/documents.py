@@ -36,12 +36,12 @@ class DocumentRecipe:
     """How files become two sequences of documents, one for training and one held out.
 
     Args:
-        separator: text between documents, which is dropped; `None` makes each file one document.
+        separator: text between documents, which belongs to none of them; `None` makes each file one document.
         beginning: text put before every document.
         ending: text put after every document.
         prompt_end: marker that ends a prompt. Tokens up to the end of the marker have weight 0, as do all tokens of a
             document without the marker. With `None`, all tokens have weight 1.
-        held_out: share of the text, from 0 to 1, that is held out from training: the end of the text.
+        held_out: share of the text, from 0 to 1, that is held out from training, counted from the end.
         is_cut_at_document: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
         fields: for JSONL files and tables, in which each line or row is a document: the name of its text, or the names
             of its prompt and its answer. Tokens of a prompt have weight 0. () for files of plain text.
@@ -92,7 +92,7 @@ class DocumentRecipe:
         ]
 
     def documents(self, text: str, file: str) -> list[str]:
-        """Return the documents in the text of one file, without empty ones.
+        """Return the documents in the text of one file; empty documents are left out.
 
         Args:
             text: the text.

@@ -1,6 +1,6 @@
 """The random order of the rows of a small dataset, epoch by epoch: the order of `grain.MapDataset.shuffle`.
 
-Grain encrypts the index of a row by a block cipher, again and again until the cipher's value is the index of a row.
+Grain encrypts the index of a row by a block cipher, repeatedly until the cipher's value is the index of a row.
 Its blocks have at least 16 bits, so a dataset of n rows takes about 65,536 / n encryptions a row. Here all 65,536
 values are encrypted together, once per epoch. The order is the same as Grain's, so runs continue from checkpoints of
 versions that used Grain's shuffle.

@@ -1,6 +1,7 @@
 """The user's own rows: arrays, and datasets that are read by index.
 
-Both are shuffled and divided among processes like the library's own data, and runs continue with the same batches.
+Both are shuffled and divided among processes like the library's own data. A continued run gets the same batches as an
+uninterrupted run.
 """
 
 import dataclasses

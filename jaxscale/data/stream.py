@@ -184,7 +184,7 @@ class StreamBatches(Iterator[NumpyBatch]):
         start: initial state; `None` for the first batch.
 
     Attributes:
-        note: a line for the user if the data has no state, about what a continued run does; `None` if it has a state.
+        note: a line that tells the user what a continued run does; `None` if the data has a state.
     """
 
     def __init__(self, opened: OpenedStream, start: dict[str, Any] | None) -> None:

@@ -22,7 +22,7 @@ class Event:
         step: number of updates made.
         values: numbers by name. A step has `loss` (nats per target), `grad_norm`, `learning_rate`, `weight` (targets),
             `skipped` and `skipped_in_row`. An evaluation has `loss`, `targets` and, for a classifier, `accuracy`; the
-            values of a held-out set have names such as `news/loss`. A checkpoint has `seconds`, which the save took.
+            values of a held-out set have names such as `news/loss`. A checkpoint has `seconds`, the time of the save.
         folder: the run directory.
     """
 
@@ -35,8 +35,8 @@ class Event:
 Callback = Callable[[Event], Any]
 """A function of an event. If it returns True, the run saves a checkpoint after the next step and ends.
 
-Each process calls it with the same values, so that all processes stop together; to write somewhere once, write only if
-`jax.process_index() == 0`. A callback that raises an exception is reported and not called again.
+Each process calls it with the same values, so all processes stop together. To write something only once, write it only
+if `jax.process_index() == 0`. A callback that raises an exception is reported and not called again.
 """
 
 

@@ -83,7 +83,7 @@ class DeviceTime:
         device: name of the device in the trace.
         span: seconds from the start of the first operation to the end of the last one.
         busy: seconds of the span in which at least one operation ran.
-        longest_gap: longest time between two operations, in seconds.
+        longest_gap: longest gap between two operations, in seconds.
         operations: the device's operations, in order of decreasing self time.
     """
 
@@ -277,7 +277,7 @@ def _device_time(device: str, events_by_line: list[list[TracedEvent]]) -> Device
 
 
 def _events_and_self_ns(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
-    """Yield pairs (event of a line, its self time in nanoseconds); nested events do not count for the outer event."""
+    """Yield pairs (event of a line, its self time in nanoseconds); self time excludes nested events."""
     nested_ns_by_index: dict[int, float] = collections.defaultdict(float)
     events = sorted(line_events, key=lambda event: (event.start, -event.end))
     # indices of the events that are still running when the next event starts, with the innermost one last

@@ -117,7 +117,7 @@ class Diagnosis:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is known about a machine and its installation.
+    """The description of a machine and its installation.
 
     Args:
         python: version of Python.

@@ -101,7 +101,7 @@ def end_process_early(journal: Journal, step: int, signal_name: str) -> None:
 
 
 def watch_steps(journal: Journal, checkpoints: Checkpoints, train_step: Any) -> StuckWatch:
-    """Return the watcher that ends this process if a step waits for its devices without end.
+    """Return the watcher that ends this process if a step waits endlessly for its devices.
 
     Args:
         journal: the run's journal.
@@ -119,7 +119,7 @@ def watch_steps(journal: Journal, checkpoints: Checkpoints, train_step: Any) -> 
 def _end_stuck(
     journal: Journal, checkpoints: Checkpoints, train_step: Any, step_wait_and_limit: tuple[int, float, float]
 ) -> None:
-    """End this process, whose main thread waits for a step without end; in a notebook, only print a message.
+    """End this process, whose main thread waits endlessly for a step; in a notebook, only print a message.
 
     Args:
         journal: the run's journal.
@@ -211,7 +211,7 @@ def stop_diverged(
     """
     with contextlib.suppress(UserError):
         checkpoints.wait()
-    checkpoints.drop_host_copies()  # the newest one may lie among the skipped steps
+    checkpoints.drop_host_copies()  # the newest copy may be of a skipped step
     checkpoint_step = checkpoints.last_good()
     checkpoint_text, start_text = "no good checkpoint was saved", "Start again with --resume never"
     if checkpoint_step is not None:
@@ -239,7 +239,7 @@ def check_skipped(folder: Any, step_count: int, skip_count: int, causes: Causes 
 
     Args:
         folder: the run's folder.
-        step_count: number of steps of the run, skipped ones included.
+        step_count: number of steps of the run, including skipped steps.
         skip_count: number of the skipped steps.
         causes: the causes of the first skipped step, as far as they are known; `None` if they were not searched for.
 

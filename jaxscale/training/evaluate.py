@@ -226,7 +226,7 @@ def _show_note(opened_data: Opened) -> None:
 
 
 def _open_file(folder: Any, file: str | Path) -> tuple[Any, Opened]:
-    """Return the data object of a file for a folder's model, and that data, opened; all of it is held out."""
+    """Return a data object that reads a file for a folder's model, and the opened data; all of it is held out."""
     from jaxscale.models.huggingface import read_config
 
     _, model = read_config(folder)

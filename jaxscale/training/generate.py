@@ -164,7 +164,7 @@ def continuations(
 def stream_text(
     generator: Any, tokenizer: Any, prompt: str, sampling: Sampling, encode: Encode | None = None
 ) -> Iterator[str]:
-    """Return an iterator of the pieces of a prompt's continuation, as `stream` does; check the arguments at once."""
+    """Check the arguments, and return an iterator of the pieces of a prompt's continuation, as `stream` does."""
     if sampling.samples > 1 or not isinstance(prompt, str):
         raise UserError("stream: got several continuations, expected one prompt and one sample; call generate for more")
     ids_by_prompt = _encoded_prompts(generator, tokenizer, (prompt,), sampling, encode)

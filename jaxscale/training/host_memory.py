@@ -34,8 +34,8 @@ def check_host_holds(needed_bytes: int, say: Callable[[str], None], available_by
     """Check that the host has enough memory for the train state.
 
     Args:
-        needed_bytes: bytes of the state of this process.
-        say: function that is called with a warning, if the state takes more than 70 % of the memory.
+        needed_bytes: bytes of the part of the state that this process holds.
+        say: function that is called with a warning if the state takes more than 70 % of the memory.
         available_bytes: memory of the host or of its control group; `None` reads it from the system.
 
     Raises:

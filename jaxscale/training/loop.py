@@ -181,7 +181,7 @@ class _Training:
         agreement: makes all processes stop or save after the same step.
         meter: measures the speed of the steps.
         causes: finds the causes of skipped steps.
-        stuck_watch: ends the process if a step waits for the devices without end.
+        stuck_watch: ends the process if a step waits endlessly for the devices.
         is_cpu: whether the devices are CPU devices.
     """
 
@@ -311,7 +311,7 @@ class _Training:
         self.sets = open_sets(self.experiment, self.data, process_index, process_count)
 
     def _restore_state(self) -> Any:
-        """Restore the newest undamaged checkpoint, log this, and return its state; if none exists, the initial state."""
+        """Restore the newest undamaged checkpoint, log it, and return its state; if none exists, the initial state."""
         heartbeat.set_phase("initializing" if self.earlier_run is None else "restoring")
         abstract_arrays = self.step.canonical_abstract()
         self.checkpoints.keep_host_copies(self.folder, abstract_arrays, self.experiment)

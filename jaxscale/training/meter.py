@@ -27,7 +27,7 @@ class Meter:
         return cls(int(step.model_flop(batch)), peak_of(step), None if is_cpu else step.mesh.local_devices[0])
 
     def resume(self) -> None:
-        """Start timing the next step now, so that the time since the previous step does not count."""
+        """Start timing the next step now; the time since the previous step does not count."""
         self._step_start = time.perf_counter()
 
     def add(self, token_count: int) -> None:

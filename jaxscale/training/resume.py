@@ -1,4 +1,4 @@
-"""The state of an earlier run at a start in its directory: whether it is finished, what changed, where it continues.
+"""What a start finds in an earlier run's directory: whether the run is finished, what changed, where it continues.
 
 The learning rate or the code of the experiment may have changed. Such changes are allowed, so they are printed and
 logged. Code outside the experiment file is not compared.
@@ -61,7 +61,7 @@ class EarlierRun:
         Args:
             run_dir: the run directory.
             experiment: the experiment that continues the run.
-            is_returning: whether the run returns to a checkpoint, so that learning rate and guard may change.
+            is_returning: whether the run returns to a checkpoint; if so, learning rate and guard may change.
 
         Returns:
             The record; `None` if the directory holds no run.
@@ -81,7 +81,7 @@ class EarlierRun:
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
         """Yield the changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
 
-        Changes of `setting_changes` have no fields, because the log of a return has them.
+        The fields are empty for the changes in `setting_changes`, because the log of a return has them.
 
         The learning rate's schedule ends with the last step, so another number of steps changes the rate at once. If
         the experiment holds code (functions, or classes that its file defines), an edit of the file may change the
@@ -166,8 +166,8 @@ class Rewind:
     Args:
         folder: the run directory.
         step: step of the checkpoint.
-        settings: by its path in the experiment, the JSON of each setting that may change on a return; and, under
-            "plan", the JSON of the plan.
+        settings: a dict with the JSON of each setting that may change on a return, by the setting's path in the
+            experiment; the entry "plan" has the JSON of the plan.
     """
 
     folder: Any
@@ -208,7 +208,7 @@ class Rewind:
     def restore(
         self, checkpoints: Checkpoints, abstract_arrays: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> tuple[Restored, dict[str, Any]]:
-        """Restore the checkpoint, set the newer ones aside, and record the return.
+        """Restore the checkpoint, set newer checkpoints aside, and record the return.
 
         Args:
             checkpoints: the run's checkpoints.
@@ -278,7 +278,7 @@ def describe_return(return_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _setting_json_by_path(experiment: Experiment) -> dict[str, Any]:
-    """Return the JSON of each setting that may change on a return, by its path."""
+    """Return, by the setting's path, the JSON of each setting that may change on a return."""
     experiment_json = json.loads(json.dumps(values.to_json(experiment)))
     settings = {}
     for path in MAY_CHANGE_ON_RETURN:

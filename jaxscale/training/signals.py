@@ -27,7 +27,7 @@ import numpy as np
 from jaxscale import heartbeat
 
 SAME_SIGNAL_SECONDS = 3
-"""Seconds after a SIGTERM within which another SIGTERM is treated as a copy of the first, under a watchdog."""
+"""Under a watchdog: seconds after a SIGTERM within which another SIGTERM is treated as a copy of the first."""
 REACTION_SECONDS = 0.5
 """Seconds that the main thread has to react to a signal before the signal thread ends the process."""
 ENDING_SECONDS = 10.0
@@ -96,7 +96,7 @@ class Stop:
         self._previous_handlers.clear()
 
     def _leave_in_fork(self) -> None:
-        """Restore the handlers and the descriptor in a forked child, whose signals are not the run's."""
+        """Restore the handlers and the descriptor in a forked child, whose signals do not concern the run."""
         if self._signal_thread is not None:
             self._signal_thread.leave_in_fork()
             self._signal_thread = None
@@ -242,7 +242,7 @@ def _may_be_repeated(signal_number: int) -> bool:
 
 
 def is_interactive() -> bool:
-    """Return whether somebody works in this process, in a notebook or at Python's prompt, so that it must not end."""
+    """Return whether a user works in this process, in a notebook or at Python's prompt; if so, it must not end."""
     return "ipykernel" in sys.modules or hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 

@@ -1,12 +1,12 @@
-"""The watcher of a run's steps: a thread that ends a process whose step waits for its devices without end.
+"""The watcher of a run's steps: a thread that ends a process whose step waits endlessly for its devices.
 
 A collective waits until every device of its group has reached it. If a device never does, because a callback blocks or
 the devices disagree on the order, the step never ends. XLA:CPU then aborts the process after its own time limit;
 `training/backend.py` raises that limit so that this thread comes first. The thread reports the step and the step's
 collectives.
 
-Slow is not stuck. The time of a step is unknown before the first one has ended, so there is no limit until then; after
-it, the limit is 30 s or 20 median steps, whichever is longer. The thread counts time only while the main thread is
+Slow is not stuck. The time of a step is unknown before the first step has ended, so there is no limit until then. After
+that, the limit is 30 s or 20 median steps, whichever is longer. The thread counts time only while the main thread is
 inside of `heartbeat.awaiting`, which excludes evaluations, saves, callbacks, data and compilation. Time in which the
 process is paused does not count either: a check counts for two seconds at most, however long ago the last check was.
 With several processes, time counts only while all processes are in a step: if one of them evaluates, saves or is
@@ -128,7 +128,7 @@ class StuckWatch:
 
 
 def _is_compiling() -> bool:
-    """Return whether the main thread compiles a program, as a step may do for a meeting of replicas."""
+    """Return whether the main thread is compiling a program; a step may compile one for a meeting of replicas."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_COMPILER_FILE):

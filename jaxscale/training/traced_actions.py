@@ -61,7 +61,7 @@ def operation_names_by_kind(program_text: str) -> dict[str, list[str]]:
 
 
 def trace_files(step: Any) -> dict[str, str]:
-    """Return the texts of the files to write beside a trace of this step, by file name; empty if it has no pipeline.
+    """Return the texts of the files to write beside this step's trace, by file name; {} if it has no pipeline.
 
     Args:
         step: a compiled `TrainStep`.

@@ -197,9 +197,9 @@ class ChatRecipe:
     Args:
         template: the chat template.
         date: day that the template sees as today, as YYYY-MM-DD.
-        held_out: share of the chats that is held out: the last ones.
-        held_out_file_count: number of files at the end of the list whose chats are held out; above 0, `held_out` is
-            not used.
+        held_out: share of the chats that is held out, counted from the end.
+        held_out_file_count: number of files at the end of the list whose chats are held out. If it is above 0,
+            `held_out` is not used.
     """
 
     template: ChatTemplate

@@ -35,7 +35,7 @@ class Chats:
         path: path of a JSONL file or a glob, or several of them; a path may begin with gs:// or s3://.
         folder: model folder that holds tokenizer.json and the chat template.
         context: number of targets per row.
-        held_out: share of the chats held out for evaluation: the last ones. Use 1 for data that serves only as a
+        held_out: share of the chats held out for evaluation, counted from the end. Use 1 for data that serves only as a
             held-out set of an experiment.
         held_out_path: file or glob, or several of them, whose chats are held out. If it is given, `held_out` is not
             used.
