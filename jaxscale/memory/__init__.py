@@ -1,4 +1,4 @@
-"""What the backward pass keeps of the forward pass."""
+"""Memory plans: the choice of the values that are kept from the forward pass for the backward pass."""
 
 from typing import TYPE_CHECKING
 

@@ -30,12 +30,12 @@ class KeepBy:
     name: str
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """Whether to keep the outputs of an operation; `jax.checkpoint` calls this."""
+        """Return whether to keep the outputs of an operation; `jax.checkpoint` calls this."""
         return getattr(jax.checkpoint_policies, self.name)(primitive, *inputs, **params)
 
 
 def policy_of(plan: MemoryPlan) -> Any:
-    """The `jax.checkpoint` policy that a plan applies to every block; `None` if the plan applies no policy.
+    """Return the `jax.checkpoint` policy that a plan applies to every block; `None` if the plan applies no policy.
 
     Example:
         >>> policy_of(MemoryPlan.parse("jax:dots_saveable"))
@@ -47,25 +47,25 @@ def policy_of(plan: MemoryPlan) -> Any:
 
 
 def wrapper(plan: MemoryPlan) -> Wrapper:
-    """The wrapper of every block, for `blocks.wrapping`, under the plan `none` or a plan that applies a policy."""
+    """Return the wrapper that `blocks.wrapping` applies to every block; the plan is `none` or applies a policy."""
     if plan.rule == "none":
         return identity
     policy = policy_of(plan)
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
     def wrap_block(block: BlockFunction, is_rolled: bool) -> BlockFunction:
-        """Return the block under the policy; `is_rolled` is true in a scan."""
+        """Return the block, wrapped in a checkpoint with the policy; `is_rolled` is true in a scan."""
         return run_again(block, rolled=is_rolled, policy=policy)
 
     return wrap_block
 
 
 def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
-    """The treatment of blocks under a decision, for `blocks.treating`.
+    """Return the treatment that runs blocks as a decision specifies, for `blocks.treating`.
 
     Args:
         decision: the decision that `decide` returned or that was read from a file.
-        unroll: layers per iteration of a scan over layers.
+        unroll: number of layers that one iteration of a scan over layers runs.
     """
     if decision.plan.rule in ("none", "dots", "full", "jax"):
         return Treatment(wrapper(decision.plan), unroll)
@@ -84,7 +84,7 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
 
 
 def chain_treatment(nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] | None = None) -> Treatment:
-    """The treatment of a model's blocks under a plan of a chain.
+    """Return the treatment that runs a model's blocks as the plan of a chain specifies.
 
     Args:
         nodes: the plan of the chain.
@@ -100,7 +100,7 @@ def chain_treatment(nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] |
     """
 
     def run_plan(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-        """Run the calls under the plan; return the last block's `x` and the second result of each block."""
+        """Run the calls as the plan specifies; return the last block's `x` and the second result of each block."""
         check_nodes(nodes, len(calls))
         return _run_nodes(nodes, option_wrappers, calls, x)
 
@@ -108,7 +108,7 @@ def chain_treatment(nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] |
 
 
 def treatment_of_chain(chain_decision: ChainDecision) -> Treatment:
-    """The treatment of blocks under a decision for a chain."""
+    """Return the treatment that runs the blocks of a chain as a decision specifies."""
     option_wrappers = [
         [identity if save_set.keep == (EVERYTHING,) else keeping([save_set]) for save_set in save_sets]
         for save_sets in chain_decision.options

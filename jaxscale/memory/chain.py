@@ -3,10 +3,11 @@
 A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps the values of this option until the stage's
 backward pass; `Remat(nodes)` runs the stages of its nodes, keeps only the first stage's input, and runs the stages
 again, as the nodes specify, for their backward pass. `simulate` walks through a plan and returns its seconds, bytes and
-number of forward runs; tests compare the solvers with `simulate`. This module has the plans that need no costs:
-`revolve`, optimal for identical stages and a number of slots (stage inputs kept at a time; Griewank and Walther 2000,
-Algorithm 799), and `periodic` (Chen et al. 2016, arXiv:1604.06174). The plan for different stages and a budget in bytes
-is in `memory/rotor_table.py`.
+number of forward runs; tests compare the solvers with `simulate`.
+
+This module has the plans that need no costs. `revolve` (Griewank and Walther 2000, Algorithm 799) is optimal for
+identical stages and a number of slots; each slot keeps the input of one stage. `periodic` is by Chen et al. 2016
+(arXiv:1604.06174). The plan for different stages and a budget in bytes is in `memory/rotor_table.py`.
 
 Left out: plans that keep a value beyond the segment that computes it (non-persistent schedules), which nested
 `jax.checkpoint` cannot express.
@@ -33,10 +34,10 @@ class Option:
     """One way to keep values of a stage from its forward pass to its backward pass.
 
     Args:
-        kept_bytes: bytes kept besides the stage's input and output, which are always kept.
+        kept_bytes: bytes kept in addition to the stage's input and output, which are always kept.
         extra_seconds: seconds to recompute, in the backward pass, the values that were not kept.
-        working_bytes: further bytes in use while the backward pass of the stage runs.
-        name: name of the option in messages and reports.
+        working_bytes: additional bytes in use while the backward pass of the stage runs.
+        name: name of the option, for messages and reports.
     """
 
     kept_bytes: int = 0
@@ -58,7 +59,7 @@ class Stage:
         backward_seconds: seconds of the stage's backward pass if all values are kept.
         output_bytes: bytes of the output, `passed_bytes` included. The gradient of the output has as many bytes.
         options: ways to keep the stage's values for its backward pass.
-        working_bytes: further bytes in use while the forward pass of the stage runs.
+        working_bytes: additional bytes in use while the forward pass of the stage runs.
         passed_bytes: bytes of the input arrays that the output contains unchanged (the skip connections of a U-Net).
             These arrays take memory only once. A stage that passes on fewer bytes than the stage before it drops the
             arrays that were added last.
@@ -112,7 +113,7 @@ class Remat:
     """Run neighboring stages, keep only the first stage's input, and run the stages again for their backward pass.
 
     Args:
-        nodes: plan under which the stages run the second time.
+        nodes: plan of the second run of the stages.
     """
 
     nodes: "tuple[Save | Remat, ...]"
@@ -158,7 +159,9 @@ def save_nodes(nodes: Nodes) -> Iterator[Save]:
 
 
 def times_run(nodes: Nodes) -> list[int]:
-    """The number of forward runs of each stage, in order: one, plus one for each `Remat` that contains the stage.
+    """Return the number of forward runs of each stage, in order.
+
+    A stage runs once, and once more for each `Remat` that contains the stage.
 
     Example:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
@@ -221,7 +224,7 @@ class _Walk:
     Attributes:
         stages: costs of the chain's stages.
         edge_bytes: bytes of each stage's input, then of the last stage's output.
-        live_bytes: bytes that are live now; `peak_bytes` is their maximum so far, while stage `peak_stage` ran.
+        live_bytes: bytes that are live now; `peak_bytes` is their maximum so far, reached while stage `peak_stage` ran.
         held_bytes: bytes held now; `most_held_bytes` is their maximum so far.
         seconds: seconds so far.
         forward_run_count: number of forward runs so far.
@@ -244,7 +247,7 @@ class _Walk:
         self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
 
     def new_bytes(self, start: int, stop: int) -> int:
-        """The bytes of the input of stage `stop` that are not part of the input of stage `start`."""
+        """Return the bytes of the input of stage `stop` that are not part of the input of stage `start`."""
         return self.edge_bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
 
     def count_forward(self, stage_index: int) -> None:
@@ -297,17 +300,19 @@ class _Walk:
 
 
 def keep_all(stages: int) -> Nodes:
-    """The plan, for this number of stages, that keeps each stage under its first option and recomputes nothing."""
+    """Return the plan that keeps the values of each stage under its first option and recomputes nothing."""
     return tuple(Save(stage) for stage in range(stages))
 
 
 def keep_inputs(stages: int) -> Nodes:
-    """The plan, for this number of stages, that keeps only each stage's input and runs each stage a second time."""
+    """Return the plan that keeps only the input of each stage and runs each stage a second time."""
     return tuple(Remat((Save(stage),)) for stage in range(stages))
 
 
 def square_root(stages: int) -> int:
-    """The K that minimizes ceil(L / K) + K for a number L of stages; the memory rule `sqrt` uses segments of K stages.
+    """Return the K that minimizes ceil(L / K) + K for L stages.
+
+    The memory rule `sqrt` divides a chain into segments of K stages.
 
     Example:
         >>> square_root(16), square_root(32)
@@ -317,7 +322,9 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps the input of every K-th stage, and all values of the last segment, which runs backward first.
+    """Return the plan that keeps the input of every K-th stage and all values of the last segment.
+
+    The last segment is the first one to run backward, so it does not run again.
 
     Args:
         stages: number of stages.
@@ -334,9 +341,9 @@ def periodic(stages: int, every: int) -> Nodes:
 
 
 def revolve_cost(stages: int, slots: int) -> int:
-    """The least number of repeated forward runs: r L - C(s + r, r - 1), for the least r with C(s + r, r) >= L.
+    """Return the least number of repeated forward runs.
 
-    C(n, k) is a binomial coefficient.
+    The number is r L - C(s + r, r - 1) for the least r with C(s + r, r) >= L, where C(n, k) is a binomial coefficient.
 
     Args:
         stages: L, the number of identical stages.
@@ -355,7 +362,7 @@ def revolve_cost(stages: int, slots: int) -> int:
 
 
 def revolve(stages: int, slots: int) -> Nodes:
-    """The plan with the fewest forward runs for identical stages, if only one stage at a time keeps its values.
+    """Return the plan with the fewest forward runs for identical stages, of which only one at a time keeps its values.
 
     Args:
         stages: number of stages.
@@ -373,7 +380,7 @@ def revolve(stages: int, slots: int) -> Nodes:
 
 
 def _revolve(first_stage: int, stage_count: int, slot_count: int) -> Nodes:
-    """The plan of `revolve` for `stage_count` stages from the index `first_stage` on."""
+    """Return the plan of `revolve` for `stage_count` stages from the index `first_stage` on."""
     if stage_count == 1:
         return (Save(first_stage),)
     head_count = stage_count - 1 if slot_count == 1 else _head_count(stage_count, slot_count)
@@ -383,7 +390,7 @@ def _revolve(first_stage: int, stage_count: int, slot_count: int) -> Nodes:
 
 @functools.lru_cache(maxsize=4096)
 def _head_count(stage_count: int, slot_count: int) -> int:
-    """The number of stages to run before the next stage input is kept; `slot_count` is at least 2."""
+    """Return the number of stages to run before the next stage input is kept; `slot_count` is at least 2."""
     return min(
         range(1, stage_count),
         key=lambda k: k + revolve_cost(k, slot_count) + revolve_cost(stage_count - k, slot_count - 1),

@@ -1,9 +1,9 @@
 """Resolve a memory plan for a chain of blocks: make stages of the traced blocks, and choose the nodes of the chain.
 
 The options of a block are its optimal save sets (`graph.menu`) on the lower convex hull of cost against bytes, from the
-set of all values to the empty set. A budget limits the bytes kept for a later backward pass: the inputs of blocks and
-the kept values inside blocks. The budget does not cover gradients and the working memory of the running block;
-`peak_bytes` of `chain.simulate` includes both.
+set that keeps all values to the empty set. A budget limits the bytes kept for a later backward pass: the inputs of
+blocks and the kept values inside blocks. The budget does not cover gradients and the working memory of the running
+block; `peak_bytes` of `chain.simulate` includes both.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ _TIE_FLOP_PER_BYTE = 1e-6
 
 
 def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
-    """The nodes that a memory plan chooses for a chain.
+    """Return the plan of a chain (its nodes) that a memory plan specifies.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
@@ -76,14 +76,14 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
 
 
 def default_objective(chip: Chip | None) -> SaveSetObjective:
-    """The cost to minimize by default: seconds if the chip's rates are known, otherwise FLOP."""
+    """Return the cost to minimize by default: "seconds" if the chip's rates are known, otherwise "flop"."""
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
 def block_save_sets(
     graph: BlockGraph, objective: SaveSetObjective, save_set_count: int = SAVE_SET_COUNT
 ) -> tuple[SaveSet, ...]:
-    """Save sets of a block by decreasing bytes, from the one that keeps everything to the one that keeps nothing.
+    """Return save sets of a block by decreasing bytes. The first one keeps everything, and the last one nothing.
 
     Args:
         graph: graph of the block.
@@ -96,9 +96,10 @@ def block_save_sets(
 
 
 def block_stage(graph: BlockGraph, save_sets: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
-    """The cost of a block as a stage of a chain. With the objective "flop", the stage's seconds hold FLOP.
+    """Return the cost of a block as a stage of a chain.
 
-    The backward pass is assumed to cost twice the forward pass, and to have all values that it reads in memory at once.
+    With the objective "flop", the stage's fields for seconds contain FLOP. The backward pass is assumed to cost twice
+    the forward pass, and to have all values that it reads in memory at once.
 
     Args:
         graph: graph of the block.
@@ -110,7 +111,7 @@ def block_stage(graph: BlockGraph, save_sets: Sequence[SaveSet], objective: Save
     needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
     def option_of(save: SaveSet) -> Option:
-        """The stage's option to keep the values of a save set."""
+        """Return the option of the stage that keeps the values of a save set."""
         # the block's output is left out of `kept_bytes`: it is always kept, as the next block's input
         kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
         kept_output_bytes = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
@@ -126,11 +127,12 @@ def block_stage(graph: BlockGraph, save_sets: Sequence[SaveSet], objective: Save
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Resolve a memory plan for a model of one chain or one stack of blocks; a stack is then not scanned.
+    """Resolve a memory plan for a model of one chain or one stack of blocks; the stack will not be scanned.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
-        calls: the model's blocks (`programs.collect`), per device and microbatch; traced with `chip` if it is given.
+        calls: the model's blocks (`programs.collect`), per device and microbatch; if `chip` is given, they were traced
+            with it.
         chip: chip for which modeled seconds are minimized; without a chip, or if its rates are unknown, FLOP are
             minimized.
 

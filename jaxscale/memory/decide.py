@@ -23,12 +23,13 @@ from jaxscale.programs.collect import BlockCall
 
 
 def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Resolve a memory plan for a model.
+    """Resolve a memory plan for a model; return the decision.
 
     Args:
         plan: memory plan with any rule but `fit`.
-        calls: the model's blocks (`programs.collect`), per device and microbatch; traced with `chip` if it is given.
-        chip: chip for which modeled seconds are minimized, if the plan does not specify the objective "flop".
+        calls: the model's blocks (`programs.collect`), per device and microbatch; if `chip` is given, they were traced
+            with it.
+        chip: chip for which modeled seconds are minimized unless the plan specifies the objective "flop".
 
     Raises:
         UserError: the budget is too small, the rule does not apply to this model, or the model has no blocks.
@@ -76,7 +77,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
 
 
 def graphs_by_kind(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
-    """The graph of each kind of block in a model, by the kind's fingerprint, in order of first appearance."""
+    """Return the graph of each kind of block, by the kind's fingerprint, in order of first appearance."""
     return {call.fingerprint: call.graph for call in calls}
 
 
@@ -97,14 +98,15 @@ def host_bandwidth(chip: Chip | None) -> float:
 def _graphs_and_budgets(
     plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = ""
 ) -> list[tuple[BlockGraph, int]]:
-    """Return, for each kind of block, its graph and the bytes that one such block may keep besides its input.
+    """Return a pair (graph, budget in bytes) for each kind of block.
 
-    These bytes are proportional to those that the block keeps without a plan.
+    One block of the kind may keep this number of bytes in addition to its input. The budgets are proportional to the
+    bytes that the blocks keep without a plan.
 
     Args:
         plan: memory plan whose budget includes the inputs of blocks.
         calls: the model's blocks.
-        alternatives: plans that keep fewer block inputs, to suggest in the error if the inputs alone exceed the budget.
+        alternatives: plans that keep fewer block inputs; the error suggests them if the inputs alone exceed the budget.
     """
     budget, inputs_bytes = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
     if budget < inputs_bytes:
@@ -115,14 +117,14 @@ def _graphs_and_budgets(
 
 
 def _is_scanned(calls: Sequence[BlockCall]) -> bool:
-    """Whether the model is one scanned stack of identical blocks."""
+    """Return whether the model is one scanned stack of identical blocks."""
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
 
 
 def _optimal_stack_decision(
     plan: MemoryPlan, calls: Sequence[BlockCall], objective: SaveSetObjective, host: Host | None
 ) -> Decision:
-    """The best decision for a scanned stack: one save set for all layers, two groups of layers, or segments."""
+    """Return the best decision for a scanned stack: one save set for all layers, two groups, or segments."""
     [call] = calls
     stack_decision = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
     if len(stack_decision.groups) == 1 and stack_decision.segment is None:
@@ -131,19 +133,19 @@ def _optimal_stack_decision(
 
 
 def _decision(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
-    """The decision with one save set for each kind of block."""
+    """Return the decision with one save set for each kind of block."""
     total_by_field = dataclasses.asdict(model_totals(calls, saves))
     return Decision(plan, tuple(saves), blocks=tuple(graphs_by_kind(calls)), **total_by_field)
 
 
 def _stack_decision(plan: MemoryPlan, call: BlockCall, stack_decision: StackDecision) -> Decision:
-    """The decision for a scanned stack that has groups of layers or segments."""
+    """Return the decision for a scanned stack that has groups of layers or segments."""
     total_by_field = dataclasses.asdict(stack_totals(call.graph, stack_decision))
     return Decision(plan, stack=stack_decision, blocks=(call.fingerprint,), **total_by_field)
 
 
 def _segment_decision(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
-    """The decision for a scanned stack that keeps the input of every K-th block."""
+    """Return the decision for a scanned stack that keeps the input of every K-th block."""
     [call] = calls
     segment_length = square_root(call.count) if plan.count is None else plan.count  # in blocks
     if segment_length > call.count:

@@ -63,8 +63,8 @@ class StackDecision:
 
     Args:
         groups: one or two groups of neighboring layers, from the first layer on.
-        segment: number of blocks in a segment. Of each segment only the input of its first block is kept; the values
-            of the save sets are kept only while the segment is recomputed. `None` for a stack without segments.
+        segment: number of blocks in a segment. Only the input of the first block of each segment is kept; the values of
+            the save sets are kept only while the segment is recomputed. `None` for a stack without segments.
     """
 
     groups: tuple[Group, ...]
@@ -110,12 +110,12 @@ class Decision:
         stack: the groups and segments of the model's one scanned stack; `None` if all layers use `saves`.
         chain: the save sets and segments of the model's one chain; `None` for other plans.
         blocks: fingerprints of the model's kinds of blocks, in order of first appearance.
-        layers: number of blocks of the model.
+        layers: number of blocks in the model.
         bytes: bytes that the whole model keeps on the device: inputs of blocks, and values of save sets. If segments
-            run again, the largest number of bytes kept at any one time.
+            run again, this is the largest number of bytes kept at any time.
         host_bytes: bytes that the whole model keeps in host memory.
         flop: FLOP that the backward pass of the whole model recomputes.
-        seconds: modeled seconds of recomputation and copies, of the whole model; 0 without a chip.
+        seconds: modeled seconds of recomputation and copies in the whole model; 0 without a chip.
 
     Example:
         >>> save = SaveSet("block", ("up",), bytes=64)

@@ -31,11 +31,11 @@ from jaxscale.programs.block import BlockGraph
 
 
 def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None) -> SaveSet:
-    """The save set of least cost within a budget; if several sets have that cost, the smallest of them.
+    """Return the save set of least cost within a budget; if several have that cost, the smallest one.
 
     Args:
         graph: graph of the block; if `objective` is "seconds" or `host` is given, a graph made with a chip.
-        budget: most bytes kept on the device, besides the block's inputs.
+        budget: most bytes kept on the device, the block's inputs excluded.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
@@ -54,11 +54,11 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
 
 
 def smallest_save_set(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
-    """The smallest save set of a block with a cost of at most `max_cost`.
+    """Return the smallest save set of a block with a cost of at most `max_cost`.
 
     Args:
         graph: graph of the block; if `objective` is "seconds", a graph made with a chip.
-        max_cost: most recomputed FLOP of matrix products, or most modeled seconds.
+        max_cost: largest number of recomputed FLOP of matrix products, or of modeled seconds.
         objective: unit of `max_cost`, FLOP or seconds.
 
     Example:
@@ -79,13 +79,13 @@ def menu(
     objective: SaveSetObjective = "flop",
     host: Host | None = None,
 ) -> tuple[SaveSet, ...]:
-    """The curve of cost against memory: optimal save sets for increasing budgets; the first set keeps nothing.
+    """Return the curve of cost against memory: optimal save sets for increasing budgets.
 
     Args:
         graph: graph of the block.
-        budgets_or_count: budgets in bytes to solve for, or the number of budgets. If it is a number, each next budget
-            is the middle of a gap between two solutions: the gap with the largest product of width in bytes and
-            difference in cost.
+        budgets_or_count: the budgets in bytes, or the number of budgets. If only the number is given, the first budget
+            is 0 and the second one covers all residuals. Each next budget is the middle of the gap between two
+            solutions that has the largest product of width in bytes and difference in cost.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
@@ -101,17 +101,17 @@ def menu(
 
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, budget_count: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
-    """The result of `menu` for a number of budgets; cached, because several budgets and rules need the same curve."""
+    """Return the curve of `menu` for a number of budgets; cached, because several rules need the same curve."""
     program = _Program(graph, objective, host)
     smallest_save, largest_save = program.minimize_cost(0), program.minimize_cost(graph.needed_bytes)
     if smallest_save.bytes == largest_save.bytes:
         return (smallest_save,)
     saves = [smallest_save, largest_save]
-    # each gap: the save sets below and above it, and the start and stop of the budgets between them not tried yet
+    # each gap: the save sets below and above it, and the start and stop of the range of untried budgets in it
     gaps = [(smallest_save, largest_save, smallest_save.bytes + 1, largest_save.bytes)]
 
     def gap_area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
-        """The number of untried budgets in a gap times the difference in cost between its save sets."""
+        """Return the number of untried budgets in a gap times the difference in cost between its save sets."""
         low_save, high_save, start, stop = gap
         return (stop - start) * (cost_of(low_save, objective) - cost_of(high_save, objective))
 
@@ -177,11 +177,11 @@ class _Program:
         self._build()
 
     def _cost(self, equation_index: int) -> float:
-        """The cost of running the equation with this index."""
+        """Return the cost of running the equation with this index."""
         return cost_of(self.graph.equations[equation_index], self.objective)
 
     def _candidate_indices(self) -> list[int]:
-        """The indices of the values worth keeping.
+        """Return the indices of the values worth keeping.
 
         A value is not worth keeping if it is computed at no cost from a value that is not larger, or from the block's
         inputs.
@@ -234,7 +234,7 @@ class _Program:
         mark_by_index = {index: mark for mark, indices in self.indices_by_mark.items() for index in indices}
 
         def availability_terms(index: int) -> dict[int, float]:
-            """The factors, by column, of a sum that is at least 1 if the value is kept, offloaded or recomputed."""
+            """Return the factors, by column, of a sum that is >= 1 if the value is kept, offloaded or recomputed."""
             terms = {column_by_variable["run", graph.values[index].producer]: 1.0}
             if index in mark_by_index:
                 choice_columns = [column_by_variable.get((kind, mark_by_index[index])) for kind in ("keep", "host")]
@@ -282,7 +282,7 @@ class _Program:
             self.byte_weights[column_by_variable["keep", mark]] = self.bytes_by_mark[mark] / self.byte_unit
 
     def minimize_cost(self, budget: int) -> SaveSet:
-        """The set of least cost within a budget in bytes; if several sets have that cost, the smallest of them."""
+        """Return the save set of least cost within a budget in bytes; if several have that cost, the smallest one."""
         check_request(self.graph, budget, self.objective)
         best_solution = self._solve(self.cost_weights, budget)
         if best_solution is None:
@@ -299,7 +299,7 @@ class _Program:
         return save_set(self.graph, (EVERYTHING,)) if is_everything_cheaper else cheapest_set
 
     def minimize_bytes(self, max_cost: float) -> SaveSet:
-        """The smallest set with a cost of at most `max_cost`."""
+        """Return the smallest save set with a cost of at most `max_cost`."""
         full_set = save_set(self.graph, (EVERYTHING,))
         if cost_of(self.minimize_cost(self.graph.needed_bytes), self.objective) > max_cost:
             return full_set
@@ -311,7 +311,7 @@ class _Program:
         return smallest_set if cost_of(smallest_set, self.objective) <= max_cost * (1 + 1e-9) else full_set
 
     def _save_set_of(self, solution: Any) -> SaveSet:
-        """The save set of a solution, which is a float array with the value of each column's variable."""
+        """Return the save set of a solution, a float array with the value of each column's variable."""
         names_by_kind: dict[str, list[str]] = {"keep": [], "host": []}
         for (kind, mark), column in self.column_by_variable.items():
             if kind in names_by_kind and solution[column] > 0.5:
@@ -319,12 +319,12 @@ class _Program:
         return save_set(self.graph, names_by_kind["keep"], names_by_kind["host"], self.host)
 
     def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
-        """The solution of least weighted sum, a float array with an entry per column; `None` if none is feasible.
+        """Return the feasible solution with the least weighted sum: a float array, one entry per column; or `None`.
 
         Args:
             weights: float array with the weight of each column.
             budget: most bytes kept on the device.
-            max_cost: largest cost, as a multiple of `cost_scale`.
+            max_cost: largest permitted cost, as a multiple of `cost_scale`.
         """
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -22,11 +22,11 @@ EvictionScore = Literal["ratio", "dtr_static"]
 def greedy(
     graph: BlockGraph, budget: int, score: EvictionScore = "ratio", *, objective: SaveSetObjective = "flop"
 ) -> SaveSet:
-    """Choose a save set within a budget, by eviction.
+    """Return a save set within a budget, chosen by eviction.
 
     Args:
         graph: graph of the block.
-        budget: most bytes kept on the device, besides the block's inputs.
+        budget: most bytes kept on the device, the block's inputs excluded.
         score: name of the score; the value of least score is evicted first.
         objective: the cost in the score: FLOP of matrix products, or modeled seconds.
 
@@ -44,10 +44,10 @@ def greedy(
     check_request(graph, budget, objective)
 
     def rerun_cost(indices: frozenset[int]) -> float:
-        """The cost of recomputation if the values with these indices are kept on the device."""
+        """Return the cost of recomputation if the values with these indices are kept on the device."""
         return cost_of(recompute(graph, indices), objective)
 
-    # time is counted as the cost of the equations that ran so far; for each value, the time of its last read
+    # time is measured by the cost of the equations that have run; each value's last read has such a time
     elapsed_cost, last_read_costs = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
         elapsed_cost += cost_of(equation, objective)
@@ -61,7 +61,7 @@ def greedy(
         def eviction_key(
             index: int, base_indices: frozenset[int] = kept_indices, base_cost: float = kept_cost
         ) -> tuple[float, int]:
-            """The score of a value, then its negative bytes; the value with the least key is evicted next."""
+            """Return the sort key of a value: its score, then its negative bytes; the least key is evicted next."""
             age = elapsed_cost - last_read_costs[index]
             staleness = age + elapsed_cost * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes
@@ -74,10 +74,10 @@ def greedy(
 
 
 def _indices_worth_keeping(graph: BlockGraph) -> frozenset[int]:
-    """The indices of the values that are kept before the first eviction.
+    """Return the indices of the values that are kept before the first eviction.
 
-    These are the values that the backward pass reads and that can be kept by name. Any other value that the backward
-    pass reads is replaced by the nearest values with names from which it is computed.
+    These are the values that the backward pass reads and that can be kept by name. If the backward pass reads a value
+    without a name, the nearest named values from which that value is computed are kept instead.
     """
     named_indices: set[int] = set()
     pending_indices = list(graph.needed)

@@ -63,7 +63,7 @@ class KeepNamed:
         )
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """Whether to keep the outputs of an operation; `jax.checkpoint` calls this."""
+        """Return whether to keep the outputs of an operation; `jax.checkpoint` calls this."""
         return self._policy(primitive, *inputs, **params)
 
 
@@ -88,12 +88,12 @@ class Keeping:
 
     @property
     def deferred_names(self) -> frozenset[str]:
-        """Names, in the traced program, of the values to offload if the offload is deferred."""
+        """The names that the values to offload have in the traced program if the offload is deferred."""
         names = {name for save in self.save_by_block.values() for name in save.offload}
         return frozenset({_LATER_PREFIX + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, is_rolled: bool) -> BlockFunction:
-        """Return the block under the policy of its save set; `is_rolled` is true in a scan."""
+        """Return the block, wrapped to keep the values of its save set; `is_rolled` is true in a scan."""
 
         def keeping_block(*args: Any) -> Any:
             """Trace the block, name the values of its save set, and run it under a policy that keeps these names."""
@@ -128,14 +128,15 @@ class Keeping:
 
 
 def keeping(saves: Sequence[SaveSet]) -> Keeping:
-    """The wrapper, for a `blocks.Treatment`, that runs every block under its save set.
+    """Return a wrapper for `blocks.Treatment` that runs every block under its save set.
 
     Args:
         saves: one save set for each kind of block.
 
     Raises:
-        StaleGraph: when a block is traced, if none of the sets was made for it.
-        UserError: two different sets are for one block; or a block, when it is traced, lacks a value of its set.
+        StaleGraph: no save set was made for a block; raised when the block is traced.
+        UserError: two different save sets are for one block, or a block lacks a value of its save set; a missing value
+            is found when the block is traced.
     """
     save_by_block: dict[str, SaveSet] = {}
     for save in saves:
@@ -146,7 +147,7 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
 
 
 def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]) -> SaveSet:
-    """The save set that was made for the block of this program."""
+    """Return the save set that was made for the block with this program."""
     fingerprint = program.fingerprint()
     if fingerprint not in save_by_block:
         fingerprints_text = ", ".join(sorted(save_by_block)) or "(none)"
@@ -159,7 +160,7 @@ def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]
 
 
 def _names_to_insert(program: InlinedProgram, save: SaveSet, is_offload_deferred: bool) -> dict[int, str]:
-    """The names to insert for the values of a save set, by the number of the value in the program."""
+    """Return the names to insert for the values of a save set, by the number of each value in the program."""
     offload_prefix = _LATER_PREFIX if is_offload_deferred else MARK
     prefix_by_name = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, offload_prefix)}
     return {
@@ -170,7 +171,7 @@ def _names_to_insert(program: InlinedProgram, save: SaveSet, is_offload_deferred
 
 
 def _policy_of(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
-    """The policy that keeps the values of a save set, after a check that the block has them."""
+    """Return the policy that keeps the values of a save set; first check that the block has these values."""
     block_names = set(program.name_by_number().values())
     residual_names = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residual_names:
@@ -180,12 +181,12 @@ def _policy_of(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: S
             value_index(graph, name)  # refuses a name that the block does not have
 
     def traced_names(names: Sequence[str]) -> frozenset[str]:
-        """The names that values of the save set have in the traced program."""
+        """Return the names that values of the save set have in the traced program."""
         return frozenset(MARK + name if name in block_names else _residual_name(name) for name in names)
 
     return KeepNamed(traced_names(save.keep), traced_names(save.offload))
 
 
 def _residual_name(name: str) -> str:
-    """The name that an operation gave to its residual: `name` without the suffix that makes it unique in the block."""
+    """Return the name that an operation gave to a residual: `name`, without the suffix that makes it unique."""
     return re.sub(r" \(\d+\)$", "", name)

@@ -24,7 +24,9 @@ _RULES_OF_SEVERAL_BLOCKS = ("sqrt", "periodic", "revolve", "chain")
 def remat(
     block: Callable[..., Any], plan: MemoryPlan | str, *args: Any, platform: Platform | str | None = None
 ) -> Callable[..., Any]:
-    """Wrap a function so that a memory plan selects the values kept for its backward pass; the others are recomputed.
+    """Wrap a function so that a memory plan selects the values that are kept for its backward pass.
+
+    The other values are recomputed.
 
     Results and gradients equal those of `block`. Under a budget the kept values are
 
@@ -36,16 +38,16 @@ def remat(
         block: a function of pytrees of arrays that JAX can differentiate; the last argument is the activation.
         plan: a memory plan, or its text: "full", "dots", "jax:POLICY", "save:136MiB", "greedy:136MiB",
             "offload:pofo:136MiB"; budgets include the activation itself.
-        args: the block's arguments, as arrays or shapes (`jax.ShapeDtypeStruct`), for which a plan with a budget is
-            solved. The returned function then accepts arrays of these shapes and dtypes. Other plans need no `args`.
+        args: the block's arguments, as arrays or shapes (`jax.ShapeDtypeStruct`). A plan with a budget is solved for
+            them, and the returned function accepts only arrays of these shapes and dtypes. Other plans need no `args`.
         platform: platform on which the cost is modeled in seconds, such as "tpu v5e:1x1"; if `None`, the cost is FLOP.
 
     Returns:
-        A function with the positional arguments of `block`, which JAX can differentiate, compile, map and scan.
+        A function with the positional arguments of `block`. JAX can differentiate, compile, map and scan it.
 
     Raises:
         UserError: the plan is for several blocks, or is `fit`; the budget is too small; or `args` are missing.
-        StaleGraph: when the returned function is traced with shapes other than those of `args`.
+        StaleGraph: the returned function is traced with shapes that differ from those of `args`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -96,7 +98,7 @@ def remat(
 
 
 def _wrap(block: Callable[..., Any], make_rematerialized: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function like `block` that, at each call, makes the rematerialized block and calls it."""
+    """Return a function like `block`; each call makes the rematerialized block and runs it."""
 
     @functools.wraps(block)
     def rematerialized_block(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 """A memory plan specifies how to choose the values kept for the backward pass ("the optimal save set of 136 MiB").
 
-A plan has a short text form, such as `save:136MiB`. Resolved for one model, block by block, it becomes a `Decision`
-(`memory/decision.py`).
+A plan has a short text form, such as `save:136MiB`. `memory/decide.py` resolves the plan for the blocks of one model to
+a `Decision` (`memory/decision.py`).
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ class MemoryPlan:
 
     @classmethod
     def parse(cls, text: str) -> "MemoryPlan":
-        """The plan that a text form describes.
+        """Return the plan that a text form describes.
 
         Raises:
             UserError: a rule, selector, policy or unit is unknown (the message suggests the most similar one), or there

@@ -38,7 +38,7 @@ CostRow = np.ndarray
 Bound = Literal["alive", "kept"]
 """The bytes that a budget limits: all live bytes at any time, or only those kept for a backward pass."""
 _EXTRA_SLOT_SHARE = 0.01
-"""Slots beyond the budget, as a share of its slots, for plans that exceed the budget only because of rounding."""
+"""Slots added to the budget's, as a share of them, for plans that exceed the budget only because of rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,12 @@ class ChainPlan:
 def rotor(
     stages: Sequence[Stage], input_bytes: int, budget: int, *, slots: int = 2000, bound: Bound = "alive"
 ) -> ChainPlan:
-    """The fastest plan within a budget.
+    """Return the fastest plan of a chain within a budget of bytes.
 
     Args:
         stages: costs of the chain's stages.
         input_bytes: bytes of the first stage's input.
-        budget: most bytes, `input_bytes` included.
+        budget: largest number of bytes, `input_bytes` included.
         slots: number of slots of the grid if sizes are not multiples of one unit.
         bound: which bytes the budget limits: all live bytes, or only the kept ones.
 
@@ -101,7 +101,7 @@ def rotor(
 
 
 def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "alive") -> int:
-    """The least budget, in bytes, with which a chain can run forward and backward.
+    """Return the least budget, in bytes, with which a chain can run forward and backward.
 
     Example:
         >>> least_budget([Stage(1.0, 2.0, 1)] * 4, 1)
@@ -113,7 +113,7 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
 
 
 def _budget_error(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
-    """The error for a budget smaller than the least possible budget."""
+    """Return the error for a budget that is smaller than the least possible budget."""
     least_bytes_by_stage = [
         min(problem.save_need_bytes(index, option, index) for option in range(len(stage.options))) + input_bytes
         for index, (stage, input_bytes) in enumerate(zip(problem.stages, problem.edge_bytes, strict=False))
@@ -142,8 +142,9 @@ class _Problem:
         gradient_bytes: for each entry of `edge_bytes`, the bytes of the array's gradient; 0 if the budget limits only
             kept bytes.
         new_bytes: new_bytes[s][c - s - 1] are the bytes of the input of c that the input of s does not contain.
-        run_need_bytes: run_need_bytes[s][c - s - 1] are the bytes that running stages s..c-1 takes if no values are
-            kept, besides the input of s and a gradient; the output of stage c-1 is included.
+        run_need_bytes: run_need_bytes[s][c - s - 1] are the bytes needed to run stages s..c-1 without keeping values.
+            They include the output of stage c-1, but not the input of s or a gradient. 0 if the budget limits only kept
+            bytes.
     """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
@@ -173,15 +174,15 @@ class _Problem:
             self.run_need_bytes *= self.stage_count
 
     def limited_bytes(self, cost: ChainCost) -> int:
-        """The peak bytes or the kept bytes of a plan with this cost, whichever the budget limits."""
+        """Return the bytes of a plan with this cost that the budget limits: the peak bytes or the kept bytes."""
         return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
     def saved_bytes(self, index: int, option: int) -> int:
-        """The bytes that stage `index` keeps for its backward pass besides its input, its output included."""
+        """Return the bytes that stage `index` keeps for its backward pass: with its output, without its input."""
         return self.stages[index].options[option].kept_bytes + self.new_bytes[index][0]
 
     def save_need_bytes(self, index: int, option: int, last: int) -> int:
-        """The bytes in use besides the stage's input when stage `index` is saved as the first of stages index..last."""
+        """Return the bytes that stages index..last need, without their input, while stage `index` is saved and runs."""
         stage = self.stages[index]
         if self.bound == "kept":
             return self.saved_bytes(index, option) if index < last else stage.options[option].kept_bytes
@@ -192,14 +193,14 @@ class _Problem:
         return self.saved_bytes(index, option) + max(forward_bytes, backward_bytes)
 
     def save_seconds(self, index: int, option: int) -> float:
-        """The seconds of the forward and backward pass of stage `index` under an option."""
+        """Return the seconds of the forward and backward pass of stage `index` under an option."""
         stage = self.stages[index]
         return stage.forward_seconds + stage.backward_seconds + stage.options[option].extra_seconds
 
     # -- the least memory ----------------------------------------------------------------------------------------------
 
     def least_bytes(self) -> int:
-        """The fewest bytes that any plan of the chain needs, the chain's input included."""
+        """Return the fewest bytes that any plan of the chain needs, the chain's input included."""
         if not hasattr(self, "_bytes_and_code_by_span"):
             # for the span of stages first..last: its least bytes, and the code of its plan's first node
             self._bytes_and_code_by_span: dict[tuple[int, int], tuple[int, int]] = {}
@@ -211,7 +212,7 @@ class _Problem:
         return self.input_bytes + self._least_bytes_of(0, self.stage_count - 1)
 
     def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """For each possible first node of a plan of stages first..last, yield the least bytes and the node's code."""
+        """Yield a pair (least bytes, node's code) for each possible first node of a plan of stages first..last."""
         for option in range(len(self.stages[first].options)):
             later_bytes = self.saved_bytes(first, option) + self._least_bytes_of(first + 1, last) if first < last else 0
             yield max(self.save_need_bytes(first, option, last), later_bytes), -1 - option
@@ -221,7 +222,7 @@ class _Problem:
             yield max(run_bytes, later_bytes, self._least_bytes_of(first, cut - 1)), cut
 
     def least_nodes(self, first: int, last: int) -> Nodes:
-        """The plan of stages first..last that needs the least memory."""
+        """Return the plan of stages first..last that needs the least memory."""
         self.least_bytes()  # fills `_bytes_and_code_by_span` at its first call
         if first > last:
             return ()
@@ -232,11 +233,11 @@ class _Problem:
         return (Remat(self.least_nodes(first, cut - 1)), *self.least_nodes(cut, last))
 
     def _least_bytes_of(self, first: int, last: int) -> int:
-        """The fewest bytes that stages first..last need, besides their input; 0 if there are no stages."""
+        """Return the fewest bytes that stages first..last need, without their input; 0 if there are no stages."""
         return self._bytes_and_code_by_span[self._span_key(first, last)][0] if first <= last else 0
 
     def _span_key(self, first: int, last: int) -> tuple[int, int]:
-        """The key of stages first..last in `_bytes_and_code_by_span`: for identical stages only their number counts."""
+        """Return the key of stages first..last in `_bytes_and_code_by_span`; identical stages differ only in number."""
         return (0, last - first) if self.is_uniform else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
@@ -248,9 +249,10 @@ class _Problem:
     # -- the least time ------------------------------------------------------------------------------------------------
 
     def grid(self, free_bytes: int, target_slot_count: int) -> "_Grid":
-        """The grid of a table for a budget of `free_bytes` besides the chain's input, with about this number of slots.
+        """Return a grid of about `target_slot_count` slots for a table.
 
-        For identical stages, which need a smaller table, the grid has about four times as many slots.
+        The grid is for a budget of `free_bytes` in addition to the chain's input. Identical stages need a smaller
+        table, so their grid has about four times as many slots.
         """
         distinct_byte_counts = {
             self.saved_bytes(index, option)
@@ -274,7 +276,7 @@ class _Problem:
 
 
 class _Grid(NamedTuple):
-    """The numbers of free bytes for which a table has costs: slot index i stands for remainder + unit * i bytes.
+    """The numbers of free bytes for which a table has costs: slot i stands for remainder + unit * i bytes.
 
     Args:
         unit: bytes of a slot.
@@ -289,11 +291,11 @@ class _Grid(NamedTuple):
     is_exact: bool
 
     def slot_count_of(self, byte_count: int) -> int:
-        """The number of slots that is nearest to a number of bytes."""
+        """Return the number of slots that is nearest to a number of bytes."""
         return round(byte_count / self.unit)
 
     def first_slot(self, needed_bytes: float) -> int:
-        """The index of the first slot that stands for at least `needed_bytes` free bytes."""
+        """Return the index of the first slot that stands for at least `needed_bytes` free bytes."""
         return max(0, math.ceil((needed_bytes - self.remainder) / self.unit - 1e-9))
 
 
@@ -317,7 +319,7 @@ class _Table:
             self._fill()
 
     def row(self, first: int, last: int) -> CostRow:
-        """The row C(first, last, :) of the table."""
+        """Return the row C(first, last, :) of the table."""
         return self._rows[0][last - first] if self.problem.is_uniform else self._rows[first][last - first]
 
     def slots_to_try(self) -> Iterator[int]:
@@ -327,7 +329,7 @@ class _Table:
             yield int(np.argmax(row <= seconds))  # of the slots with this cost, the first takes the least memory
 
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
-        """The plan of stages first..last that costs C(first, last, slot)."""
+        """Return the plan of stages first..last that costs C(first, last, slot)."""
         problem, nodes = self.problem, []
         while first <= last:
             # of each possible first node: the seconds of the plan, and the node's code
@@ -360,16 +362,16 @@ class _Table:
         return tuple(nodes)
 
     def _new_slot_count(self, first: int, cut: int) -> int:
-        """The slots of the input of stage `cut`, without the arrays that the input of stage `first` contains."""
+        """Return the slots for the arrays in the input of stage `cut` that the input of stage `first` does not have."""
         return self.new_slot_counts[0 if self.problem.is_uniform else first][cut - first - 1]
 
     def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
-        """The index of the first slot in which stages first..cut-1 can run without keeping values."""
+        """Return the index of the first slot in which stages first..cut-1 can run without keeping values."""
         problem = self.problem
         return self.grid.first_slot(problem.gradient_bytes[last + 1] + problem.run_need_bytes[first][cut - first - 1])
 
     def _best_option_row(self, first: int, last: int) -> CostRow:
-        """The cost, by slot, of stages first..last if the first is saved under the best option for the slot."""
+        """Return the cost of stages first..last by slot; the first stage is saved under the best option per slot."""
         problem, grid = self.problem, self.grid
         best_row = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
@@ -384,14 +386,14 @@ class _Table:
         return best_row
 
     def _shift(self, row: CostRow, slot_count: int) -> CostRow:
-        """A row of costs if `slot_count` slots are taken: costs move to higher slots, and the first become infinite."""
+        """Return a row of costs after `slot_count` slots are taken: shifted to higher slots, infinite in the first."""
         shifted_row = np.full(self.grid.length, np.inf)
         if slot_count < self.grid.length:
             shifted_row[slot_count:] = row[: self.grid.length - slot_count]
         return shifted_row
 
     def _fill(self) -> None:
-        """Fill the table of different stages: for each last stage, all first stages from the last one down."""
+        """Fill the table of different stages: for each last stage, in decreasing order of the first stage."""
         problem, grid, stage_count = self.problem, self.grid, self.problem.stage_count
         self._rows = [np.empty((stage_count - first, grid.length)) for first in range(stage_count)]
         workspace = np.empty((stage_count, grid.length))
@@ -428,7 +430,7 @@ class _Table:
         """Fill the table of identical stages in order of the number of stages, `last` + 1."""
         problem, grid, stage_count = self.problem, self.grid, self.problem.stage_count
         self._rows = [np.empty((stage_count, grid.length))]
-        # rows[n - 1] is C of n stages by slot; after_cut_rows[n - 1] is the same row if the stages' input takes slots
+        # rows[n - 1] is C of n stages by slot; after_cut_rows[n - 1] is that row if their input takes slots, too
         rows = self._rows[0]
         after_cut_rows = np.empty((stage_count, grid.length))
         workspace = np.empty((stage_count, grid.length))

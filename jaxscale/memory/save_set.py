@@ -9,7 +9,7 @@ from jaxscale.memory.plan import POLICIES, SaveSetObjective
 from jaxscale.programs.block import BlockGraph, Equation
 
 EVERYTHING = "*"
-"""The name of all residuals (values that the backward pass reads) together; a save set with it has no other name."""
+"""Name that stands for all residuals (values that the backward pass reads); a save set has it alone or not at all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Host:
         bandwidth: bytes/s between host and device in each direction.
         hidden_forward: most seconds of copies to the host that can overlap with computation; by default the seconds of
             the block's forward pass.
-        hidden_backward: most seconds of copies back to the device that can overlap with computation, besides those that
-            overlap with recomputation; by default twice the seconds of the forward pass.
+        hidden_backward: most seconds of copies back to the device that can overlap with computation, in addition to
+            those that overlap with recomputation; by default twice the seconds of the forward pass.
         names: names of the values that may be offloaded; `None` for any value.
     """
 
@@ -69,7 +69,7 @@ def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -
 
 
 def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
-    """The equations that the backward pass recomputes if the values with these indices are kept.
+    """Return the equations that the backward pass recomputes if the values with these indices are kept.
 
     Args:
         graph: graph of the block.
@@ -91,19 +91,19 @@ def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
 
 
 def hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
-    """The seconds of copies that can overlap with a block's forward pass, and those that can with its backward pass."""
+    """Return the seconds of copies that can overlap with a block's forward pass, and with its backward pass."""
     forward_seconds = graph.seconds if host.hidden_forward is None else host.hidden_forward
     return forward_seconds, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
 
 
 def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun_seconds: float) -> float:
-    """The seconds of copies to and from the host that do not overlap with the computation of the block.
+    """Return the seconds of copies to and from the host that do not overlap with the computation of the block.
 
     Args:
         graph: graph of the block.
         host: host memory; `None` if nothing is offloaded.
         host_bytes: bytes of the offloaded values.
-        rerun_seconds: seconds of the recomputation in the backward pass, with which copies overlap too.
+        rerun_seconds: seconds of the recomputation in the backward pass; copies overlap with the recomputation, too.
     """
     if host is None or not host_bytes:
         return 0.0
@@ -115,12 +115,12 @@ def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun
 
 
 def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
-    """The save set that keeps the values with these names; its bytes and cost are computed from the graph.
+    """Return the save set that keeps the values with these names, with its bytes and cost by the graph.
 
     Args:
         graph: graph of the block.
         keep: names of values kept on the device.
-        offload: names of values in host memory.
+        offload: names of values kept in host memory.
         host: host memory; its bandwidth determines the seconds of copies.
 
     Raises:
@@ -153,7 +153,7 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
 
 
 def value_index(graph: BlockGraph, name: str) -> int:
-    """The index of the value with this name, after a check that it can be kept by name.
+    """Return the index of the value with this name; first check that the value can be kept by name.
 
     Raises:
         UserError: the block has no value of this name (the message suggests a similar name), or the value cannot be
@@ -172,10 +172,10 @@ def value_index(graph: BlockGraph, name: str) -> int:
 
 
 def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
-    """The save set of a block under a policy of `jax.checkpoint_policies`.
+    """Return the save set that a policy of `jax.checkpoint_policies` keeps of a block.
 
-    A policy accepts or rejects kinds of operations. Results of accepted operations that the backward pass reads are
-    kept.
+    A policy accepts or rejects kinds of operations. A result of an accepted operation is kept if the backward pass
+    reads it.
 
     Args:
         graph: graph of the block.

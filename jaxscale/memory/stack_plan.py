@@ -31,7 +31,7 @@ GROUPS_GAIN = 0.005
 def plan_stack(
     graph: BlockGraph, layer_count: int, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None
 ) -> StackDecision:
-    """The save sets of the layers of a scanned stack within a budget.
+    """Return the save sets of a scanned stack's layers within a budget.
 
     Args:
         graph: graph of a block.
@@ -41,7 +41,8 @@ def plan_stack(
         host: host memory for offloaded values; it requires the objective "seconds" and rules out segments.
 
     Raises:
-        UserError: the budget is too small even for two levels.
+        UserError: the budget is too small even for segments; or a host is given, and the budget is smaller than the
+            inputs of all blocks.
     """
     inputs_bytes = layer_count * graph.carried_bytes
     if budget < inputs_bytes and host is not None:
@@ -59,7 +60,9 @@ def plan_stack(
 
 
 def least_bytes(graph: BlockGraph, layer_count: int) -> int:
-    """The fewest bytes a scanned stack can keep: ceil(L / k) + k inputs, for L layers and the best segment length k.
+    """Return the fewest bytes that a scanned stack can keep.
+
+    These are the bytes of ceil(L / k) + k block inputs, for L layers and the best segment length k.
 
     Example:
         >>> from jaxscale.programs.block import BlockGraph, Value
@@ -71,12 +74,12 @@ def least_bytes(graph: BlockGraph, layer_count: int) -> int:
 
 
 def _live_input_count(layer_count: int, segment_length: int) -> int:
-    """The most block inputs alive at once with segments of this length: one per segment, and those inside one."""
+    """Return the most block inputs alive at once: one for each segment, and those inside one segment."""
     return layer_count if segment_length == 1 else math.ceil(layer_count / segment_length) + segment_length
 
 
 def _two_level_decision(graph: BlockGraph, layer_count: int, budget: int, objective: SaveSetObjective) -> StackDecision:
-    """The cheapest decision with segments, for a budget smaller than the inputs of all blocks."""
+    """Return the cheapest decision with segments, for a budget smaller than the inputs of all blocks."""
     input_bytes = graph.carried_bytes
     least_budget = least_bytes(graph, layer_count)
     if budget < least_budget:
@@ -95,7 +98,7 @@ def _two_level_decision(graph: BlockGraph, layer_count: int, budget: int, object
 
 
 def budget_error(budget: int, least_budget: int, alternatives: str = "") -> UserError:
-    """The error for a budget in bytes smaller than the least one; `alternatives` names memory plans that need less."""
+    """Return the error for a budget below the least one, in bytes; `alternatives` names plans that need less."""
     return UserError(
         f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least_budget)}, which "
         f"the inputs of blocks take; to lower that, use {alternatives}more microbatches, a smaller batch, or a mesh "
@@ -105,7 +108,7 @@ def budget_error(budget: int, least_budget: int, alternatives: str = "") -> User
 
 
 def hull(saves: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet, ...]:
-    """The save sets that lie on the lower convex hull of cost against bytes, in order of increasing bytes."""
+    """Return the save sets that lie on the lower convex hull of cost against bytes, in order of increasing bytes."""
     hull_saves: list[SaveSet] = []
     for save in sorted(saves, key=lambda save: (save.bytes, cost_of(save, objective))):
         if hull_saves and cost_of(save, objective) >= cost_of(hull_saves[-1], objective):
@@ -117,7 +120,7 @@ def hull(saves: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet
 
 
 def _is_above(left: SaveSet, middle: SaveSet, right: SaveSet, objective: SaveSetObjective) -> bool:
-    """Whether the middle save set is on or above the line from left to right, in a plot of cost against bytes."""
+    """Return whether the middle save set is on or above the line from left to right, as cost against bytes."""
     middle_rise = (cost_of(middle, objective) - cost_of(left, objective)) * (right.bytes - left.bytes)
     line_rise = (cost_of(right, objective) - cost_of(left, objective)) * (middle.bytes - left.bytes)
     return middle_rise >= line_rise
@@ -126,7 +129,7 @@ def _is_above(left: SaveSet, middle: SaveSet, right: SaveSet, objective: SaveSet
 def _best_groups(
     curve: Sequence[SaveSet], layer_count: int, value_bytes: int, objective: SaveSetObjective
 ) -> tuple[Group, ...]:
-    """The cheapest one or two groups of layers, with save sets on the hull that take at most `value_bytes` in total."""
+    """Return the cheapest one or two groups of layers; their save sets take at most `value_bytes` in total."""
     hull_saves = hull(curve, objective)
     candidates: list[tuple[float, tuple[Group, ...]]] = []  # cost, groups
     for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):
@@ -148,10 +151,10 @@ def _best_groups(
 def cheapest_saves(
     calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjective = "flop"
 ) -> tuple[SaveSet, ...]:
-    """The save set of each kind of block: the cheapest choice within one budget, from curves of cost against bytes.
+    """Return the save set of each kind of block, chosen at the least total cost within one budget for the model.
 
     Args:
-        calls: calls of blocks in the model.
+        calls: the model's blocks (`programs.collect`).
         budget: most bytes kept by the whole model, inputs of blocks included.
         objective: the cost to minimize.
 
@@ -187,7 +190,7 @@ def cheapest_saves(
 def _cheapest_points(
     counts_and_curves: Sequence[tuple[int, Sequence[SaveSet]]], value_bytes: int, objective: SaveSetObjective
 ) -> list[SaveSet]:
-    """One save set from each kind's curve, at the least total cost within a budget, by integer program.
+    """Return one save set from each kind's curve, chosen by an integer program at the least total cost within a budget.
 
     Args:
         counts_and_curves: for each kind of block, the number of blocks of that kind, and the save sets of its curve.
@@ -241,7 +244,7 @@ class Totals:
 
 
 def model_totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
-    """The totals of a model in which each block keeps the save set of its kind."""
+    """Return the totals of a model in which each block keeps the save set of its kind."""
     save_by_block = {save.block: save for save in saves}
     calls_and_saves = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
@@ -254,20 +257,24 @@ def model_totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals
 
 
 def stack_totals(graph: BlockGraph, stack_decision: StackDecision) -> Totals:
-    """The totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
+    """Return the totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
     layer_count, input_bytes = stack_decision.layers, graph.carried_bytes
     full_save = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
     counts_and_saves = [(group.layers, group.save or full_save) for group in stack_decision.groups]
-    flop = sum(count * save.flop for count, save in counts_and_saves)
-    seconds = sum(count * save.seconds for count, save in counts_and_saves)
+    recomputed_flop = sum(count * save.flop for count, save in counts_and_saves)
+    extra_seconds = sum(count * save.seconds for count, save in counts_and_saves)
     host_bytes = sum(count * save.host_bytes for count, save in counts_and_saves)
     if stack_decision.segment is None:
         kept_bytes = layer_count * input_bytes + sum(count * save.bytes for count, save in counts_and_saves)
-        return Totals(layer_count, kept_bytes, host_bytes, flop, seconds)
+        return Totals(layer_count, kept_bytes, host_bytes, recomputed_flop, extra_seconds)
     segment_length = min(stack_decision.segment, layer_count)
     kept_bytes = _live_input_count(layer_count, segment_length) * input_bytes + segment_length * max(
         save.bytes for _, save in counts_and_saves
     )
     return Totals(
-        layer_count, kept_bytes, host_bytes, flop + layer_count * graph.flop, seconds + layer_count * graph.seconds
+        layer_count,
+        kept_bytes,
+        host_bytes,
+        recomputed_flop + layer_count * graph.flop,
+        extra_seconds + layer_count * graph.seconds,
     )

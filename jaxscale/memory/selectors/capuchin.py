@@ -14,24 +14,24 @@ from jaxscale.programs.block import BlockGraph
 
 
 def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The save set that Capuchin selects for a block.
+    """Return the save set that Capuchin selects for a block.
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device besides the block's inputs.
+        budget: most bytes kept on the device, the block's inputs excluded.
         host: host memory for the values that are neither kept nor recomputed.
     """
     values = idle_values(graph)
     kept_values, offloaded_values = list(values), []
 
     def set_of(device_values: list[IdleValue], host_values: list[IdleValue]) -> SaveSet:
-        """The save set that keeps `device_values` on the device and offloads `host_values`."""
+        """Return the save set that keeps `device_values` on the device and offloads `host_values`."""
         kept_names = [name for value in device_values for name in value.names]
         offloaded_names = [name for value in host_values for name in value.names]
         return save_set(graph, kept_names, offloaded_names, host)
 
     def kept_without(value: IdleValue) -> list[IdleValue]:
-        """The values in `kept_values` except this one."""
+        """Return the values in `kept_values` except this one."""
         return [kept_value for kept_value in kept_values if kept_value is not value]
 
     if full_set := keep_all_set(graph, budget):

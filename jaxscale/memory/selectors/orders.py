@@ -7,7 +7,7 @@ from jaxscale.memory.selectors.swap import IdleValue
 
 
 def vdnn(value: IdleValue) -> float:
-    """vDNN: the inputs of convolutions go to the host first, in the order of the forward pass.
+    """Return vDNN's sort key: the inputs of convolutions go to the host first, in the order of the forward pass.
 
     Here the inputs of matrix products count like those of convolutions, and other values follow. Left out: the paper's
     choice of slower convolutions that need less workspace, and its prefetching, which XLA decides.
@@ -20,7 +20,7 @@ def vdnn(value: IdleValue) -> float:
 
 
 def tflms(value: IdleValue) -> float:
-    """TFLMS: the value with the longest distance to its next read goes to the host first.
+    """Return TFLMS's sort key: the value with the longest distance to its next read goes to the host first.
 
     Distance is in seconds here; the paper counts operations. Left out: the paper's control edges, which determine when
     the copy back runs (XLA decides this here), and its fusion of swaps.
@@ -32,10 +32,10 @@ def tflms(value: IdleValue) -> float:
 
 
 def autoswap(value: IdleValue) -> float:
-    """AutoSwap: the value with the largest product of bytes and idle time, its "area of absence", goes first.
+    """Return AutoSwap's sort key: the value with the largest product of bytes and idle time goes to the host first.
 
-    Left out: the paper's combination of this score with three others by Bayesian optimization, and its memory pool,
-    which XLA provides.
+    The paper calls this product the "area of absence". Left out: the paper's combination of this score with three
+    others by Bayesian optimization, and its memory pool, which XLA provides.
 
     References:
         Zhang et al., Efficient Memory Management for GPU-based Deep Learning Systems, 2019 (arXiv 1903.06631).

@@ -14,11 +14,11 @@ from jaxscale.programs.block import BlockGraph
 
 
 def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The save set of least cost for a block, in which each value is kept, recomputed or offloaded.
+    """Return the save set of least cost for a block; each value is kept, recomputed or offloaded.
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device besides the block's inputs.
+        budget: most bytes kept on the device, the block's inputs excluded.
         host: host memory for the offloaded values.
 
     Example:

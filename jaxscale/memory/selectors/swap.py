@@ -1,7 +1,7 @@
-"""Functions that several rules for moving values to the host share: idle times of values, and which values to move.
+"""Functions shared by the rules that move values to the host: idle times of values, and the values to move.
 
-Times are those of the block alone, by the roofline model: the forward pass runs the equations in order; the backward
-pass runs them in reverse and takes twice as long.
+Times are those of the block alone, estimated by the roofline model. The forward pass runs the equations in order; the
+backward pass runs them in reverse and takes twice as long.
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ SMALL = 256 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class IdleValue:
-    """A value, or several values kept or moved together, idle between reads in the forward and backward pass.
+    """A value that is idle from its last read in the forward pass to its first read in the backward pass.
+
+    Values that can only be kept or moved together are one `IdleValue`.
 
     Args:
         names: names of the values.
@@ -42,13 +44,14 @@ class IdleValue:
 
 
 def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
-    """The values to keep or move so that the backward pass recomputes no product, in order of computation.
+    """Return the values to keep or move so that the backward pass recomputes no matrix product.
 
-    These are the values that the backward pass reads and that can be kept by name. A value inside an operation cannot
-    be kept by name. It is recomputed from the result of an earlier product, and this result is one of the values here.
+    They are in the order in which they are computed. These are the values that the backward pass reads and that can be
+    kept by name. A value inside an operation cannot be kept by name. It is recomputed from the result of an earlier
+    matrix product, and that result is one of the returned values.
 
     Raises:
-        UserError: the graph has no seconds.
+        UserError: the graph's equations have no modeled times.
     """
     if graph.equations and not graph.seconds:
         raise UserError("offload needs modeled seconds, and so a chip with known rates: specify a platform")
@@ -89,16 +92,18 @@ def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
 
 
 def keep_all_set(graph: BlockGraph, budget: int) -> SaveSet | None:
-    """The save set that keeps every residual; `None` if it exceeds the budget."""
+    """Return the save set that keeps every residual; `None` if it exceeds the budget."""
     return save_set(graph, (EVERYTHING,)) if graph.needed_bytes <= budget else None
 
 
 def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue], float]) -> SaveSet:
-    """The save set that moves values to the host, in a given order, until the other values fit; small values move last.
+    """Return the save set that moves values to the host, in the given order, until the other values fit the budget.
+
+    Small values move last.
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device besides the block's inputs.
+        budget: most bytes kept on the device, the block's inputs excluded.
         host: host memory for the values that move.
         order: sort key of the values; the value with the least key moves first.
 
@@ -110,7 +115,9 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue]
 
 
 def values_to_move(budget: int, host: Host, values: Sequence[IdleValue]) -> list[IdleValue]:
-    """The values that move to the host so that the other values fit the budget: in order, but small values last.
+    """Return the values that move to the host, in order, so that the other values fit the budget.
+
+    The values move in the order of `values`, but small ones move last.
 
     Raises:
         UserError: the host's budget is too small.
@@ -133,7 +140,7 @@ def values_to_move(budget: int, host: Host, values: Sequence[IdleValue]) -> list
 def set_without(
     graph: BlockGraph, host: Host, values: Iterable[IdleValue], moved_values: Iterable[IdleValue]
 ) -> SaveSet:
-    """The save set that keeps all values except the moved ones, which go to the host."""
+    """Return the save set that keeps the values on the device, except for the moved ones, which go to the host."""
     unique_moved_values = set(moved_values)
     return save_set(
         graph,

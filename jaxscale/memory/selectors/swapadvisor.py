@@ -17,11 +17,11 @@ POPULATION, GENERATIONS, MUTATION = 32, 40, 0.05
 
 
 def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The save set that SwapAdvisor selects for a block.
+    """Return the save set that SwapAdvisor selects for a block.
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device besides the block's inputs.
+        budget: most bytes kept on the device, the block's inputs excluded.
         host: host memory for the values that move.
     """
     values = idle_values(graph)
@@ -32,7 +32,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     Genes = tuple[bool, ...]  # for each value, whether it moves
 
     def evaluate(genes: Genes) -> tuple[float, SaveSet]:
-        """Return the seconds of the save set of these genes, with a penalty above a budget, and the save set."""
+        """Return the seconds of these genes' save set, with a penalty if it exceeds a budget, and the save set."""
         save = set_without(graph, host, values, [v for v, is_moved in zip(values, genes, strict=True) if is_moved])
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
@@ -40,13 +40,13 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     evaluation_by_genes: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
-        """The sort key of genes: seconds with penalty, then bytes in host memory; the best genes have the least key."""
+        """Return the sort key of genes, least for the best: seconds with penalty, then bytes in host memory."""
         if genes not in evaluation_by_genes:
             evaluation_by_genes[genes] = evaluate(genes)
         return evaluation_by_genes[genes][0], evaluation_by_genes[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
-        """The genes of a child: each gene is that of a random parent, and a few genes are flipped."""
+        """Return the genes of a child: each gene is that of a random parent, and a few genes are flipped."""
         mixed_genes = (rng.choice(gene_pair) for gene_pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
