@@ -145,7 +145,7 @@ def collectives_by_instruction(program: HloProgram, mesh: Any) -> dict[tuple[str
 
 
 def groups_of(axis_sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
-    """Return the groups of devices that communicate along `axes` of a mesh; a device is its position in the mesh.
+    """Return the groups of devices that communicate along `axes` of a mesh; a device's number is its position there.
 
     Example:
         >>> sorted(map(sorted, groups_of({"data": 2, "fsdp": 2}, ["data"])))
@@ -204,14 +204,14 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _iota(text: str) -> list[int]:
-    """Return the device order of a text. "[2,4]T(1,0)" is 0, 1, ... as a (2, 4) array, transposed, read row by row."""
+    """Return the device order of a text: "[2,4]T(1,0)" is 0, 1, ... as a (2, 4) array, transposed, read by rows."""
     shape_text, is_transposed, permutation = text.partition("T")
     number_array = _device_array(integers(shape_text))
     return (number_array.transpose(integers(permutation)) if is_transposed else number_array).ravel().tolist()
 
 
 def _axis_subsets(axis_sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return every non-empty set of the mesh axes that have several devices."""
+    """Return every non-empty subset of the mesh axes that have several devices."""
     axes = [axis for axis, size in axis_sizes.items() if size > 1]
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
@@ -235,7 +235,7 @@ def _permuted_axes(device_pairs: list[tuple[int, int]], axis_sizes: Mapping[str,
 
 
 def _continuation_names(program: HloProgram) -> set[tuple[str, str]]:
-    """Return the pairs (computation, instruction) of the collectives printed in fusions that do not start them."""
+    """Return a pair (computation, instruction) for each collective in a fusion that does not start the collective."""
     # by channel, the collectives in fusions that start them and in other fusions, as (computation, instruction)
     start_names_by_channel: dict[str, list[tuple[str, str]]] = {}
     repeat_names_by_channel: dict[str, list[tuple[str, str]]] = {}
@@ -257,14 +257,14 @@ def _continuation_names(program: HloProgram) -> set[tuple[str, str]]:
 def _message_part_bytes(computation: Computation, send: Op) -> list[int]:
     """Return the bytes of each nonempty part of a message between slices.
 
-    The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to a tile of
-    4096 bytes, the least that a TPU sends. A message without both arrays and single numbers is one part.
+    The parts are the arrays, the scalars that XLA packs with them, and the padding of these scalars to a tile of 4096
+    bytes, the least that a TPU sends. A message that lacks arrays or scalars is one part.
     """
     total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    array_and_number_bytes = [0, 0]  # of arrays, and of single numbers
+    array_and_number_bytes = [0, 0]  # of arrays, and of scalars
     for name in op.operands if op.opcode == "concatenate" else []:
         operand = computation.instructions[name]
         array_and_number_bytes[math.prod(operand.shape) == 1] += operand.bytes
@@ -277,11 +277,12 @@ def _bytes_by_kind_and_dtype(
 ) -> dict[tuple[Any, str], int]:
     """Return the bytes of a collective, by kind and type of the elements.
 
-    There is one entry, unless the collective is of a tuple with several types or only some of its arrays are sliced.
+    There is one entry, unless the collective's operand is a tuple and its arrays differ in type, or only some of them are
+    sliced.
     """
     array_types, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
-        # the type of a start is a tuple: types of operands, types of results, contexts; an all-reduce may have no tuple
+        # the type of a start is a tuple: types of operands, types of results, contexts; an all-reduce may lack this tuple
         operand_types, result_types = [*split_at_commas(op.type[1:-1]), ""][:2]
         larger_types = max(operand_types, result_types, key=lambda types: sum(map(array_bytes, ARRAY.findall(types))))
         result_type = result_types if kind == "all-reduce" else larger_types

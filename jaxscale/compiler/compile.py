@@ -97,8 +97,8 @@ def compile_report(
     """Compile a recipe's program with the compiler of `platform`, and return its report.
 
     Args:
-        recipe: a `ProgramRecipe`, or a function of the devices that can be pickled, such as a function of a module or a
-            `functools.partial` of one. It runs in another process.
+        recipe: a `ProgramRecipe`, or another function of the devices that can be pickled, such as a function of a module
+            or a `functools.partial` of one. It runs in another process.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
         options: compiler options, passed to `compile(compiler_options=...)`.
         explain: whether the report also lists the buffers alive at the peak, and the timeline.
@@ -107,7 +107,7 @@ def compile_report(
         timeout: seconds after which the child is stopped.
 
     Returns:
-        The report. It has the cause of the failure if the program does not fit, the compiler dies or the time is up.
+        The report. If the program does not fit, the compiler dies or the time is up, the report gives the cause.
 
     Raises:
         UserError: the platform's compiler is missing or untrusted; its hardware is unknown; the recipe cannot be
@@ -175,7 +175,7 @@ def _check_libtpu(child_target: Target, timeout: float) -> None:
 def _run_request(
     platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float
 ) -> CompileReport | None:
-    """Run a child process on a request for a report; return the report, or None if attached devices are unavailable."""
+    """Run a child process that makes the requested report; return it, or None if attached devices are unavailable."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         request_folder = pathlib.Path(folder)
         (request_folder / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
@@ -195,7 +195,7 @@ def _run_request(
 
 
 def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
-    """Run a child process on the request that `folder` contains; return its exit code, or None after a time-out."""
+    """Run a child process with the request in `folder`; return its exit code, or None after a time-out."""
     paths_json = json.dumps([path or os.getcwd() for path in sys.path])
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(

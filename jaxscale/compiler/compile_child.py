@@ -1,7 +1,7 @@
 """The child process of a compilation: it builds a recipe's program, compiles it and writes a report.
 
 The parent (`compiler/compile.py`) sets the environment, which JAX reads when it is first imported. The child writes one
-file with a report, a user's mistake or the recipe's error. If the file is missing, the child has died.
+file, which contains a report, a user's mistake or the recipe's error. If the file is missing, the child has died.
 """
 
 import importlib.metadata
@@ -77,7 +77,7 @@ def make_report(request: Mapping[str, Any]) -> CompileReport:
 
 
 def example(devices: Sequence[Any]) -> Any:
-    """Lower the product of a (256, 128) array, with rows split over all devices, and a (128, 64) array; a recipe."""
+    """Lower the matrix product of a (256, 128) array, whose rows all devices share, and a (128, 64) array; a recipe."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -166,7 +166,7 @@ def _compile(
 
 
 def _fields_from_text(compiled: Any, axis_sizes: Any, dump_folder: str) -> dict[str, Any]:
-    """Return the report's fields read from the program's text, such as its FLOP, or the reason why it is unreadable."""
+    """Return the report's fields from the program's text, such as its FLOP; or why the text is unreadable (`unread`)."""
     import jax
 
     try:
@@ -201,7 +201,7 @@ def _text(compiled: Any, dump_folder: pathlib.Path) -> str:
     jaxlib refuses to print some instructions of libtpu, such as asynchronous gathers of v5p; libtpu prints them itself.
 
     Raises:
-        JaxRuntimeError: XLA cannot print the program, and no dump has it.
+        JaxRuntimeError: XLA cannot print the program, and there is no dump of it.
     """
     import jax
 
@@ -215,7 +215,7 @@ def _text(compiled: Any, dump_folder: pathlib.Path) -> str:
 
 
 def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:
-    """Return the live buffers, from the folder of a dump; None if XLA wrote no dump, or one in an unknown format."""
+    """Return the live buffers from a dump's folder; None if XLA wrote no dump, or a dump in an unknown format."""
     try:
         return live_at_the_peak(pathlib.Path(dump_folder), devices[0].platform)
     except (AssertionError, LookupError, ValueError):  # an unknown format, as in `_fields_from_text`

@@ -1,4 +1,4 @@
-"""A device of a platform that need not be present, as JAX describes devices of an abstract mesh."""
+"""A device that need not be present, described as JAX describes the devices of an abstract mesh."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ class DescribedDevice(AbstractDevice):
     """An abstract device that belongs to a TPU slice.
 
     Args:
-        slice_index: number of the slice, from 0; 0 for other devices.
+        slice_index: index of the TPU slice; 0 for a device that is not a TPU.
     """
 
     slice_index: int = 0

@@ -3,7 +3,7 @@
 `TARGETS` has the values that the driver reports for each card, as recorded in XLA's own specifications (openxla/xla,
 xla/backends/gpu/target_config/specs). The memory bandwidth comes from the chip table (`platforms/gpu.py`). Left out:
 autotuning, which needs the card. Without it XLA uses its defaults: the compiled program takes as much memory as a tuned
-one, but not the same time.
+program, but not the same time.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class GpuTarget:
         cache_bytes: bytes of the L2 cache.
         shared_bytes: bytes of shared memory of one multiprocessor; a block may use 1 KiB less.
         memory_bytes: bytes of device memory as the driver reports them.
-        source: file from which the numbers come.
+        source: file from which the values come.
     """
 
     capability: tuple[int, int]
@@ -100,7 +100,9 @@ def target_config(chip: Chip) -> str:
 
 
 def topology_text(platform: Platform) -> str:
-    """Return a GPU platform's topology as text, SLICESxHOSTSxGPUS_PER_HOST: "1x2x8" for 16 GPUs in hosts of 8.
+    """Return a GPU platform's topology as text, such as "1x2x8" for 16 GPUs in hosts of 8.
+
+    The three numbers are those of slices, of hosts, and of GPUs per host.
 
     Raises:
         UserError: the GPUs do not fill their hosts.

@@ -1,9 +1,9 @@
 """FLOP of a compiled program, read from its text; recomputation and all iterations of loops count.
 
 XLA's `cost_analysis()` counts the body of a loop once and is None on a GPU. Here the body counts once per iteration.
-Counted are matrix products and convolutions (both are convolutions in the text for a TPU, library calls in the text for
-a GPU), with 2 FLOP per multiply-add, and kernels that declare their FLOP (`pl.CostEstimate`). The program is one
-device's share.
+Matrix products and convolutions count, with 2 FLOP per multiply-add, and so do kernels that declare their FLOP
+(`pl.CostEstimate`). In the text for a TPU, matrix products are convolutions; in the text for a GPU, both are library
+calls. The program is one device's share.
 
 Left out: elementwise work, and kernels that declare no cost.
 """
@@ -60,7 +60,7 @@ def program_flop(program: HloProgram) -> ProgramFlop:
         return sum((instruction_flop(computation, op) for op in computation.instructions.values()), ProgramFlop())
 
     def instruction_flop(computation: Computation, op: Op) -> ProgramFlop:
-        """Return the FLOP of an instruction, with those of the computations that it calls."""
+        """Return the FLOP of an instruction, including those of the computations that it calls."""
         # an asynchronous op counts at its start, not again at its end
         callee_names = [] if op.opcode.endswith(("-done", "-update")) else callees(op.attributes)
         callee_flops = [computation_flop(name) for name in callee_names]
@@ -78,7 +78,7 @@ def program_flop(program: HloProgram) -> ProgramFlop:
 
 
 def _flop_without_callees(computation: Computation, op: Op) -> ProgramFlop:
-    """Return the FLOP of an instruction, without those of the computations that it calls."""
+    """Return the FLOP of an instruction, excluding those of the computations that it calls."""
     if op.opcode == "dot":
         return ProgramFlop(_product_flop(computation, op, _listed_dims(op, "lhs_contracting_dims")))
     if op.opcode == "ragged-dot":
@@ -122,7 +122,7 @@ def _product_flop(computation: Computation, op: Op, contracting_dims: list[int])
 
 
 def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], output_shape: list[int]) -> int:
-    """Return the FLOP of a convolution of these three shapes, not counting products with padding or dilation zeros."""
+    """Return the FLOP of a convolution of these three shapes; products with padding or dilation zeros do not count."""
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
     input_labels, kernel_labels, output_labels = match.groups()
@@ -150,7 +150,7 @@ def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], o
 
 
 def _window_numbers(window_text: str, field_name: str, default: int, spatial_count: int) -> list[int]:
-    """Return the number for each of `spatial_count` dims in a window's field; of a padding "1_2", its first number."""
+    """Return the numbers of a window's field, one for each spatial dim; a padding "1_2" gives its first number."""
     match = re.search(rf"\b{field_name}=(\S+)", window_text)
     return [int(number.split("_")[0]) for number in match[1].split("x")] if match else [default] * spatial_count
 

@@ -24,11 +24,11 @@ class Op:
 
     Args:
         name: name of the instruction, without "%".
-        type: type of its result, as XLA prints it.
-        opcode: name of its operation, such as "dot".
-        operands: names of its operands. For a constant, its value instead; for a parameter, its number.
-        attributes: the text after its operands.
-        is_root: whether its result is also the result of the computation.
+        type: type of the result, as XLA prints it.
+        opcode: name of the operation, such as "dot".
+        operands: names of the operands. A constant has its value in their place, and a parameter its number.
+        attributes: the text after the operands.
+        is_root: whether the result is also the result of the computation.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Computation:
 
     Args:
         name: name of the computation.
-        is_entry: whether a run of the program starts with it.
-        instructions: its instructions by name, in order.
+        is_entry: whether a run of the program starts with the computation.
+        instructions: the instructions by name, in order.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Computation:
 
 
 class HloProgram:
-    """A module's computations, and how often each runs.
+    """A module's computations, and how often each computation runs.
 
     Args:
         text: `compiled.as_text()`, or a dumped module.
@@ -138,8 +138,8 @@ class HloProgram:
         """Count the executions of the computation with this name in one run of the program.
 
         Returns:
-            The number of executions; whether they are in a loop; whether the trip counts of all loops around them are
-            known.
+            A tuple: the number of executions; whether they are in a loop; whether the trip counts of all loops around
+            them are known.
         """
         if name not in self._executions_by_name:
             caller_executions = [(1, False, True)] if self.computations[name].is_entry else []
@@ -193,7 +193,7 @@ class HloProgram:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """Iterate over a module's lines; an instruction is one text, even if its attributes contain line breaks."""
+    """Yield a module's lines; an instruction is one text, even if its attributes contain line breaks."""
     instruction_lines: list[str] = []
     for line in text.splitlines():
         if instruction_lines and not (_INSTRUCTION.match(line) or _END.match(line)):
@@ -271,5 +271,5 @@ def array_bytes(array: tuple[str, str]) -> int:
 
 
 def integers(text: str) -> list[int]:
-    """Return every run of digits in a text, as a number."""
+    """Return every run of digits in a text, as an integer."""
     return [int(number) for number in re.findall(r"\d+", text)]

@@ -11,7 +11,7 @@ import re
 from jaxscale.compiler.hlo_program import Op
 
 MAX_SHOWN_MODULES = 4
-"""Maximum number of modules of a chain that are shown; these are the innermost ones."""
+"""Maximum number of modules of a chain that are shown: the innermost modules."""
 
 # frames of the caller of a program
 _OUTSIDE = re.compile(r"/(pluggy|_pytest|IPython|ipykernel|absl)/|/jaxscale/compiler/compile(_child)?\.py$|/runpy\.py$")
@@ -44,7 +44,7 @@ class Sources:
         }
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an instruction's modules, outermost first; without modules, of its last two functions."""
+        """Return the names of an instruction's modules, or else of its two innermost functions, outermost first."""
         module_names, function_names = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):
@@ -55,7 +55,7 @@ class Sources:
         return tuple(reversed(module_names[:MAX_SHOWN_MODULES] or function_names[:2]))
 
     def file_and_line(self, op: Op) -> str | None:
-        """Return the file and line where an instruction's innermost module is called; without modules, its own line."""
+        """Return the file and line of the call of an instruction's innermost module; without modules, its own line."""
         stack = self._stack(op)
         module_index = next((i for i, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:
@@ -68,7 +68,7 @@ class Sources:
         return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
-        """Return (file, function, line) of each stack frame of an instruction, from the innermost."""
+        """Return a tuple (file, function, line) for each stack frame of an instruction, innermost first."""
         frame_number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
         while frame_number in self._frame_by_number:
             location_number, frame_number = self._frame_by_number[frame_number]

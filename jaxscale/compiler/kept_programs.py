@@ -5,8 +5,8 @@ has reached it. Collectives must therefore run in one order on all devices. In a
 collectives, and all loops that contain one, use one resource, which makes them start in that order (a loop need not
 have ended: `platforms/cpu_threads.py`). A program loaded from the cache has one resource for each sequence of
 instructions, so the collectives in a loop are not ordered with those outside it. Two such collectives can each block
-threads that the other one needs; the program then hangs. If both use one channel, as all collectives of
-`jax.shard_map` do, some devices join one and some the other, and the program crashes. If all collectives are in the
+threads that the other collective needs; the program then hangs. If both use one channel, as all collectives of
+`jax.shard_map` do, some devices join one collective and some the other, and the program crashes. If all collectives are in the
 entry computation, they share one sequence and stay in order.
 
 References:
@@ -56,7 +56,7 @@ def keep_ordered_programs() -> None:
 
     The filter applies to all later compilations of the process, in any cache folder; a second call has no effect.
     Programs of one device, and those of TPUs and GPUs, are cached as usual. A program is written whole or not at all,
-    so that a process that is killed meanwhile leaves no part of one.
+    so a process that is killed meanwhile leaves no incomplete program in the cache.
     """
     filter_compile_cache(_may_be_kept)
     write_cached_programs_whole()

@@ -20,7 +20,7 @@ from jaxscale.compiler.live_names import ValueNames, phase_of
 from jaxscale.compiler.report import KINDS, LiveBytes, LiveKind, LiveTensor, StepPhase
 
 MOMENTS = 400
-"""Approximate number of moments of a timeline."""
+"""Approximate number of positions of the schedule in a timeline."""
 
 # memory spaces that are device memory: 1 is VMEM on a TPU, memory for collectives on a GPU; 5 is the host
 _DEVICE_SPACES_BY_KIND = {"tpu": {0}, "gpu": {0, 1}, "cpu": {0}}
@@ -68,7 +68,7 @@ class _Value:
 
 
 def live_at_the_peak(folder: pathlib.Path, device_kind: str) -> Live | None:
-    """Return a program's live buffers, from the dump of its compilation in a folder; None without a dump.
+    """Return a program's live buffers, read from the dump of its compilation; None if there is no dump.
 
     Args:
         folder: folder of the dump, passed to `xla_dump_to`, with `xla_dump_hlo_as_text`.
@@ -144,7 +144,7 @@ def _schedule_and_values(
         elif line.startswith("  Live ranges at"):
             break
     values: list[_Value] = []
-    # of the allocation that the current lines describe: its number, its kind if it lasts the whole run
+    # of the allocation that the current lines describe: number, kind (`None` unless it lasts the whole run)
     allocation, kind, allocation_bytes, is_on_device = -1, None, 0, False
     for line in assignment_text.splitlines():
         if line.startswith("allocation "):
@@ -187,7 +187,7 @@ def _whole_run_kind(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """Return each value's last use, by (buffer, start). Directly successive values of one shape count as one value."""
+    """Return each value's last use, by (buffer, start); directly successive values of one shape count as one value."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
         values_by_buffer[value.buffer, value.shape].append(value)
@@ -246,12 +246,12 @@ def _peak_and_timeline(
 
 
 def _rank(value: _Value) -> tuple[int, int]:
-    """Return a sort key for values in a buffer: the largest describes the buffer; of equally large values, the last."""
+    """Return a value's sort key (bytes, start); the value with the largest key describes its buffer."""
     return value.bytes, value.start
 
 
 def _sample(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
-    """Split the moments into about `MOMENTS` intervals, and return the moment with the most bytes of each interval."""
+    """Split the moments into about `MOMENTS` intervals; return the moment of each interval with the most bytes."""
     moments_per_interval = max(1, -(-len(moments) // MOMENTS))
     return tuple(
         max(moments[i : i + moments_per_interval], key=lambda moment: moment.total)

@@ -1,6 +1,6 @@
 """Names for the values of a compiled program, in the user's terms.
 
-An argument is named by its path. A computed value is named by its scopes (`jax.named_scope`), or, without scopes, by
+An argument is named after its path. A computed value is named after its scopes (`jax.named_scope`), or, without scopes, by
 the modules that compute it. A carry of a loop is named after the value that the loop's body returns for it. The stacked
 outputs of a scan, and their slices, are named after the value that was stacked.
 """
@@ -46,7 +46,7 @@ def clean_name(op_name: str) -> str:
 
 
 def has_scopes(op_name: str) -> bool:
-    """Return whether an operation has a scope of the user (`jax.named_scope`), besides those that JAX adds."""
+    """Return whether an operation has a scope of the user (`jax.named_scope`), not only those that JAX adds."""
     for scope in op_name.split("/")[1:-1]:
         while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
             scope = wrapper_match[1]
@@ -56,7 +56,7 @@ def has_scopes(op_name: str) -> bool:
 
 
 def phase_of(op_name: str) -> StepPhase | None:
-    """Return the pass of an operation, from its scopes; `None` in a program without gradients."""
+    """Return the pass to which an operation belongs, by its scopes; `None` in a program without gradients."""
     if "rematted_computation" in op_name:
         return "recompute"
     if "transpose(" in op_name:
@@ -194,7 +194,7 @@ class ValueNames:
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
     def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
-        """Return the caller's operand for a parameter `op`; for a loop's parameter, the previous iteration's result."""
+        """Return the operand that a caller passes for the parameter `op`; in a loop, the previous iteration's result."""
         caller_op = next((caller_op for _, caller_op in self.program.callers.get(computation.name, [])), None)
         if caller_op is None or caller_op.opcode not in ("while", "fusion", "call", "async-start"):
             return None

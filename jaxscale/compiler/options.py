@@ -1,4 +1,4 @@
-"""Options of the compiler that a plan sets: their values for a device, and whether its compiler has them."""
+"""Compiler options that a plan sets: their values for a device, and a check that its compiler accepts them."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ def check_options(options: CompilerOptions, device: Any, chip: Chip | None = Non
     Args:
         options: the options of a plan.
         device: one of the step's devices.
-        chip: the chip whose options to check; that of the device by default. A CPU has the names of GPUs' options.
+        chip: the chip whose options are checked; by default the device's chip. A CPU's compiler knows the names of GPUs'
+            options.
 
     Raises:
         UserError: the compiler has no such option, or rejects its value.

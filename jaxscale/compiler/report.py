@@ -1,6 +1,6 @@
 """CompileReport: a compiler's report on a program (bytes, FLOP, collectives, live tensors), to and from JSON.
 
-Bytes are per device. Two numbers of compilers are left out because they are wrong: `peak_memory_in_bytes` (on a
+Bytes are per device. Two numbers that compilers report are left out because they are wrong: `peak_memory_in_bytes` (on a
 TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
 """
 
@@ -77,7 +77,7 @@ def out_of_memory(message: str) -> OutOfMemory | None:
 
 
 def program_hash(text: str) -> str:
-    """Return a hash of a compiled program, its scopes and source lines left out.
+    """Return a hash of a compiled program that does not depend on its scopes and source lines.
 
     Args:
         text: text of the program, as `Compiled.as_text` returns it.
@@ -103,13 +103,13 @@ class LiveTensor:
             computes the tensor, without those that JAX adds ("layers/mlp/dot_general"); without scopes, the operation's
             modules ("Stack/Block/MLP/Linear/dot_general").
         bytes: bytes on the device, with the padding of its layout.
-        kind: "argument"; "output", an output that reuses no donated argument; "kept", a tensor computed in the forward
+        kind: "argument"; "output", an output that does not reuse a donated argument; "kept", a tensor computed in the forward
             pass and read in the backward pass; "constant"; "transient", any other tensor.
-        shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
+        shape: type and shape as XLA prints them, such as "bf16[8,16384,1024]".
         phase: the pass that computes the tensor: "forward", "backward", or "recompute" (of the forward pass, in the
             backward pass); None for arguments, and in a program without gradients.
         in_loop: whether the tensor belongs to one iteration of a loop.
-        source: file and line where the innermost module is called, "layers/mlp.py:96".
+        source: file and line where the innermost module is called, such as "layers/mlp.py:96".
     """
 
     name: str
@@ -152,21 +152,22 @@ class CompileReport:
         platform: text of the `Platform` that the program was compiled for.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: bytes of device memory of the arguments, of the outputs,
             of the outputs that reuse the buffers of donated arguments, and of temporaries.
-        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: the same for bytes of host memory;
+        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: the same in bytes of host memory;
             always 0 on a CPU, where host memory is device memory.
         flop: FLOP of matrix products, convolutions and kernels, iterations of loops included; None without a program.
         unknown_loops: number of loops whose trip count the program does not specify; `flop` counts their bodies once.
         silent_kernels: number of custom kernels that do not declare their cost; they are missing from `flop`.
         collectives: transfers between devices, by kind, mesh axes and bytes.
         schedule: events of the program with their estimated cycles; None if its compiler estimates none.
-        unread: why `flop` and `collectives` of a compiled program are missing.
-        oom: the compiler's out-of-memory error.
-        crashed: why the compiler failed, if not for lack of memory: a signal, a time-out or an internal error.
+        unread: why `flop` and `collectives` of a compiled program are missing; None if they are not.
+        oom: the compiler's out-of-memory error; None if there was none.
+        crashed: why the compiler failed for another reason than a lack of memory: a signal, a time-out or an internal
+            error; None if it did not.
         live: buffers alive at the peak, largest first; None without `explain`.
-        timeline: live bytes along the schedule, a few hundred moments at most, with the peak; None without `explain`.
+        timeline: live bytes at a few hundred positions of the schedule at most, the peak included; None without `explain`.
         seconds: seconds that the compiler took.
         versions: versions of jax, jaxlib and the compiler, by package.
-        attached: whether the program was compiled for an attached device, not for a described one.
+        attached: whether the program was compiled for an attached device rather than for a described one.
         program_hash: hash of the compiled program, as `program_hash` returns it; "" if there is none.
         key: hash of the program, the platform, the versions and the options; the report's key in the cache.
         cached: whether the report comes from the cache.
@@ -202,7 +203,7 @@ class CompileReport:
     def device_bytes(self) -> int | None:
         """Bytes of device memory that a run takes: temp + argument + output - alias.
 
-        For a program that does not fit, it is the number of bytes that the compiler reports as needed. None if unknown.
+        For a program that does not fit, these are the bytes that the compiler says it needs. None if unknown.
         """
         total = _total(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
         if total is None and self.oom is not None and self.oom.memory == "device":
@@ -220,7 +221,7 @@ class CompileReport:
         return self.oom is None and self.crashed is None and device_bytes is not None and device_bytes <= limit
 
     def sent(self, axis: str | None = None, kind: str | None = None) -> int:
-        """Return the bytes of the arrays of all collectives in one run, iterations of loops included.
+        """Return the total bytes of all collectives' arrays in one run, iterations of loops included.
 
         Args:
             axis: count only collectives whose groups span this mesh axis.

@@ -35,10 +35,10 @@ def report_key(
     """Return the key of a report: the SHA-256 hash of everything that determines it.
 
     Args:
-        lowered: the program, a `jax.stages.Lowered`; with `explain`, the key depends on its source lines and names too.
+        lowered: the program, a `jax.stages.Lowered`; with `explain`, the key also depends on its source lines and names.
         platform: platform that the program is compiled for.
         versions: versions of the compiler and of JAX, by package.
-        options: options of the compiler.
+        options: compiler options.
         explain: whether the report lists live buffers.
         attached: whether the devices are attached.
     """
@@ -58,7 +58,7 @@ def report_key(
 
 
 def read_report(folder: pathlib.Path, key: str) -> CompileReport | None:
-    """Return the report stored under a key; None if there is none, or if it is unreadable."""
+    """Return the report stored under a key; None if the report is missing or unreadable."""
     try:
         report = CompileReport.from_json(read_json(folder / f"{key}.json"), str(folder))
     except UserError:  # missing, truncated, or of another version of jaxscale

@@ -47,7 +47,7 @@ class ProgramEvent:
         name: name of the instruction that started a transfer, or of the computation of a loop.
         trips: number of executions of a loop's body.
         transfer: kind of collective; "host copy" between device and host, "memory copy" within the device; `None` if
-            the event starts no transfer.
+            the event does not start a transfer.
         axes: mesh axes of a collective; `None` if no set of axes matches its groups.
         direction: 1 or -1 if a permute sends to the next or the previous device; 0 for any other transfer.
     """
@@ -106,7 +106,7 @@ def schedule_of(program: HloProgram, mesh: Any) -> ProgramSchedule | None:
     reader = _Reader(program, collectives_by_instruction(program, mesh))
     computations: dict[str, tuple[ProgramEvent, ...]] = {}
     computation_names = [entry_name]
-    for name in computation_names:  # the loop appends the bodies of the loops in these
+    for name in computation_names:  # the loop appends the bodies of the loops in these computations
         computations[name] = tuple(_join_neighbors(reader.events(program.computations[name])))
         computation_names += [
             event.name for event in computations[name] if event.kind == "loop" and event.name not in computation_names
@@ -157,7 +157,7 @@ class _Reader:
     def _collectives_and_marker(self, computation: Computation, op: Op) -> tuple[list[tuple[Collective, Op]], str]:
         """Return the collectives of an instruction and of those it fuses, and the marker of an asynchronous fusion.
 
-        Each collective is in a pair with its instruction; the marker is "" if the fusion is not asynchronous.
+        The collectives are pairs (collective, its instruction). The marker is "" if the fusion is not asynchronous.
         """
         names_and_ops = [(computation.name, op), *self._fused_names_and_ops(op)]
         collectives_and_ops = [
@@ -176,7 +176,7 @@ class _Reader:
         return {channel for channel in channels if channel is not None}
 
     def _fused_names_and_ops(self, op: Op) -> list[tuple[str, Op]]:
-        """Return the instructions inside a fusion or an asynchronous call, with the name of their computation."""
+        """Return a pair (computation's name, instruction) for each instruction inside a fusion or asynchronous call."""
         if op.opcode not in ("fusion", "async-start"):
             return []
         computation_names = [name for name in callees(op.attributes) if name in self.program.computations]
@@ -188,7 +188,7 @@ class _Reader:
 
     @staticmethod
     def _collective_start(op: Op, collective: Collective, program_op: Op) -> ProgramEvent:
-        """Return the start of an instruction's collective; `program_op` is the instruction with its device pairs."""
+        """Return the start of an instruction's collective; `program_op` lists the pairs of devices."""
         device_pairs = [(source, target) for source, target in permuted_pairs(program_op) if source != target]
         direction = 0 if not device_pairs else 1 if device_pairs[0][1] > device_pairs[0][0] else -1
         return ProgramEvent(
@@ -245,7 +245,7 @@ def _work_events(computation: Computation, op: Op) -> Iterator[ProgramEvent]:
 
 
 def _join_neighbors(events: Iterator[ProgramEvent]) -> Iterator[ProgramEvent]:
-    """Yield events, with neighbors of computation or of memory joined into one."""
+    """Yield the events, with consecutive compute events merged into one, and likewise consecutive memory events."""
     last_event: ProgramEvent | None = None
     for event in events:
         if last_event is not None and last_event.kind == event.kind and event.kind in ("compute", "memory"):

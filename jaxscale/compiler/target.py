@@ -1,7 +1,7 @@
 """How another process gets a platform's devices: the backend, its arguments and the environment.
 
 An attached device is requested by its backend's name. A TPU that is not attached is described to libtpu by the name of
-its topology; such a GPU, to the CUDA plugin by a configuration of the card.
+its topology. A GPU that is not attached is described to the CUDA plugin by a configuration of the card.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Target:
         backend: name of JAX's backend.
         environment: whole environment of the child process; JAX reads it when it is first imported.
         attached: whether the devices are on this machine; if not, `arguments` describe them.
-        arguments: keyword arguments of `jax.experimental.topologies.get_topology_desc`, besides `platform`.
+        arguments: keyword arguments of `jax.experimental.topologies.get_topology_desc`, except `platform`.
         compiler: versions of the compiler, by package.
     """
 
@@ -47,7 +47,7 @@ def target(platform: Platform, accelerator_kinds: Collection[str]) -> Target:
         accelerator_kinds: kinds of accelerators that this machine has ("tpu", "gpu").
 
     Raises:
-        UserError: the platform's compiler is missing, has another version than jaxlib, or cannot describe the devices.
+        UserError: the platform's compiler is missing, differs from jaxlib in version, or cannot describe the devices.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED_VARIABLES}
     chip_kind = platform.chip.kind

@@ -115,7 +115,7 @@ def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun
 
 
 def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
-    """Return the save set that keeps the values with these names, with its bytes and cost by the graph.
+    """Return the save set that keeps the values with these names; compute its bytes and cost from the graph.
 
     Args:
         graph: graph of the block.

@@ -3,13 +3,13 @@
 The graph also lists the values that the backward pass reads (the residuals). Nothing is compiled and no device is
 needed.
 
-JAX determines the residuals: the block is differentiated (`jax.vjp`) with a name (`InlinedProgram.names`) on each
-value, and the graph is made from the program that returns results and residuals. This program contains the forward
+JAX determines the residuals: the block is differentiated (`jax.vjp`) with a name (`InlinedProgram.name_by_number`) on
+each value, and the graph is made from the program that returns results and residuals. This program contains the forward
 rules of functions with custom derivatives (`custom_vjp`, kernels), which name their residuals, and the derivatives that
 the forward pass computes.
 
-Left out: fusion by XLA. An operation without FLOP is assumed to move the bytes of its largest result, and a view to
-move none.
+Left out: fusion by XLA. An operation without FLOP is assumed to move the bytes of its largest result, and a view is
+assumed to move none.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Value:
     """One array of a block's forward pass.
 
     Args:
-        name: unique name of the value in the block; every process gives the values of one fingerprint the same names.
+        name: unique name of the value in the block; in blocks of one fingerprint it is the same in every process.
         shape: shape of the whole array, over all devices.
         dtype: type of the elements.
         bytes: bytes per device.
@@ -72,7 +72,7 @@ class Equation:
         outputs: indices of the results among the graph's values.
         flop: FLOP of a matrix product, a convolution or a kernel; 0 for any other operation.
         bytes: bytes moved between memory and chip.
-        seconds: seconds by roofline; 0 if the chip's rates are unknown.
+        seconds: modeled seconds (`roofline.seconds`); 0 if the chip's rates are unknown.
         kept_by: names of the policies of `jax.checkpoint_policies` that keep the results.
     """
 
@@ -132,7 +132,7 @@ class BlockGraph:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the forward pass by roofline; 0 if the chip's rates are unknown."""
+        """The modeled seconds of the forward pass; 0 if the chip's rates are unknown."""
         return sum(equation.seconds for equation in self.equations)
 
     @property
@@ -166,11 +166,11 @@ def block_graph(
 
     Args:
         fn: the block, a function that JAX can differentiate.
-        args: arrays, shapes (`jax.ShapeDtypeStruct`, with a sharding or without) or tracers.
+        args: arrays, tracers, or shapes (`jax.ShapeDtypeStruct`), with or without a sharding.
         chip: chip on which the seconds are modeled; if `None`, the seconds are 0.
         mesh: number of devices along each mesh axis; by default the mesh of the current layout
             (`sharding.place.layout`).
-        batch: mesh axes along the first dim of activations of unknown placement; by default the batch axes of the
+        batch: mesh axes along the first dim of activations whose placement is unknown; by default the batch axes of the
             current layout.
         activations: indices of those `args` that are activations, not parameters.
     """
@@ -232,7 +232,7 @@ def graph_of(
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
-    """Return the program that computes a block's results and its backward pass's residuals, and the number of results.
+    """Return a program that computes a block's results, then the backward pass's residuals; and the number of results.
 
     Args:
         program: program of the block.
@@ -339,7 +339,7 @@ class _Builder:
         for step in self.program.steps:
             operand = _first_operand(step) if step.primitive == "name" else -1
             if self.reader_counts[operand] == 1 and operand in self.index_by_number:
-                # the only reader of the operand names it, so that both are one value of the graph
+                # the only reader of the operand names it, so both are one value of the graph
                 if step.outputs[0] is not None:
                     self.index_by_number[step.outputs[0]] = self.index_by_number[operand]
             else:
@@ -403,7 +403,7 @@ class _Builder:
     def _moved_bytes(self, step: Step, flop: int) -> int:
         """Return the bytes that an operation moves between memory and chip, given its FLOP.
 
-        A product or a kernel moves its operands and results, and any other operation only its largest result.
+        A matrix product or a kernel moves its operands and results. Any other operation moves only its largest result.
         """
         if step.primitive in VIEWS:
             return 0
@@ -417,7 +417,7 @@ class _Builder:
         return self.values[self.index_by_number[value_number]].bytes
 
     def _shard_count(self, step: Step) -> int:
-        """Return the number of devices that share an operation's FLOP, along axes of its results and summed dims."""
+        """Return the number of devices that share an operation's FLOP, by the axes of its results and summed dims."""
         result_placements = [
             self.placement_by_number[value_number] for value_number in step.outputs if value_number is not None
         ]

@@ -59,8 +59,8 @@ def collect(
         fn: function to trace, such as a model's loss; it is not run.
         args: arrays or shapes (`jax.ShapeDtypeStruct`).
         chip: chip on which the seconds of the graphs are modeled; if `None`, the seconds are 0.
-        mesh: number of devices along each mesh axis; the current layout's by default.
-        batch: mesh axes along the first dim of activations of unknown placement.
+        mesh: number of devices along each mesh axis; by default the mesh of the current layout.
+        batch: mesh axes along the first dim of activations whose placement is unknown.
         is_sequence: whether the blocks will run as one sequence, so that no stack scans them.
 
     Example:

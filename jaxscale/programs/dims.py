@@ -1,6 +1,6 @@
-"""Placements of arrays (the mesh axes along each dim), and links between dims of operands and results.
+"""Placements of arrays (the mesh axes along each dim), and the correspondence of dims of operands and results.
 
-A link connects a dim of an operand with the dim of the result that has the same elements.
+A dim of an operand corresponds to the dim of the result that has the same elements. A `DimLink` is such a pair of dims.
 """
 
 import itertools
@@ -18,11 +18,11 @@ Axes = tuple[str, ...]
 Shape = tuple[int, ...]
 """Number of elements along each dim."""
 DimLink = tuple[int, int, int]
-"""The index of an operand, one of the operand's dims, and the dim of the result that has the same elements."""
+"""The index of an operand, one of the operand's dims, and the corresponding dim of the result."""
 
 
 def placement_of(sharding: Any, rank: int) -> Placement:
-    """Return the placement of an array with `rank` dims; without axes unless `sharding` is a `NamedSharding`."""
+    """Return the placement of an array with `rank` dims; no dim has axes unless `sharding` is a `NamedSharding`."""
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
@@ -41,7 +41,7 @@ def part_counts(placement: Placement, axis_sizes: Mapping[str, int]) -> tuple[in
 
 
 def local_shape(shape: Shape, placement: Placement, axis_sizes: Mapping[str, int]) -> Shape:
-    """Return the shape of one device's part of an array; dims that cannot be split evenly are padded."""
+    """Return the shape of one device's part of an array; a dim that cannot be split evenly is padded."""
     return tuple(
         -(-dim_size // part_count)
         for dim_size, part_count in zip(shape, part_counts(placement, axis_sizes), strict=True)
@@ -65,7 +65,9 @@ def shape_of(value: Any) -> Shape:
 def dim_links(
     primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape
 ) -> list[DimLink] | None:
-    """Return the links of an operation that rearranges, reduces or multiplies its operands; `None` for others.
+    """Return which operand dims correspond to which dims of an operation's result; `None` if there is no rule for it.
+
+    There are rules for operations that rearrange, reduce or multiply their operands.
 
     Args:
         primitive: name of the operation.
@@ -82,7 +84,7 @@ def dim_links(
 
 
 def summed_dim_pairs(primitive: str, params: Any) -> list[tuple[int, int]]:
-    """Return the dims that a product or convolution sums over, as pairs (left operand's dim, right operand's dim)."""
+    """Return the dims that a matrix product or convolution sums over, as pairs (left dim, right dim)."""
     dim_numbers = params.get("dimension_numbers")
     if primitive == "dot_general":
         return list(zip(*dim_numbers[0], strict=True))
@@ -90,25 +92,25 @@ def summed_dim_pairs(primitive: str, params: Any) -> list[tuple[int, int]]:
 
 
 def _broadcast_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a broadcast, for the dims that keep their size."""
+    """Yield the corresponding dims of a broadcast: those that keep their size."""
     for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
         if operand_shapes[0][dim] == result_shape[result_dim]:
             yield 0, dim, result_dim
 
 
 def _transpose_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a transpose, from each dim to its new position."""
+    """Yield the corresponding dims of a transpose: each dim and its new position."""
     return ((0, dim, result_dim) for result_dim, dim in enumerate(params["permutation"]))
 
 
 def _removal_links(param_name: str, params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of an operation that removes the dims listed in its parameter `param_name`."""
+    """Yield the corresponding dims of an operation that removes the dims listed in its parameter `param_name`."""
     remaining_dims = [dim for dim in range(len(operand_shapes[0])) if dim not in params[param_name]]
     return ((0, dim, result_dim) for result_dim, dim in enumerate(remaining_dims))
 
 
 def _reshape_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a reshape, between dims with the same key (`_dim_keys`)."""
+    """Yield the corresponding dims of a reshape: those with the same key (`_dim_keys`)."""
     result_dim_by_key = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
     return (
         (0, dim, result_dim_by_key[key])
@@ -118,10 +120,10 @@ def _reshape_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Ite
 
 
 def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
-    """Return a unique key of each dim, which is the same before and after a reshape if the dim starts a group of dims.
+    """Return a unique key of each dim; dims before and after a reshape correspond if their keys are equal.
 
-    The key is the product of the sizes of earlier dims, whether the dim's size is 1, and the number of earlier dims
-    for which the product and the flag are the same.
+    A key has three elements: the product of the sizes of earlier dims, whether the dim's size is 1, and the number of
+    earlier dims whose first two elements are the same.
     """
     keys: list[tuple[int, bool, int]] = []
     for dim, size in enumerate(shape):
@@ -131,7 +133,7 @@ def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
 
 
 def _product_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
+    """Yield the corresponding dims of a matrix product: its batch dims, then each operand's dims that are not summed."""
     contracted_dims_by_operand, batch_dims_by_operand = params["dimension_numbers"]
     for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims_by_operand, strict=True)):
         yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
@@ -143,7 +145,7 @@ def _product_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Ite
 
 
 def _convolution_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a convolution, from the input's batch dim and from the kernel's dim of output channels."""
+    """Yield the corresponding dims of a convolution: the input's batch dim, and the kernel's output channels."""
     dim_numbers = params["dimension_numbers"]
     yield 0, dim_numbers.lhs_spec[0], dim_numbers.out_spec[0]
     yield 1, dim_numbers.rhs_spec[0], dim_numbers.out_spec[1]
@@ -160,4 +162,4 @@ _RULES: Mapping[str, Any] = {
     "dot_general": _product_links,
     "conv_general_dilated": _convolution_links,
 }
-"""For each primitive, a function of the params, the operands' shapes and the result's shape that yields the links."""
+"""For each primitive, a function that yields the links from the params, operand shapes and result shape."""

@@ -35,7 +35,7 @@ LOOPS = ("scan", "while")
 """Primitives that run a loop."""
 
 SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
-"""Operations into which JAX translates a slice by index, including those that convert a negative index."""
+"""Operations into which JAX translates a slice by index; some of them convert a negative index."""
 
 PIPE = "pipe"
 """Mesh axis over which a pipeline's stages are placed."""
@@ -54,11 +54,11 @@ class Operation:
         outputs: number of each result.
         params: parameters of the primitive.
         is_backward: whether the operation belongs to the backward pass.
-        equation: the traced equation, with its settings and source.
+        equation: the equation of the jaxpr, with its parameters and source.
         literals: operands that are literals, by their index among the inputs.
         loop_body: program of the loop's body; `None` if the operation is not a loop.
         branches: branches of a `cond` of a pipelined step.
-        manual_axes: mesh axes along which shapes are already those of one device, as in an inlined `shard_map`.
+        manual_axes: mesh axes along which shapes are those of one device, because a `shard_map` was inlined.
     """
 
     kind: str
@@ -133,7 +133,7 @@ def loop_parts(operation: Operation, entries: Sequence[T]) -> tuple[Sequence[T],
         entries: one entry for each operand.
 
     Returns:
-        The entries of the body's constants, of the initial state, and of the arrays that are scanned.
+        A tuple: the entries of the body's constants, of the initial state, and of the scanned arrays.
     """
     if operation.kind == "scan":
         const_count, carry_count = scan_counts(operation.params)
@@ -154,8 +154,8 @@ class _Flattener:
     """A collector of the operations of one flat program.
 
     Attributes:
-        manual_axes: mesh axes along which shapes are those of one device at present.
-        avals, names, operations: the fields of the flat program, as far as it has been collected.
+        manual_axes: mesh axes along which the equations that are being appended have shapes of one device.
+        avals, names, operations: the fields of the flat program, as far as they have been collected.
         constants: numbers of the constants of all inlined jaxprs.
     """
 
@@ -251,7 +251,7 @@ class _Flattener:
         outer_manual_axes, self.manual_axes = self.manual_axes, frozenset(eqn.params["newly_manual_axes"])
 
         def append_each(kind: str, atoms: Sequence[Atom], result_vars: Sequence[Any], specs: Any) -> list[Atom]:
-            """Append an operation of this kind for each value, with the spec of the value; return the results.
+            """Append an operation of this kind for each value, with the value's spec; return the results.
 
             Literals are returned unchanged. `result_vars` has the variable of each result.
             """

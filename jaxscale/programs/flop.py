@@ -51,8 +51,9 @@ class Flop:
 def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
     """Count the FLOP of the matrix products, convolutions and kernels of `fn(*args)`, all devices together.
 
-    The body of a scan counts once per trip, and a `shard_map` once per device along its manual axes. A `cond` counts as
-    the branch that constants and the device's index along the pipe axis select, otherwise as its most expensive branch.
+    The body of a scan counts once per trip, and a `shard_map` once per device along its manual axes. If constants and
+    the device's index along the pipe axis select the branch of a `cond`, that branch counts. Otherwise the most
+    expensive branch counts.
 
     Args:
         fn: a function of arrays that JAX can trace.
@@ -77,7 +78,7 @@ def model_flop(fn: Callable[..., Any], *args: Any) -> int:
         args: arguments of the function, as arrays or shapes (`jax.ShapeDtypeStruct`).
 
     Returns:
-        FLOP, all devices together: 2MNK for a product of (M, K) and (K, N).
+        The FLOP of all devices together. The product of an (M, K) and a (K, N) matrix counts 2MNK.
 
     Raises:
         ValueError: a matrix product is in a while loop with an unknown number of trips.
@@ -194,7 +195,7 @@ class _FlopCounter:
         )
 
     def _scan_flop(self, params: Mapping[str, Any], known_operands: Sequence[Known]) -> Flop:
-        """Return the FLOP of a scan; each trip counts by itself if the scanned arrays select its branches."""
+        """Return the FLOP of a scan; if the scanned arrays select branches, each trip is counted separately."""
         body, length = params["jaxpr"], params["length"]
         const_count, state_count = scan_counts(params)
         known_consts = [*known_operands[:const_count], *[None] * state_count]
@@ -210,7 +211,7 @@ class _FlopCounter:
         return sum((self.jaxpr_flop(body, None, [*known_consts, *slices]) for slices in slices_by_trip), Flop())
 
     def _shard_map_flop(self, params: Mapping[str, Any], known_operands: Sequence[Known]) -> Flop:
-        """Return the FLOP of all devices along the manual axes; along the pipe axis, devices may run other branches."""
+        """Return the FLOP of all devices along the manual axes; devices along the pipe axis may run unequal branches."""
         body, axis_sizes = params["jaxpr"], {axis: params["mesh"].shape[axis] for axis in params["newly_manual_axes"]}
         known_local_operands = [
             None if any(spec) else value for value, spec in zip(known_operands, params["in_specs"], strict=True)
@@ -229,13 +230,13 @@ def _dot_flop(eqn: Any) -> int:
 
 
 def _product_flop(eqn: Any, contracted_dims: Sequence[int]) -> int:
-    """Return the FLOP of a product that sums over these dims of its left operand."""
+    """Return the FLOP of a matrix product that sums over these dims of its left operand."""
     left_shape = eqn.invars[0].aval.shape
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left_shape[dim] for dim in contracted_dims)
 
 
 def _ragged_dot_flop(eqn: Any) -> int:
-    """Return the FLOP of a product in which each row is multiplied only by the matrix of its group."""
+    """Return the FLOP of a ragged matrix product: each row is multiplied only by the matrix of its group."""
     dim_numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted_dims, _), _ = dim_numbers.dot_dimension_numbers
     group_count = eqn.invars[2].aval.shape[-1] if set(dim_numbers.lhs_ragged_dimensions) <= set(contracted_dims) else 1
@@ -243,12 +244,12 @@ def _ragged_dot_flop(eqn: Any) -> int:
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
-    """Return the FLOP of a product of operands of shape (batch, rows, contracted)."""
+    """Return the FLOP of a scaled matrix product, whose operands have shape (batch, rows, contracted)."""
     return _product_flop(eqn, [2])
 
 
 def _conv_flop(eqn: Any) -> int:
-    """Return the FLOP of a convolution, without kernel taps on padding or on the zeros of a dilated input."""
+    """Return the FLOP of a convolution; kernel taps on padding or on zeros of a dilated input do not count."""
     dim_numbers = eqn.params["dimension_numbers"]  # `jax.lax.ConvDimensionNumbers`
     lhs_shape, rhs_shape, output_shape = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
     shapes_and_specs = (
@@ -273,7 +274,7 @@ def _valid_tap_count(
 
 
 def _kernel_flop(eqn: Any) -> Flop:
-    """Return the FLOP of a Pallas kernel: its `CostEstimate`, or else its body's FLOP times the steps of its grid."""
+    """Return the FLOP of a Pallas kernel by its `CostEstimate`; without one, its body's FLOP times its grid's steps."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})

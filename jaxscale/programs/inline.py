@@ -4,9 +4,9 @@ Values are numbered, so that a step can run again, a value can get a name, and p
 to JAX's data. A function with a custom derivative (`custom_vjp`, `custom_jvp`), a loop, a branch or a kernel is a
 single step.
 
-The fingerprint of a program covers its steps, their shapes and parameters, and the model's names. It leaves out
-everything that does not affect which values may be kept: constants in the program (a layer's index, an epsilon),
-functions that compute derivatives, and placements. It is therefore the same on every mesh.
+The fingerprint of a program covers its steps, their shapes and parameters, and the names that the model gives to
+values. It leaves out everything that does not affect which values may be kept: constants in the program (a layer's
+index, an epsilon), functions that compute derivatives, and placements. It is therefore the same on every mesh.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from jaxscale.compat import rebind
 from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, open_jaxpr
 
 INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-"""Primitives that only call the program among their parameters."""
+"""Primitives that only call a program, which is one of their parameters."""
 ALIASES = frozenset({"name", "sharding_constraint", "reshard", "optimization_barrier", "pvary"})
 """Primitives that return their operands unchanged."""
 
@@ -74,8 +74,8 @@ class InlinedProgram(NamedTuple):
 
         Args:
             arguments: a JAX array for each input.
-            replace: function that takes the number and the array of a computed value, and returns the array to use
-                instead; by default no array is replaced.
+            replace: function that takes the number and the array of a computed value, and returns the array that
+                replaces it; by default no array is replaced.
         """
         array_by_number: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
@@ -130,7 +130,10 @@ class InlinedProgram(NamedTuple):
         return digest.hexdigest()[:16]
 
     def root_by_number(self) -> dict[int, int]:
-        """Return, by each value's number, the number of the value of which it is an alias, or else its own number."""
+        """Return the number of the root of each value, by the value's number.
+
+        The root of an alias is the value that the alias stands for. The root of any other value is the value itself.
+        """
         root_by_number = {value_number: value_number for value_number in range(len(self.avals))}
         for step in self.steps:
             if step.is_alias:
@@ -207,7 +210,7 @@ def _has_no_shardings(eqn: Any) -> bool:
 
 
 def _function_name(eqn: Any) -> str:
-    """Return the name of the function that an equation calls; the name of the primitive if there is no such name."""
+    """Return the name of the function that an equation calls; without such a name, the name of the primitive."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
         name = getattr(getattr(_custom_callee(eqn), "debug_info", None), "func_name", name)

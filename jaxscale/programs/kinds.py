@@ -21,7 +21,9 @@ COMPUTE_COPY_PRIMITIVES = (
 
 
 def kinds_of(program: FlatProgram) -> dict[int, str]:
-    """Return the kind of each value of a step's program, or of its loop over microbatches; transients are omitted.
+    """Return the kind of each value of a program that is not a transient.
+
+    The program is that of a step, or the body of its loop over microbatches.
 
     A value that is computed in the forward pass and read in the backward pass is a kept activation. A value between the
     last loop of the forward pass and the first loop of the backward pass belongs to the loss. A value that is computed

@@ -66,7 +66,7 @@ def integer_array(value: Any) -> Known:
 
 
 def callee_of(eqn: Any) -> Any:
-    """Return the jaxpr of a call if it has the equation's operands and results; `None` for any other equation."""
+    """Return the jaxpr that an equation calls with its own operands and results; `None` for any other equation."""
     jaxprs = [param for param in eqn.params.values() if is_jaxpr(param)]
     if len(jaxprs) != 1 or eqn.primitive.name in ("scan", "while", "cond", "shard_map", "pallas_call"):
         return None
@@ -95,7 +95,7 @@ def _known_results(eqn: Any, known_operands: Sequence[Known], axis_indices: Mapp
 
 
 def selecting_input_indices(jaxpr: Any) -> frozenset[int]:
-    """Return the indices of the arguments that a jaxpr may select branches by, here or in the jaxprs inside it.
+    """Return the indices of the arguments by which a jaxpr, or a jaxpr inside it, may select branches.
 
     Example:
         >>> import jax

@@ -8,14 +8,14 @@ stay alive until then. Programs differ in which of these arrays stays alive and 
 assumes that the logits, which are larger, stay alive. Left out: rings that XLA finishes before the blocks.
 
 XLA's latency-hiding scheduler for GPUs orders operations from the last to the first. An operation is ready when all its
-readers are placed, so that gradients of weights are placed first, which means late in the program, and their operands
+readers are placed. Gradients of weights are therefore placed first, that is, late in the program, and their operands
 stay alive until then. A loop over layers limits this to the layer, whose gradients are computed at the end of its
 backward pass; blocks outside of loops have no such limit. One step on a TPU did the same with gradients that are summed
 around a ring. A sum over rows, such as the gradient of a bias, is computed with the operation that reads the same
 array. Left out: the order of a program that would not fit, in which the scheduler saves memory instead.
 
 On TPUs without flat slices, the gradient of a head's weight was late in most steps without a loop over microbatches,
-and then it kept the logits. It was early in all but one of the steps under ZeRO 0, and in some others; for the latter
+and then it kept the logits. It was early in all but one of the steps under ZeRO 0, and in some other steps, for which
 the estimate is up to 14 % too high.
 """
 
@@ -30,13 +30,13 @@ from jaxscale.programs.kinds import has_both_passes
 def late_arrays(
     program: FlatProgram, ring_product_indices: Iterable[int], is_stored: Callable[[Operation], bool]
 ) -> dict[int, int]:
-    """Return the arrays that products around a ring need until the blocks' backward pass ends, with their last reader.
+    """Return the arrays that stay alive for matrix products around a ring until the blocks' backward pass ends.
 
     Args:
         program: program of a step, or of the body of its loop over microbatches.
         ring_product_indices: indices of the products that are summed around a ring.
-        is_stored: function that returns whether an operation's results are stored as arrays; if not, the operation's
-            operands stay alive instead.
+        is_stored: function that returns whether an operation's results are stored as arrays. If they are not, the
+            operation's operands stay alive instead.
 
     Returns:
         A dict from the number of each array to the index of the last loop of the blocks' backward pass.
@@ -65,9 +65,9 @@ def late_arrays(
 
 
 def gradient_product_indices(program: FlatProgram) -> list[int]:
-    """Return the indices of the products before the blocks' backward pass that this pass does not depend on.
+    """Return the indices of the matrix products before the blocks' backward pass on which that pass does not depend.
 
-    Such a product is the gradient of a head's weight.
+    An example is the gradient of a head's weight.
 
     Args:
         program: program of a step with a loop over layers.
@@ -88,12 +88,12 @@ def gradient_product_indices(program: FlatProgram) -> list[int]:
 
 
 def with_late_gradients(program: FlatProgram, *, in_layers: bool = False) -> FlatProgram:
-    """Return a program in which operations that no product of the backward pass needs run after that pass.
+    """Return a program that runs an operation after the backward pass if no matrix product of that pass needs it.
 
     Args:
         program: program of a step; the body of its loop over microbatches is changed, too.
-        in_layers: whether such operations of a layer, in the backward pass of a loop over layers, run at the end of the
-            layer's pass; otherwise, passes with a loop over layers remain unchanged.
+        in_layers: whether to do the same in a loop over layers: in each layer's backward pass, such operations run
+            last. Otherwise a backward pass with a loop over layers remains unchanged.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -120,11 +120,12 @@ def with_late_gradients(program: FlatProgram, *, in_layers: bool = False) -> Fla
 
 
 def _with_late_operations(operations: Sequence[Operation], *, is_layer: bool = False) -> list[Operation]:
-    """Return operations in an order in which those of the backward pass that none of its products needs run late.
+    """Return operations in a new order: those of the backward pass that none of its matrix products needs run late.
 
     Args:
         operations: operations of both passes, or of a layer's backward pass.
-        is_layer: whether they are those of a layer's backward pass, in which none is marked, and a loop is a product.
+        is_layer: whether the operations are a layer's backward pass. If so, they need no `is_backward`, and a loop
+            counts as a matrix product.
     """
     needed_values: set[int | None] = set()  # a product of the backward pass depends on them
     for operation in reversed(operations):

@@ -1,8 +1,8 @@
 """Copies of a train step's arguments for loops that run both passes, as XLA makes them on a TPU.
 
-A weight in float32 that such a loop reads unconverted is also overwritten at the end of the step, so XLA gives the loop
-a copy. Weights that are converted before the loop are not copied. The rule was inferred from three compiled steps with
-ZeRO 1 and 2, whose new weights are gathered at the end. The caller applies it only to such steps.
+If such a loop reads a float32 weight without a conversion, XLA gives the loop a copy, because the weight is overwritten
+at the end of the step. Weights that are converted before the loop are not copied. The rule was inferred from three
+compiled steps with ZeRO 1 and 2, whose new weights are gathered at the end. The caller applies it only to such steps.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def with_copied_inputs(
     Args:
         program: program of a step.
         is_copied: function of an input and the loop that returns whether the input is copied.
-        dtype: type of the copies; `None` for that of the inputs.
+        dtype: type of the copies; `None` for the type of the inputs.
     """
     new_numbers = itertools.count(max(program.avals, default=0) + 1)
     avals = dict(program.avals)

@@ -1,10 +1,10 @@
 """Bytes per device of every value of a traced program, without devices, from placements of the program's arguments.
 
 The placement of a value (`Placement`) lists the mesh axes along each of its dims. Arguments and sharding constraints
-specify placements. Products, elementwise operations and
-reshapes propagate placements, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663). This module implements
-the part of that propagation that affects memory. If two operands of a product use the same mesh axis, the activations
-keep the axis and the weight is gathered. Values are represented by their numbers in a `FlatProgram`.
+specify placements. Matrix products, elementwise operations and reshapes propagate placements, as in XLA's partitioner
+(GSPMD, Xu et al. 2021, arXiv:2105.04663). This module implements the part of that propagation that affects memory. If
+two operands of a product use the same mesh axis, the activations keep the axis and the weight is gathered. Values are
+represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jaxscale.programs.tiles import TileDimPairs, Tiles, padding_factor
 from jaxscale.sharding.partition import dim_axes
 
 _MAX_PASSES = 3
-"""Maximum number of passes over a loop's body until the state has the same placement before and after a pass."""
+"""Maximum number of times that a loop's body is placed again because the placement of its state has changed."""
 
 _LIKE_FIRST_OPERAND = (
     "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
@@ -42,7 +42,7 @@ _LIKE_FIRST_OPERAND = (
 """Operations that place the result like their first operand, in the dims that have the same size in both."""
 
 _PLACED_BY_READERS = ELEMENTWISE | {"transpose", "reshape", "sharding_constraint"}
-"""Operations that place their operands like the result, which is placed where its readers need it."""
+"""Operations whose operands are placed like the result, whose placement its readers determine."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +55,7 @@ class Placements:
         tiles: the tiles that kernels prescribe; `None` if memory is not tiled, as on a GPU.
         by_value: placement of each value, by the value's number.
         gathered_bytes: bytes of gathered weights, by the index of the operation that reads them.
-        summed_products: indices of the products with results that are summed over devices of the fsdp axis.
+        summed_products: indices of the matrix products whose results are summed over the fsdp axis.
         loop_placements: placements in the body of each loop, by the loop's index among the operations.
         branch_placements: placements in the branches of each `cond`, by the `cond`'s index among the operations.
     """
@@ -194,7 +194,7 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
 
 
 def _reshape_operand_placement(operation: Operation, output_placement: Placement, placements: Placements) -> Placement:
-    """Return the placement of a reshape's operand that follows the result's, for dims that split evenly."""
+    """Return a placement of a reshape's operand: a dim that splits evenly is placed like its result dim."""
     operand, output = operation.inputs[0], operation.outputs[0]
     assert operand is not None, "a literal is not reshaped"
     operand_shape, output_shape = (
@@ -222,7 +222,7 @@ def _place_entered_array(operation: Operation, placements: Placements) -> None:
 
 
 def _place_loop_state(operation: Operation, index: int, placements: Placements) -> None:
-    """Place a loop's initial state, its state in the body and its final state where the final state is read."""
+    """Place a loop's state, before, in and after the loop, as the readers of the final state need it."""
     body, body_placement_by_value = operation.loop_body, placements.loop_placements[index].by_value
     assert body is not None
     initial_values = carries(operation)
@@ -245,7 +245,7 @@ def _place_loop_state(operation: Operation, index: int, placements: Placements) 
 
 
 def _place_product_operands(operation: Operation, placements: Placements) -> None:
-    """Shard the unsharded dims of a product's operands like the linked dims of its result."""
+    """Shard the unsharded dims of a matrix product's operands like the corresponding dims of its result."""
     output, operand_shapes = operation.outputs[0], [shape_of(aval) for aval in _operand_avals(operation, placements)]
     for operand_index, dim, output_dim in _links_of(operation, operand_shapes, placements.program.avals[output].shape):
         value = operation.inputs[operand_index]
@@ -327,7 +327,7 @@ def _linked_placement(
 ) -> Placement:
     """Return the placement of a result; `result_value` is the number of the value.
 
-    Each dim of the result gets the axes of the first sharded operand dim that is linked to it, except for axes that
+    Each dim of the result gets the axes of the first sharded operand dim that corresponds to it, except for axes that
     another dim of the result uses.
     """
     result_shape = shape_of(placements.program.avals[result_value])
@@ -354,7 +354,7 @@ def _linked_placement(
 
 
 def _links_of(operation: Operation, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Return the links between an operation's operands and a result; the first link to a dim counts."""
+    """Return which operand dims correspond to each dim of a result; if several do, the first takes precedence."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
         return _gather_links(params, operand_shapes, result_shape)
@@ -366,14 +366,14 @@ def _links_of(operation: Operation, operand_shapes: Sequence[Shape], result_shap
 
 
 def _same_position_links(operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Yield the links of an elementwise operation: dims of the same size in operands of the result's rank."""
+    """Yield the corresponding dims of an elementwise operation: same size, in operands of the result's rank."""
     for operand_index, shape in enumerate(operand_shapes):
         if len(shape) == len(result_shape):
             yield from ((operand_index, dim, dim) for dim, size in enumerate(result_shape) if shape[dim] == size)
 
 
 def _gather_links(params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Yield a gather's links: from dims of the indices, and from those dims of the table that are gathered whole."""
+    """Yield the corresponding dims of a gather: the indices' dims, and the table's dims that are gathered whole."""
     dim_numbers = params["dimension_numbers"]
     table_shape, indices_shape = operand_shapes[:2]
     batch_result_dims = [dim for dim in range(len(result_shape)) if dim not in dim_numbers.offset_dims]
@@ -393,9 +393,9 @@ def _place_loop(
     placements: Placements,
     final_placements: Sequence[Placement] | None = None,
 ) -> list[Placement]:
-    """Place a loop's body until its state has the same placement before and after; return each result's placement.
+    """Place a loop's body until an iteration keeps the placement of the state; return each result's placement.
 
-    `final_placements` are the placements in which the final state is needed.
+    `final_placements` are the placements in which the readers of the final state need it.
     """
     body = operation.loop_body
     assert body is not None
@@ -470,13 +470,13 @@ def _gathered_bytes(
     summed_axes: set[str],
     placements: Placements,
 ) -> int:
-    """Return the bytes of a product's operands that are gathered because the other operand uses the same mesh axes.
+    """Return the bytes of those operands of a product that are gathered because the other operand uses their mesh axes.
 
     `summed_axes` are the mesh axes that split a summed dim of both operands.
     """
     contracted_dims, batch_dims = operation.params["dimension_numbers"]
     gathered_bytes = 0
-    for side, other_side in ((0, 1), (1, 0)):  # indices of an operand and of the other one
+    for side, other_side in ((0, 1), (1, 0)):  # indices of an operand and of the other operand
         shared_dims = (*contracted_dims[other_side], *batch_dims[other_side])
         free_axes = {
             axis for dim, axes in enumerate(operand_placements[other_side]) if dim not in shared_dims for axis in axes

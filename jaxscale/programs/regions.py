@@ -3,8 +3,8 @@
 In each tick (one round of the schedule) a device runs one branch of a `cond`: a pass of a stage, or no pass. Messages
 and activations wait in slots, the entries of arrays called pools; sums of gradients are other arrays. A branch updates
 some of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch
-are alive only within it, so that the branch that needs the most memory determines the peak. Values are represented by
-their numbers in a `FlatProgram`.
+are alive only within the branch, so the branch that needs the most memory determines the peak. Values are represented
+by their numbers in a `FlatProgram`.
 """
 
 import math
@@ -19,7 +19,7 @@ ELEMENT_PRESERVING = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast"
 
 
 def results_and_unchanged_operands(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Yield each pair (result, operand) of a `cond` of which a branch returns the operand unchanged as the result."""
+    """Yield each pair (result, operand) of a `cond` for which a branch returns the operand unchanged as the result."""
     for output_index, result in enumerate(operation.outputs):
         for branch in operation.branches:
             branch_output = branch.outputs[output_index]
@@ -32,11 +32,11 @@ def results_and_unchanged_operands(operation: Operation) -> Iterator[tuple[int, 
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Return the results of an operation that do not need new memory: they are the caller's values or overwrite them.
+    """Return the results of an operation that need no new memory, because they are or overwrite the caller's values.
 
     Args:
         operation: an operation of a pipelined step.
-        caller_values: the values that are in memory of the caller.
+        caller_values: the values that the caller has in memory.
         program: program of the operation.
     """
     if PIPE not in operation.manual_axes:
@@ -52,7 +52,7 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
 
 
 def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -> set[int]:
-    """Return the values of a branch that share the memory of a result, because only their shape or type is changed.
+    """Return the values of a branch that share the memory of a result, which differs from them only in shape or type.
 
     Args:
         program: program of the branch.

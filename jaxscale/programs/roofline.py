@@ -22,7 +22,7 @@ DEFAULT_EFFICIENCY = 0.6
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:
-    """Return the FLOP/s that products of `dtype` operands reach on one device; `None` if the chip's rates are unknown.
+    """Return the FLOP/s of matrix products of `dtype` operands on one device; `None` if the chip's rates are unknown.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -36,13 +36,13 @@ def rate(chip: Chip | None, dtype: str) -> float | None:
 
 
 def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
-    """Return the seconds of one operation on one device by roofline; 0 if the chip's rates are unknown.
+    """Return the modeled seconds of one operation on one device; 0 if the chip's rates are unknown.
 
     Args:
         chip: chip that runs the operation; `None` for an unknown chip.
         flop: FLOP of the operation's matrix products.
         bytes_moved: bytes that the operation moves between memory and chip.
-        dtype: type of the operands of the products.
+        dtype: type of the operands of the matrix products.
     """
     flop_rate = rate(chip, dtype)
     if flop_rate is None or chip is None or chip.device_bandwidth is None:

@@ -1,8 +1,9 @@
 """Values of float32 that a TPU keeps in bfloat16, because only matrix products read them.
 
-At the default precision a TPU's matrix unit rounds operands of float32 to bfloat16. XLA moves the conversion to the
-operation that computes the value, also out of loops: what a block keeps in float32 for the gradients of its weights
-takes two bytes an element, and a loop over microbatches reads weights from copies in bfloat16.
+At the default precision, a TPU's matrix unit rounds operands of float32 to bfloat16. XLA moves the conversion to the
+operation that computes the value, even if this moves it out of a loop. The values that a block keeps in float32 for the
+gradients of its weights therefore take two bytes an element, and a loop over microbatches reads bfloat16 copies of the
+weights.
 """
 
 import jax
@@ -14,7 +15,7 @@ from jaxscale.programs.tiles import RETILE
 
 
 def is_rounded(value: int, program: FlatProgram) -> bool:
-    """Return whether a value is of float32 and only matrix products whose operands a TPU rounds to bfloat16 read it.
+    """Return whether a float32 value is read only by matrix products whose operands a TPU rounds to bfloat16.
 
     Example:
         >>> import jax.numpy as jnp
@@ -30,7 +31,7 @@ def is_rounded(value: int, program: FlatProgram) -> bool:
 
 
 def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
-    """Return whether a reader rounds a value: it is a product of default precision, or leads only to such products."""
+    """Return whether a reader of a value rounds it: by a matrix product, or because it leads only to such products."""
     if reader.kind in FORMULAS:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
@@ -52,7 +53,7 @@ def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
 def with_rounded_copies(program: FlatProgram) -> FlatProgram:
     """Return a program that copies large float32 inputs to bfloat16 before a loop with both passes.
 
-    Only inputs that the loop reads by products alone are copied.
+    An input is copied only if all its reads in the loop are by matrix products.
 
     Args:
         program: program of a step.
@@ -68,7 +69,7 @@ def with_rounded_copies(program: FlatProgram) -> FlatProgram:
     """
 
     def is_rounded_copy(value: int, loop: Operation) -> bool:
-        """Return whether a value is large, of float32, and read by the loop's products alone."""
+        """Return whether a value is a large float32 array that only matrix products of the loop read."""
         return is_large_float32(program.avals[value]) and _is_rounding(loop, value, program)
 
     return with_copied_inputs(program, is_rounded_copy, "bfloat16")

@@ -1,12 +1,12 @@
 """Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
 The placement of a value (`Placement`) lists the mesh axes along each of its dims. The placements of some inputs and of
-the program's sharding constraints are known. Every other dim gets the axes of the nearest dim to which it is linked. A
-dim of a matrix product's result is linked to the operand's dim with the same elements. A dim that is reshaped into
-several dims is linked to the first of them.
+the program's sharding constraints are known. Every other dim gets the axes of the nearest dim that corresponds to it. A
+dim of a matrix product's result corresponds to the operand's dim with the same elements. A dim that is reshaped into
+several dims corresponds to the first of them. In a kernel, a loop or a function with a custom derivative, dims of the
+same position and size correspond.
 
-Left out: costs that a compiler compares (the bytes of a resharding, uneven parts), and links through gathers. A kernel,
-a loop or a function with a custom derivative links dims that have the same position and size.
+Left out: costs that a compiler compares (the bytes of a resharding, uneven parts), and correspondence in gathers.
 """
 
 import math
@@ -26,7 +26,7 @@ def propagate(
     """Propagate known placements to all values of a program.
 
     Args:
-        program: a flat program.
+        program: the program, as a list of steps.
         known_placements: placement of each input for which it is known, by the number of the input.
         axis_sizes: number of devices along each mesh axis.
 
@@ -76,7 +76,7 @@ def propagate(
 
 
 def _linked_value_dims(step: Step, program: InlinedProgram) -> Iterator[tuple[ValueDim, ValueDim]]:
-    """Yield the pairs of linked dims among a step's operands and results."""
+    """Yield the pairs of corresponding dims among a step's operands and results."""
     operands = [atom if isinstance(atom, int) else None for atom in step.inputs]  # numbers; `None` for a constant
     operand_shapes = [shape_of(program.avals[atom] if isinstance(atom, int) else atom.value) for atom in step.inputs]
     for result in step.outputs:
@@ -97,7 +97,7 @@ def _linked_value_dims(step: Step, program: InlinedProgram) -> Iterator[tuple[Va
 
 
 def _same_position_links(operand_shapes: Sequence[Shape], result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links between dims of the same position and size; if the ranks differ, only between the first dims."""
+    """Yield the pairs of dims of the same position and size; if the ranks differ, only those of the first dims."""
     for operand_index, shape in enumerate(operand_shapes):
         for dim, (size, result_size) in enumerate(zip(shape, result_shape, strict=False)):
             if size == result_size and (dim == 0 or len(shape) == len(result_shape)):

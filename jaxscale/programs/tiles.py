@@ -1,14 +1,15 @@
 """Bytes of padding to tiles in a TPU's memory: XLA chooses an array's layout, but not freely around some operations.
 
 A TPU stores an array in tiles of 8 x 128 elements along two of its dims. XLA takes the dims that waste least, but the
-operands and results of a Pallas kernel are tiled along their last two dims, so that heads of width 64 take twice their
-bytes. Transposes and copies that lead to a kernel or come from one cost nothing, because XLA gives their other side the
-same layout; the same holds for the arrays that a loop keeps for a kernel in its body. A matrix product's result, such
+operands and results of a Pallas kernel are tiled along their last two dims, so heads of width 64 take twice their
+bytes. Transposes and copies before and after a kernel cost nothing, because XLA gives the array on their other side the
+same layout. The same holds for the arrays that a loop keeps for a kernel in its body. A matrix product's result, such
 as queries, keys and values to which no rotation is applied, has a layout of its own, and is copied for the kernel.
 
 The activations of a convolution are tiled along the batch and the features, in the order that wastes less. Elementwise
 operations and pooling keep that layout. The result of a product with batch dims, such as attention's scores, is tiled
-along its other dims, and so are what is computed from it elementwise and the stack of it that a loop returns.
+along its other dims. The values computed from it elementwise, and the stack of it that a loop returns, are tiled in the
+same way.
 
 TPU 7x multiplies arrays of two-byte types in tiles of 16 x 128 elements, but a program's arguments are in tiles of
 8 x 128. XLA therefore copies each such argument that a product or a loop reads (`with_retiled_inputs`). The weights of
@@ -32,19 +33,19 @@ SMALL_COUNT = 2**16
 """Number of elements below which padding to whole tiles is ignored."""
 
 RETILE = "retile"
-"""Kind of an operation that copies an argument, such as to tiles of another shape."""
+"""Kind of the operations that copy an argument, for example to tiles of another shape."""
 
 RETILED_OPERANDS = (
     "dot_general", "conv_general_dilated", "ragged_dot_general", "transpose", "reshape", "squeeze",
     "sharding_constraint", "optimization_barrier",
 )  # fmt: skip
-"""Operations whose operands are in tiles of 16 x 128 elements on TPU 7x, or that lead to such operations."""
+"""Operations that read their operands in tiles of 16 x 128 elements on TPU 7x, or that lead to such operations."""
 
 SAME_LAYOUT = (
     "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast", "enter", "leave", "reduce_precision",
     "convert_element_type",
 )  # fmt: skip
-"""Operations whose operand and result have one layout."""
+"""Operations whose operand and result have the same layout."""
 
 POOLING = ("reduce_window_max", "reduce_window_sum", "reduce_window", "select_and_scatter_add", "pad")
 """Operations that keep the layout of a convolution's activations, as elementwise operations do."""
@@ -56,7 +57,7 @@ def padding_factor(shape: Sequence[int], tile_dim_pairs: TileDimPairs | None = N
     Args:
         shape: shape of the array on one device.
         tile_dim_pairs: pairs of dims, of which the pair with the least factor counts; `None` for all pairs of the last
-            four dims. A first dim of fewer than 8 elements has tiles of 1, 2 or 4.
+            four dims. If the first dim of a pair has at most 4 elements, its tiles have 1, 2 or 4 elements.
 
     Example:
         >>> padding_factor((8, 2048, 1024)), round(padding_factor((16, 257, 257)), 3), padding_factor((2,))
@@ -88,7 +89,7 @@ def _rounding_factor(size: int, multiple: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Tiles:
-    """The dims of the tiles of the values whose layout a kernel, a convolution or a batched product prescribes.
+    """The tiled dims of each value whose layout a kernel, a convolution or a batched matrix product prescribes.
 
     Args:
         program: a flat program.
@@ -107,7 +108,7 @@ class Tiles:
 
     @functools.cached_property
     def product_results(self) -> frozenset[int]:
-        """The results of matrix products, the values computed elementwise from them, and their stacks from loops."""
+        """The results of matrix products, values computed elementwise from them, and stacks of these from loops."""
         result_values: set[int] = set()
         for index, operation in enumerate(self.program.operations):
             if operation.kind == "dot_general":
@@ -125,7 +126,7 @@ class Tiles:
 
 
 def prescribed_tiles(program: FlatProgram) -> Tiles:
-    """Return the tiles of the values whose layout a kernel, a convolution or a batched product prescribes.
+    """Return the tiled dims of each value whose layout a kernel, a convolution or a batched matrix product prescribes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -207,7 +208,7 @@ def _prescribe_batched_products(tiles: Tiles) -> None:
                     tiles.batched_results.add(result)
                     dim_pairs_by_value[result] = tuple((i, j) for i in other_dims for j in other_dims if i != j)
             elif operation.kind in ELEMENTWISE or operation.kind in SAME_LAYOUT:
-                # of several results, as of a barrier, each is the operand at the same position
+                # if there are several results, as in a barrier, each is the operand at the same position
                 has_several_results = len(operation.outputs) > 1
                 inputs = operation.inputs[position : position + 1] if has_several_results else operation.inputs
                 operands = tiles.batched_results.intersection(inputs)
@@ -230,12 +231,12 @@ def _stack_batched_products(operation: Operation, body_tiles: Tiles, tiles: Tile
 
 
 def _prescribe_outside_loop(operation: Operation, body_tiles: Tiles, tiles: Tiles) -> None:
-    """Give the arrays that a loop slices and stacks the layout of their slices in the loop's body."""
+    """Give the arrays that enter or leave a loop the layout that they, or their slices, have in the loop's body."""
     body = operation.loop_body
     assert body is not None
     const_values, state_values, stacked_values = loop_parts(operation, operation.inputs)
     slice_start = len(const_values) + len(state_values)
-    # each: a value outside, its value inside, and the number of dims that only the outer one has
+    # each: a value outside, the value inside, and the number of dims that only the value outside has
     value_pairs_and_added_dim_counts = [
         *((value, body.inputs[index], 0) for index, value in enumerate((*const_values, *state_values))),
         *((value, body.inputs[slice_start + index], 1) for index, value in enumerate(stacked_values)),

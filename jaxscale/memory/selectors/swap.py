@@ -46,9 +46,9 @@ class IdleValue:
 def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
     """Return the values to keep or move so that the backward pass recomputes no matrix product.
 
-    They are in the order in which they are computed. These are the values that the backward pass reads and that can be
-    kept by name. A value inside an operation cannot be kept by name. It is recomputed from the result of an earlier
-    matrix product, and that result is one of the returned values.
+    The order is that of computation. The result has the values that the backward pass reads and that can be kept by
+    name. A value inside an operation cannot be kept by name. It is recomputed from the result of an earlier matrix
+    product, and that result is one of the returned values.
 
     Raises:
         UserError: the graph's equations have no modeled times.
