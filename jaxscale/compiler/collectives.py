@@ -145,7 +145,7 @@ def collectives_by_instruction(program: HloProgram, mesh: Any) -> dict[tuple[str
 
 
 def groups_of(axis_sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
-    """Return the groups of devices that communicate along `axes` of a mesh; a device's number is its position there.
+    """Return the groups of devices that communicate along `axes` of a mesh, as positions in the mesh.
 
     Example:
         >>> sorted(map(sorted, groups_of({"data": 2, "fsdp": 2}, ["data"])))
@@ -277,12 +277,12 @@ def _bytes_by_kind_and_dtype(
 ) -> dict[tuple[Any, str], int]:
     """Return the bytes of a collective, by kind and type of the elements.
 
-    There is one entry, unless the collective's operand is a tuple and its arrays differ in type, or only some of them are
-    sliced.
+    There is one entry, unless the collective's operand is a tuple and its arrays differ in type, or only some of them
+    are sliced.
     """
     array_types, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
-        # the type of a start is a tuple: types of operands, types of results, contexts; an all-reduce may lack this tuple
+        # a start's type is a tuple: types of operands, types of results, contexts; an all-reduce may lack this tuple
         operand_types, result_types = [*split_at_commas(op.type[1:-1]), ""][:2]
         larger_types = max(operand_types, result_types, key=lambda types: sum(map(array_bytes, ARRAY.findall(types))))
         result_type = result_types if kind == "all-reduce" else larger_types

@@ -97,8 +97,8 @@ def compile_report(
     """Compile a recipe's program with the compiler of `platform`, and return its report.
 
     Args:
-        recipe: a `ProgramRecipe`, or another function of the devices that can be pickled, such as a function of a module
-            or a `functools.partial` of one. It runs in another process.
+        recipe: a `ProgramRecipe`, or another function of the devices that can be pickled, such as a function of a
+            module or a `functools.partial` of one. It runs in another process.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
         options: compiler options, passed to `compile(compiler_options=...)`.
         explain: whether the report also lists the buffers alive at the peak, and the timeline.

@@ -166,7 +166,7 @@ def _compile(
 
 
 def _fields_from_text(compiled: Any, axis_sizes: Any, dump_folder: str) -> dict[str, Any]:
-    """Return the report's fields from the program's text, such as its FLOP; or why the text is unreadable (`unread`)."""
+    """Return the report's fields that come from the program's text; `unread` alone if the text is unreadable."""
     import jax
 
     try:

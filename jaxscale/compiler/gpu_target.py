@@ -102,7 +102,7 @@ def target_config(chip: Chip) -> str:
 def topology_text(platform: Platform) -> str:
     """Return a GPU platform's topology as text, such as "1x2x8" for 16 GPUs in hosts of 8.
 
-    The three numbers are those of slices, of hosts, and of GPUs per host.
+    The text gives the number of slices, the number of hosts, and the number of GPUs per host.
 
     Raises:
         UserError: the GPUs do not fill their hosts.

@@ -26,7 +26,7 @@ class Op:
         name: name of the instruction, without "%".
         type: type of the result, as XLA prints it.
         opcode: name of the operation, such as "dot".
-        operands: names of the operands. A constant has its value in their place, and a parameter its number.
+        operands: names of the operands. For a constant, the value instead; for a parameter, its number.
         attributes: the text after the operands.
         is_root: whether the result is also the result of the computation.
     """

@@ -44,7 +44,7 @@ class Sources:
         }
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an instruction's modules, or else of its two innermost functions, outermost first."""
+        """Return the names of an instruction's modules or, without modules, its last two functions, outermost first."""
         module_names, function_names = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):

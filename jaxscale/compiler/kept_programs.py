@@ -6,8 +6,8 @@ collectives, and all loops that contain one, use one resource, which makes them 
 have ended: `platforms/cpu_threads.py`). A program loaded from the cache has one resource for each sequence of
 instructions, so the collectives in a loop are not ordered with those outside it. Two such collectives can each block
 threads that the other collective needs; the program then hangs. If both use one channel, as all collectives of
-`jax.shard_map` do, some devices join one collective and some the other, and the program crashes. If all collectives are in the
-entry computation, they share one sequence and stay in order.
+`jax.shard_map` do, some devices join one collective and some the other, and the program crashes. If all collectives are
+in the entry computation, they share one sequence and stay in order.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` creates new resources

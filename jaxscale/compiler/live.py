@@ -210,7 +210,7 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
 def _peak_and_timeline(
     instruction_names: list[str], values: list[_Value], kind_by_value: dict[_Value, LiveKind], value_names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
-    """Return the largest value of each buffer that is alive at the peak, and the timeline."""
+    """Return the values alive at the peak, the largest one of each buffer, and the timeline."""
     values_by_start: dict[int, list[_Value]] = defaultdict(list)
     values_by_end: dict[int, list[_Value]] = defaultdict(list)
     for value in values:

@@ -1,8 +1,8 @@
 """Names for the values of a compiled program, in the user's terms.
 
-An argument is named after its path. A computed value is named after its scopes (`jax.named_scope`), or, without scopes, by
-the modules that compute it. A carry of a loop is named after the value that the loop's body returns for it. The stacked
-outputs of a scan, and their slices, are named after the value that was stacked.
+An argument is named after its path. A computed value is named after its scopes (`jax.named_scope`), or, without scopes,
+after the modules that compute it. A carry of a loop is named after the value that the loop's body returns for it. The
+stacked outputs of a scan, and their slices, are named after the value that was stacked.
 """
 
 import re
@@ -194,7 +194,7 @@ class ValueNames:
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
     def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
-        """Return the operand that a caller passes for the parameter `op`; in a loop, the previous iteration's result."""
+        """Return the operand that the caller passes for the parameter `op`; in a loop, the last iteration's result."""
         caller_op = next((caller_op for _, caller_op in self.program.callers.get(computation.name, [])), None)
         if caller_op is None or caller_op.opcode not in ("while", "fusion", "call", "async-start"):
             return None

@@ -24,8 +24,8 @@ def check_options(options: CompilerOptions, device: Any, chip: Chip | None = Non
     Args:
         options: the options of a plan.
         device: one of the step's devices.
-        chip: the chip whose options are checked; by default the device's chip. A CPU's compiler knows the names of GPUs'
-            options.
+        chip: the chip whose options are checked; by default the device's chip. A CPU's compiler knows the names of
+            GPUs' options.
 
     Raises:
         UserError: the compiler has no such option, or rejects its value.

@@ -1,7 +1,7 @@
 """CompileReport: a compiler's report on a program (bytes, FLOP, collectives, live tensors), to and from JSON.
 
-Bytes are per device. Two numbers that compilers report are left out because they are wrong: `peak_memory_in_bytes` (on a
-TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
+Bytes are per device. Two numbers that compilers report are left out because they are wrong: `peak_memory_in_bytes` (on
+a TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
 """
 
 import collections
@@ -103,8 +103,8 @@ class LiveTensor:
             computes the tensor, without those that JAX adds ("layers/mlp/dot_general"); without scopes, the operation's
             modules ("Stack/Block/MLP/Linear/dot_general").
         bytes: bytes on the device, with the padding of its layout.
-        kind: "argument"; "output", an output that does not reuse a donated argument; "kept", a tensor computed in the forward
-            pass and read in the backward pass; "constant"; "transient", any other tensor.
+        kind: "argument"; "output", an output that does not reuse a donated argument; "kept", a tensor computed in the
+            forward pass and read in the backward pass; "constant"; "transient", any other tensor.
         shape: type and shape as XLA prints them, such as "bf16[8,16384,1024]".
         phase: the pass that computes the tensor: "forward", "backward", or "recompute" (of the forward pass, in the
             backward pass); None for arguments, and in a program without gradients.
@@ -164,7 +164,8 @@ class CompileReport:
         crashed: why the compiler failed for another reason than a lack of memory: a signal, a time-out or an internal
             error; None if it did not.
         live: buffers alive at the peak, largest first; None without `explain`.
-        timeline: live bytes at a few hundred positions of the schedule at most, the peak included; None without `explain`.
+        timeline: live bytes at a few hundred positions of the schedule at most, the peak included; None without
+            `explain`.
         seconds: seconds that the compiler took.
         versions: versions of jax, jaxlib and the compiler, by package.
         attached: whether the program was compiled for an attached device rather than for a described one.

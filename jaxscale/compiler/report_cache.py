@@ -35,7 +35,8 @@ def report_key(
     """Return the key of a report: the SHA-256 hash of everything that determines it.
 
     Args:
-        lowered: the program, a `jax.stages.Lowered`; with `explain`, the key also depends on its source lines and names.
+        lowered: the program, a `jax.stages.Lowered`; with `explain`, the key also depends on its source lines and
+            names.
         platform: platform that the program is compiled for.
         versions: versions of the compiler and of JAX, by package.
         options: compiler options.

@@ -1,9 +1,9 @@
 """Trusted versions of libtpu: 0.0.51, and any other that reports the right bytes for a program whose bytes are known.
 
 The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) report
-up to one and a half times the right number, so a program that fits is rejected. The program of this module keeps
-the inputs of eight layers, 128 MiB each. The passes need four more arrays of this size. Version 0.0.51 reports 1696 MiB
-for the program, and the other two versions report 2080 MiB.
+up to one and a half times the right number, so a program that fits is rejected. The program of this module keeps the
+inputs of eight layers, 128 MiB each. The passes need four more arrays of this size. Version 0.0.51 reports 1696 MiB for
+the program, and the other two versions report 2080 MiB.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
     """Return a text that identifies the libtpu that a process in this environment loads; None if there is none.
 
     Returns:
-        The version of the installed libtpu; or the path, size and modification time of the file that
-        `TPU_LIBRARY_PATH` specifies.
+        The version of the installed libtpu; or the path, size and modification time of the file that `TPU_LIBRARY_PATH`
+        specifies.
 
     Raises:
         UserError: `TPU_LIBRARY_PATH` specifies a missing file.

@@ -1,4 +1,4 @@
-"""The bytes of memory that a program may use per device, which are the default limit of a plan."""
+"""The bytes of memory that a program may use per device. They are the default limit of a plan."""
 
 import os
 

@@ -13,7 +13,7 @@ from jaxscale.values import check_types, from_json, read_json, to_json
 
 @dataclasses.dataclass(frozen=True)
 class SaveSet:
-    """The values of a block that are kept from its forward to its backward pass; the others are recomputed.
+    """The values of a block that are kept from its forward pass to its backward pass; other values are recomputed.
 
     The block's inputs are always kept. Bytes, FLOP and seconds are those of one block, per device and microbatch.
 

@@ -1,8 +1,9 @@
 """The optimal save set of a block: values to keep, offload or recompute, at least cost within a byte budget.
 
 This is Checkmate's problem (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole
-forward pass, which makes the integer program small. For each value, k and o in {0, 1} are 1 if the value is kept on the
-device or on the host, respectively; for each equation, r in {0, 1} is 1 if it runs again in the backward pass:
+forward pass, which makes the integer program small. The variables are 0 or 1. For each value, k is 1 if the value is
+kept on the device, and o is 1 if it is kept on the host. For each equation, r is 1 if the equation runs again in the
+backward pass:
 
     minimize    sum_e cost_e r_e (+ seconds of copies that do not overlap with computation)
     subject to  k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
@@ -35,7 +36,7 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
 
     Args:
         graph: graph of the block; if `objective` is "seconds" or `host` is given, a graph made with a chip.
-        budget: most bytes kept on the device, the block's inputs excluded.
+        budget: maximum bytes kept on the device, the block's inputs excluded.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
@@ -135,8 +136,8 @@ class _Program:
     """The integer program of a graph, built once for all budgets.
 
     Each variable has one column. The variables ("keep", mark), ("host", mark) and ("run", index of an equation) are 0
-    or 1. The variables ("out", "") and ("back", "") are the seconds of copies to the host and from the host,
-    respectively, that do not overlap with computation, in units of `cost_scale`.
+    or 1. The variable ("out", "") is the seconds of copies to the host that do not overlap with computation, and
+    ("back", "") is those of copies from the host; both are in units of `cost_scale`.
 
     Attributes:
         graph, host, objective: the arguments.
@@ -319,11 +320,11 @@ class _Program:
         return save_set(self.graph, names_by_kind["keep"], names_by_kind["host"], self.host)
 
     def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
-        """Return the feasible solution with the least weighted sum: a float array, one entry per column; or `None`.
+        """Return the feasible solution of least weighted sum, a float array with an entry per column; or `None`.
 
         Args:
             weights: float array with the weight of each column.
-            budget: most bytes kept on the device.
+            budget: maximum bytes kept on the device.
             max_cost: largest permitted cost, as a multiple of `cost_scale`.
         """
         import numpy as np

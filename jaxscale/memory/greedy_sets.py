@@ -26,7 +26,7 @@ def greedy(
 
     Args:
         graph: graph of the block.
-        budget: most bytes kept on the device, the block's inputs excluded.
+        budget: maximum bytes kept on the device, the block's inputs excluded.
         score: name of the score; the value of least score is evicted first.
         objective: the cost in the score: FLOP of matrix products, or modeled seconds.
 
@@ -47,7 +47,7 @@ def greedy(
         """Return the cost of recomputation if the values with these indices are kept on the device."""
         return cost_of(recompute(graph, indices), objective)
 
-    # time is measured by the cost of the equations that have run; each value's last read has such a time
+    # time is measured as the cost of the equations that have run; the list has the time of each value's last read
     elapsed_cost, last_read_costs = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
         elapsed_cost += cost_of(equation, objective)

@@ -70,8 +70,8 @@ class MemoryPlan:
 
     Args:
         rule: name of the rule, the first word of the text form.
-        budget: most bytes of activations that the whole model keeps on a device, per microbatch: inputs of blocks, and
-            kept values inside blocks. The working memory of the running block is not included.
+        budget: maximum bytes of activations that the whole model keeps on a device, per microbatch: inputs of blocks,
+            and kept values inside blocks. The working memory of the running block is not included.
         count: K of `periodic`, or SLOTS of `revolve`.
         selector: SELECTOR of `offload`.
         objective: the cost that `save` minimizes: recomputed FLOP, or modeled seconds. `None` chooses seconds on a

@@ -38,7 +38,7 @@ CostRow = np.ndarray
 Bound = Literal["alive", "kept"]
 """The bytes that a budget limits: all live bytes at any time, or only those kept for a backward pass."""
 _EXTRA_SLOT_SHARE = 0.01
-"""Slots added to the budget's, as a share of them, for plans that exceed the budget only because of rounding."""
+"""Slots beyond the budget, as a share of the budget's slots, for plans that exceed it only because of rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _Problem:
         return self._bytes_and_code_by_span[self._span_key(first, last)][0] if first <= last else 0
 
     def _span_key(self, first: int, last: int) -> tuple[int, int]:
-        """Return the key of stages first..last in `_bytes_and_code_by_span`; identical stages differ only in number."""
+        """Return the key of stages first..last in `_bytes_and_code_by_span`, by their number if all are identical."""
         return (0, last - first) if self.is_uniform else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:

@@ -17,11 +17,11 @@ class Host:
     """Host memory for offloaded values of a block.
 
     Args:
-        budget: most bytes of host memory, per device and microbatch, for one block.
+        budget: maximum bytes of host memory, per device and microbatch, for one block.
         bandwidth: bytes/s between host and device in each direction.
-        hidden_forward: most seconds of copies to the host that can overlap with computation; by default the seconds of
-            the block's forward pass.
-        hidden_backward: most seconds of copies back to the device that can overlap with computation, in addition to
+        hidden_forward: maximum seconds of copies to the host that can overlap with computation; by default the seconds
+            of the block's forward pass.
+        hidden_backward: maximum seconds of copies back to the device that can overlap with computation, in addition to
             those that overlap with recomputation; by default twice the seconds of the forward pass.
         names: names of the values that may be offloaded; `None` for any value.
     """
@@ -172,7 +172,7 @@ def value_index(graph: BlockGraph, name: str) -> int:
 
 
 def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
-    """Return the save set that a policy of `jax.checkpoint_policies` keeps of a block.
+    """Return the save set of a block under a policy of `jax.checkpoint_policies`.
 
     A policy accepts or rejects kinds of operations. A result of an accepted operation is kept if the backward pass
     reads it.

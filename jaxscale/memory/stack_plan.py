@@ -36,7 +36,7 @@ def plan_stack(
     Args:
         graph: graph of a block.
         layer_count: number of layers.
-        budget: most bytes kept by the whole stack, inputs of blocks included.
+        budget: maximum bytes kept by the whole stack, inputs of blocks included.
         objective: the cost to minimize.
         host: host memory for offloaded values; it requires the objective "seconds" and rules out segments.
 
@@ -129,7 +129,7 @@ def _is_above(left: SaveSet, middle: SaveSet, right: SaveSet, objective: SaveSet
 def _best_groups(
     curve: Sequence[SaveSet], layer_count: int, value_bytes: int, objective: SaveSetObjective
 ) -> tuple[Group, ...]:
-    """Return the cheapest one or two groups of layers; their save sets take at most `value_bytes` in total."""
+    """Return the cheapest one or two groups of layers whose save sets, in all layers, take at most `value_bytes`."""
     hull_saves = hull(curve, objective)
     candidates: list[tuple[float, tuple[Group, ...]]] = []  # cost, groups
     for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):
@@ -155,7 +155,7 @@ def cheapest_saves(
 
     Args:
         calls: the model's blocks (`programs.collect`).
-        budget: most bytes kept by the whole model, inputs of blocks included.
+        budget: maximum bytes kept by the whole model, inputs of blocks included.
         objective: the cost to minimize.
 
     Raises:
@@ -194,7 +194,7 @@ def _cheapest_points(
 
     Args:
         counts_and_curves: for each kind of block, the number of blocks of that kind, and the save sets of its curve.
-        value_bytes: most bytes that the kept values of all blocks may take.
+        value_bytes: maximum bytes that the kept values of all blocks may take.
         objective: the cost to minimize.
     """
     import numpy as np

@@ -133,7 +133,7 @@ def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
 
 
 def _product_links(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the corresponding dims of a matrix product: its batch dims, then each operand's dims that are not summed."""
+    """Yield the corresponding dims of a matrix product: its batch dims, then the dims that each operand keeps."""
     contracted_dims_by_operand, batch_dims_by_operand = params["dimension_numbers"]
     for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims_by_operand, strict=True)):
         yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))

@@ -211,7 +211,7 @@ class _FlopCounter:
         return sum((self.jaxpr_flop(body, None, [*known_consts, *slices]) for slices in slices_by_trip), Flop())
 
     def _shard_map_flop(self, params: Mapping[str, Any], known_operands: Sequence[Known]) -> Flop:
-        """Return the FLOP of all devices along the manual axes; devices along the pipe axis may run unequal branches."""
+        """Return the FLOP of all devices along the manual axes; branches may differ along the pipe axis."""
         body, axis_sizes = params["jaxpr"], {axis: params["mesh"].shape[axis] for axis in params["newly_manual_axes"]}
         known_local_operands = [
             None if any(spec) else value for value, spec in zip(known_operands, params["in_specs"], strict=True)

@@ -1,8 +1,8 @@
 """A function's program as one flat list of steps. Calls such as `jit` are inlined and dead steps are dropped.
 
-Values are numbered, so that a step can run again, a value can get a name, and programs can be compared, without changes
-to JAX's data. A function with a custom derivative (`custom_vjp`, `custom_jvp`), a loop, a branch or a kernel is a
-single step.
+Values are numbered. A step can therefore run again, a value can get a name, and programs can be compared, without
+changes to JAX's data. A function with a custom derivative (`custom_vjp`, `custom_jvp`), a loop, a branch or a kernel is
+a single step.
 
 The fingerprint of a program covers its steps, their shapes and parameters, and the names that the model gives to
 values. It leaves out everything that does not affect which values may be kept: constants in the program (a layer's

@@ -42,7 +42,7 @@ _LIKE_FIRST_OPERAND = (
 """Operations that place the result like their first operand, in the dims that have the same size in both."""
 
 _PLACED_BY_READERS = ELEMENTWISE | {"transpose", "reshape", "sharding_constraint"}
-"""Operations whose operands are placed like the result, whose placement its readers determine."""
+"""Operations whose operands are placed like the result; the readers of the result determine its placement."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -395,7 +395,7 @@ def _place_loop(
 ) -> list[Placement]:
     """Place a loop's body until an iteration keeps the placement of the state; return each result's placement.
 
-    `final_placements` are the placements in which the readers of the final state need it.
+    `final_placements` are the placements that the readers of the final state need.
     """
     body = operation.loop_body
     assert body is not None
@@ -470,7 +470,7 @@ def _gathered_bytes(
     summed_axes: set[str],
     placements: Placements,
 ) -> int:
-    """Return the bytes of those operands of a product that are gathered because the other operand uses their mesh axes.
+    """Return the bytes of a matrix product's operands that are gathered because the other operand uses their axes.
 
     `summed_axes` are the mesh axes that split a summed dim of both operands.
     """

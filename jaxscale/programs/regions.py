@@ -32,7 +32,7 @@ def results_and_unchanged_operands(operation: Operation) -> Iterator[tuple[int, 
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Return the results of an operation that need no new memory, because they are or overwrite the caller's values.
+    """Return an operation's results that need no new memory: they are the caller's values or overwrite them.
 
     Args:
         operation: an operation of a pipelined step.
@@ -52,7 +52,7 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
 
 
 def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -> set[int]:
-    """Return the values of a branch that share the memory of a result, which differs from them only in shape or type.
+    """Return the values of a branch that share a result's memory because they differ from it only in shape or type.
 
     Args:
         program: program of the branch.

@@ -31,7 +31,7 @@ def is_rounded(value: int, program: FlatProgram) -> bool:
 
 
 def _is_rounding(reader: Operation, value: int, program: FlatProgram) -> bool:
-    """Return whether a reader of a value rounds it: by a matrix product, or because it leads only to such products."""
+    """Return whether a reader rounds a value: it is, or leads only to, matrix products of default precision."""
     if reader.kind in FORMULAS:
         precision = reader.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)

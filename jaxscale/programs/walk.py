@@ -89,7 +89,7 @@ def live_steps(
         has_effect: function that returns whether a step must run even if nothing reads its outputs.
 
     Returns:
-        The steps, and the set of numbers, which includes the numbers of the results.
+        A tuple: the steps, and the set of numbers. The set includes the numbers of the results.
     """
     read_numbers = {atom for atom in results if isinstance(atom, int)}
     reversed_steps: list[Any] = []

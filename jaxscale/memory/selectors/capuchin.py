@@ -18,7 +18,7 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device, the block's inputs excluded.
+        budget: maximum bytes kept on the device, the block's inputs excluded.
         host: host memory for the values that are neither kept nor recomputed.
     """
     values = idle_values(graph)

@@ -1,7 +1,7 @@
 """POFO (Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS).
 
-Each value is kept, recomputed or offloaded, and the choices for all values are made together, so that the total cost is
-the least. The paper's dynamic program is for chains, in which copies overlap with other stages. Here an integer program
+Each value is kept, recomputed or offloaded. The choices for all values are made together, at the least total cost. The
+paper's dynamic program is for chains, in which copies overlap with other stages. Here an integer program
 (`graph.solve`) makes the same choice within one block, and copies overlap with the computation of that block. Left out:
 prefetching across blocks, which XLA does not do in a scan over layers.
 """
@@ -18,7 +18,7 @@ def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device, the block's inputs excluded.
+        budget: maximum bytes kept on the device, the block's inputs excluded.
         host: host memory for the offloaded values.
 
     Example:

@@ -103,7 +103,7 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue]
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device, the block's inputs excluded.
+        budget: maximum bytes kept on the device, the block's inputs excluded.
         host: host memory for the values that move.
         order: sort key of the values; the value with the least key moves first.
 

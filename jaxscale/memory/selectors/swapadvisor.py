@@ -21,7 +21,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
 
     Args:
         graph: graph of the block, with seconds.
-        budget: most bytes kept on the device, the block's inputs excluded.
+        budget: maximum bytes kept on the device, the block's inputs excluded.
         host: host memory for the values that move.
     """
     values = idle_values(graph)
