@@ -194,7 +194,7 @@ class ValueNames:
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
     def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
-        """Return the operand that the caller passes for the parameter `op`; in a loop, the last iteration's result."""
+        """Return the caller's operand for the parameter `op`; inside a loop, the result of the previous iteration."""
         caller_op = next((caller_op for _, caller_op in self.program.callers.get(computation.name, [])), None)
         if caller_op is None or caller_op.opcode not in ("while", "fusion", "call", "async-start"):
             return None

@@ -102,7 +102,7 @@ def _wrap(block: Callable[..., Any], make_rematerialized: Callable[[], Callable[
 
     @functools.wraps(block)
     def rematerialized_block(*args: Any) -> Any:
-        """Run the block; on a backend that would recompute too early, hold recomputation back until the gradient."""
+        """Run the block; on a backend that would recompute too early, let recomputation wait for its gradient."""
         is_recomputation_early = jax.default_backend() == "cpu" and runs_recomputation_early()
         with treating(dataclasses.replace(treatment(), is_held_back=is_recomputation_early)):
             return make_rematerialized()(*args)

@@ -182,7 +182,7 @@ class _Problem:
         return self.stages[index].options[option].kept_bytes + self.new_bytes[index][0]
 
     def save_need_bytes(self, index: int, option: int, last: int) -> int:
-        """Return the bytes that stages index..last need, without their input, while stage `index` is saved and runs."""
+        """Return the bytes that stages index..last need, without their input, while stage `index` runs and is saved."""
         stage = self.stages[index]
         if self.bound == "kept":
             return self.saved_bytes(index, option) if index < last else stage.options[option].kept_bytes

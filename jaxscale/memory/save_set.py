@@ -9,7 +9,7 @@ from jaxscale.memory.plan import POLICIES, SaveSetObjective
 from jaxscale.programs.block import BlockGraph, Equation
 
 EVERYTHING = "*"
-"""Name that stands for all residuals (values that the backward pass reads); a save set has it alone or not at all."""
+"""Name that stands for all residuals (values that the backward pass reads); it is the only name in its save set."""
 
 
 @dataclasses.dataclass(frozen=True)

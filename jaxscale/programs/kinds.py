@@ -21,7 +21,7 @@ COMPUTE_COPY_PRIMITIVES = (
 
 
 def kinds_of(program: FlatProgram) -> dict[int, str]:
-    """Return the kind of each value of a program that is not a transient.
+    """Return the kind of each value of a program, by the value's number; transients are omitted.
 
     The program is that of a step, or the body of its loop over microbatches.
 
