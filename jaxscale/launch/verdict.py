@@ -93,18 +93,18 @@ def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int,
         return dataclasses.replace(verdict, text=f"{verdict.text} ({failure_text})")
     if ending is not None and ending.cause in ("exit", "frozen"):
         beat = beat_by_rank.get(ending.rank)
-        place_text = "before its first heartbeat" if beat is None else f"in {_place_text(beat)}"
+        phase_text = "before its first heartbeat" if beat is None else f"in {_phase_text(beat)}"
         subject = f"rank {ending.rank} on {ending.host}"
         failure_text = f": {beat.failure}" if beat is not None and beat.failure else ""
         if ending.cause == "frozen":
-            text = f"{subject} is frozen {place_text}: no heartbeat for {ending.seconds:.0f} s"
+            text = f"{subject} is frozen {phase_text}: no heartbeat for {ending.seconds:.0f} s"
         elif ending.code < 0:
             text = (
-                f"{subject} was ended by {_signal_name(-ending.code)} {place_text}{_memory_hint(ending.code)}"
+                f"{subject} was ended by {_signal_name(-ending.code)} {phase_text}{_memory_hint(ending.code)}"
                 f"{failure_text}"
             )
         else:
-            text = f"{subject} ended with code {ending.code} {place_text}{failure_text}"
+            text = f"{subject} ended with code {ending.code} {phase_text}{failure_text}"
         phase, step = ("", 0) if beat is None else (beat.phase, beat.step)
         return Verdict((ending.rank,), ending.cause, phase, step, text)
     missing_ranks = sorted(set(range(process_count)) - set(beat_by_rank))
@@ -115,34 +115,36 @@ def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int,
         return Verdict(
             tuple(missing_ranks), "missing", "", 0, f"{_ranks_text(missing_ranks)} wrote no heartbeat{waiting_text}"
         )
-    first_position = min(position_by_rank.values())
-    last_ranks = [rank for rank in sorted(position_by_rank) if position_by_rank[rank] == first_position]
-    busy_ranks = [rank for rank in last_ranks if not beat_by_rank[rank].is_waiting]
-    last_ranks = busy_ranks or last_ranks
-    beat = beat_by_rank[last_ranks[0]]
+    rearmost_position = min(position_by_rank.values())
+    rearmost_ranks = [rank for rank in sorted(position_by_rank) if position_by_rank[rank] == rearmost_position]
+    busy_ranks = [rank for rank in rearmost_ranks if not beat_by_rank[rank].is_waiting]
+    rearmost_ranks = busy_ranks or rearmost_ranks
+    beat = beat_by_rank[rearmost_ranks[0]]
     cause: Cause = "timeout" if ending is None else ending.cause
-    host_names = sorted({beat_by_rank[rank].host for rank in last_ranks})
-    subject = f"{_ranks_text(last_ranks)} on {', '.join(host_names[:4])}{' and others' if len(host_names) > 4 else ''}"
-    phase_seconds = max(beat_by_rank[rank].since for rank in last_ranks)
-    if len(last_ranks) == len(beat_by_rank):
+    host_names = sorted({beat_by_rank[rank].host for rank in rearmost_ranks})
+    subject = (
+        f"{_ranks_text(rearmost_ranks)} on {', '.join(host_names[:4])}{' and others' if len(host_names) > 4 else ''}"
+    )
+    phase_seconds = max(beat_by_rank[rank].since for rank in rearmost_ranks)
+    if len(rearmost_ranks) == len(beat_by_rank):
         lost_text = f" ({_ranks_text(missing_ranks)} left no heartbeat file)" if missing_ranks else ""
         text = (
-            f"all processes are in {_place_text(beat)} for up to {phase_seconds:.0f} s, and none is behind{lost_text}"
+            f"all processes are in {_phase_text(beat)} for up to {phase_seconds:.0f} s, and none is behind{lost_text}"
         )
         if len(beat_by_rank) == 1:
-            text = f"{subject} has been in {_place_text(beat)} for {phase_seconds:.0f} s"
-        return Verdict(tuple(last_ranks), cause, beat.phase, beat.step, text)
-    last_step = max(beat.step for beat in beat_by_rank.values())
-    progress_text = f"never entered step {beat.step + 1}" if beat.step < last_step else f"did not leave {beat.phase}"
-    pronoun, auxiliary = ("it", "has") if len(last_ranks) == 1 else ("they", "have")
-    other_count = len(beat_by_rank) - len(last_ranks)
+            text = f"{subject} has been in {_phase_text(beat)} for {phase_seconds:.0f} s"
+        return Verdict(tuple(rearmost_ranks), cause, beat.phase, beat.step, text)
+    newest_step = max(beat.step for beat in beat_by_rank.values())
+    progress_text = f"never entered step {beat.step + 1}" if beat.step < newest_step else f"did not leave {beat.phase}"
+    pronoun, auxiliary = ("it", "has") if len(rearmost_ranks) == 1 else ("they", "have")
+    other_count = len(beat_by_rank) - len(rearmost_ranks)
     waiting_text = "another one waits" if other_count == 1 else f"{other_count} others wait"
     line_text = f" ({beat.place})" if beat.place else ""
     text = (
-        f"{subject} {progress_text}: {pronoun} {auxiliary} been in {_place_text(beat)}{line_text} for "
+        f"{subject} {progress_text}: {pronoun} {auxiliary} been in {_phase_text(beat)}{line_text} for "
         f"{phase_seconds:.0f} s, and {waiting_text}"
     )
-    return Verdict(tuple(last_ranks), cause, beat.phase, beat.step, text)
+    return Verdict(tuple(rearmost_ranks), cause, beat.phase, beat.step, text)
 
 
 def exit_code(ending: Ending) -> int:
@@ -160,7 +162,7 @@ def _position(beat: Heartbeat) -> tuple[int, int]:
     return beat.step, ORDER.index(beat.phase)  # pyright: ignore[reportArgumentType]
 
 
-def _place_text(beat: Heartbeat) -> str:
+def _phase_text(beat: Heartbeat) -> str:
     """Return the phase and the step of a heartbeat as text."""
     return f"{beat.phase}, step {beat.step}" if beat.step else beat.phase
 

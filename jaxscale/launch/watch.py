@@ -190,12 +190,12 @@ class Watchdog:
             return
         for process in running_processes:
             cause_and_seconds = process.hang_cause_and_seconds(self._watched.timeouts)
-            failed_code = process.failed_code()
+            reported_failure_code = process.failed_code()
             if cause_and_seconds is not None:
                 self._fail(self._ending_of(process, cause_and_seconds[0], 1, cause_and_seconds[1]))
                 break
-            if failed_code is not None and failed_code not in STOP_CODES:
-                self._fail(self._ending_of(process, "exit", failed_code))
+            if reported_failure_code is not None and reported_failure_code not in STOP_CODES:
+                self._fail(self._ending_of(process, "exit", reported_failure_code))
         published_ending = self._published_ending()
         if self._ending is None and published_ending is not None:
             self._ending = published_ending
@@ -303,13 +303,13 @@ class Watchdog:
 
     def verdict(self) -> Verdict:
         """Return the verdict on the failure of this attempt."""
-        watched, heartbeat_by_rank = self._watched, read_heartbeats(self._watched.folder)
+        watched_attempt, heartbeat_by_rank = self._watched, read_heartbeats(self._watched.folder)
         process_count = (
-            max(watched.process_count, *(rank + 1 for rank in heartbeat_by_rank))
+            max(watched_attempt.process_count, *(rank + 1 for rank in heartbeat_by_rank))
             if heartbeat_by_rank
-            else watched.process_count
+            else watched_attempt.process_count
         )
-        return judge(heartbeat_by_rank, process_count, watched.attempt, self._ending)
+        return judge(heartbeat_by_rank, process_count, watched_attempt.attempt, self._ending)
 
     def _exit_code(self) -> int:
         """Return the exit code of the run on this host."""

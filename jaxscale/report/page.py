@@ -299,9 +299,13 @@ def _plan_sheets(run: RunRecord) -> list[Markup]:
     content_elements = (
         [element("div", column_elements, class_="pair top")] if len(column_elements) == 2 else column_elements
     )
-    entries = run.layout.get("parameters")
-    parameter_grid = parameter_table(entries, axis_sizes) if isinstance(entries, list) else None
-    return content_elements + ([sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
+    parameter_entries = run.layout.get("parameters")
+    largest_parameters_table = (
+        parameter_table(parameter_entries, axis_sizes) if isinstance(parameter_entries, list) else None
+    )
+    return content_elements + (
+        [sheet("Placement of the largest parameters", largest_parameters_table)] if largest_parameters_table else []
+    )
 
 
 def _time_sheet(run: RunRecord) -> Markup | None:

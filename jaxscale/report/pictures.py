@@ -214,13 +214,13 @@ def hours_bar(hours: Hours) -> Markup:
     if not total_seconds > 0 or not math.isfinite(total_seconds):
         return Markup()
     segments, rows = [], []
-    for phase, seconds in phases_and_seconds:
-        color = 4 if phase.startswith("lost: ") else _PHASE_COLORS.get(phase, 6)
+    for label, seconds in phases_and_seconds:
+        color = 4 if label.startswith("lost: ") else _PHASE_COLORS.get(label, 6)
         segments.append(
-            _swatch(color, style=f"width:{seconds / total_seconds:.3%}", title=f"{phase}: {duration(seconds)}")
+            _swatch(color, style=f"width:{seconds / total_seconds:.3%}", title=f"{label}: {duration(seconds)}")
         )
-        name = element("span", _swatch(color), phase.capitalize(), class_="key")
-        rows.append((name, duration(seconds), f"{seconds / total_seconds:.0%}"))
+        key_cell = element("span", _swatch(color), label.capitalize(), class_="key")
+        rows.append((key_cell, duration(seconds), f"{seconds / total_seconds:.0%}"))
     bar = element("div", segments, class_="bar", role="img", aria_label="seconds by phase")
     return joined([bar, table(rows, numeric=(1, 2), extra_rows=[("Together", duration(total_seconds), "")])])
 
