@@ -26,15 +26,15 @@ from jaxscale.typing import Array, Float, Int, Key, Shaped
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The settings of a forward pass besides its inputs.
+    """The settings of a forward pass; the inputs are passed separately.
 
     Args:
         key: PRNG key of the step; `None` for a deterministic pass (evaluation, generation).
         examples: index of every row in the global batch; it makes dropout independent of the mesh and microbatches.
-        dtype: name of the type to compute in ("bfloat16"); `None` computes in the type of the parameters.
+        dtype: name of the dtype to compute in, such as "bfloat16"; `None` computes in the dtype of the parameters.
         matmul: recipe of matrix products, a name in `lowbit.products.RECIPES`; `None` multiplies in `dtype`.
         attention: implementation of attention: "auto", "plain", "chunked" or "splash".
-        loss_chunk: number of target positions of a row that the loss scores at a time; `None` scores all at once.
+        loss_chunk: number of target positions of a row for which the loss is computed at a time; `None`: all at once.
         loss: implementation of the loss: "auto", "chunked", "reference" or "tpu".
     """
 
@@ -47,7 +47,7 @@ class Context:
     loss: str = dataclasses.field(default="auto", metadata={"static": True})
 
     def at_layer(self, layer: int | Int[Array, ""]) -> "Context":
-        """Return the context inside the layer with the index `layer`, which may be traced (the index of a scan)."""
+        """Return the context inside the layer with index `layer`. The index may be traced, as in a scan over layers."""
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
@@ -65,7 +65,7 @@ class Context:
 
 
 class Loss(NamedTuple):
-    """The loss of some rows of a batch, as sums: the losses of parts of a batch add up to the loss of the batch.
+    """The loss of some rows of a batch, as sums. So the losses of parts of a batch add up to the loss of the batch.
 
     Args:
         total: sum over targets of weight * nats, float32. The reported loss is `total / weight`.
@@ -82,9 +82,10 @@ class Loss(NamedTuple):
 class Model(Protocol):
     """A model as a value: a frozen dataclass that builds the NNX module and scores a batch with the module.
 
-    A model may also have `traits()` (`ModelTraits`), `accuracy(module, batch, context)` for the share of correct
-    targets, `initial_params()` for weights that are loaded instead of drawn, and `block_chains(module)` for the paths
-    of the blocks that a pipeline may divide, if these lie in no `layers.Stack` or `layers.Chain`.
+    A model may also have these methods: `traits()` returns a `ModelTraits`; `accuracy(module, batch, context)` returns
+    the share of correct targets; `initial_params()` returns weights that are loaded instead of drawn; and
+    `block_chains(module)` returns the paths of the blocks that a pipeline may divide, if the module does not keep them
+    in a `layers.Stack` or `layers.Chain`.
     """
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:
@@ -101,13 +102,13 @@ class Model(Protocol):
 
 
 STACK_SHAPE = "stack_shape"
-"""Metadata of a parameter that a foreign module's scan reads row by row: its shape in the module, with all layers."""
+"""Metadata key of a parameter that the scan of a foreign module reads row by row: its shape, including all layers."""
 UNNAMED_LAYERS = "unnamed_layers"
-"""Metadata of such a parameter: whether the module does not name the dim of the rows "layers"."""
+"""Metadata key of such a parameter: whether the dim of its rows lacks the axis name "layers" in the module."""
 
 BlockFunction = Callable[..., Any]
 Wrapper = Callable[[BlockFunction, bool], BlockFunction]
-"""`wrapper(block, rolled)` returns the block as it should run; `rolled`: whether it is the body of a rolled scan."""
+"""`wrapper(block, rolled)` returns the wrapped block. `rolled`: whether the block is the body of a rolled scan."""
 
 
 class Call(NamedTuple):
@@ -129,7 +130,7 @@ Runner = Callable[[Sequence[Call], Any], tuple[Any, list[Any]]]
 
 
 def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Run blocks in sequence, each once; return the last `x` and a list of the result of each block.
+    """Run each block once, in sequence. Return the last `x` and a list of the blocks' results.
 
     Example:
         >>> double = Call(lambda weight, x: (weight * x, "left"), (2,))
@@ -144,7 +145,7 @@ def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
 
 
 def run_recomputed(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
-    """Run blocks in sequence, and keep only the first block's input, so that the backward pass runs them again.
+    """Run blocks in sequence, and keep only the first block's input. The backward pass runs the blocks again.
 
     Args:
         calls: the blocks.
@@ -152,7 +153,7 @@ def run_recomputed(calls: Sequence[Call], x: Any, runner: Runner = one_after_ano
         runner: runs the blocks, in the forward and in the backward pass.
 
     Returns:
-        The output of the last block, and a list of the result of each block.
+        The output of the last block, and a list of the blocks' results.
     """
 
     def run_calls(block_arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
@@ -201,12 +202,13 @@ class Treatment:
         unroll: number of layers per iteration of a scan over layers.
         segment: number of blocks in each segment of a scanned stack; the last segment may be shorter. Only the input of
             a segment's first block is kept, and the backward pass runs the segment again. `None`: no segments.
-        groups: a pair (number of layers, wrapper) for each group of consecutive layers of a stack, in order; the
-            numbers must add up to the layers of the stack. If there are no groups, `wrapper` is for all layers.
+        groups: a pair (number of layers, wrapper) for each group of consecutive layers of a stack, in order. The
+            numbers must add up to the number of layers of the stack. Without groups, `wrapper` applies to all layers.
         sequence: runner of the blocks of a chain or a stack, for nested checkpoints; a stack is then not scanned.
-        host_names: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline moves to the
-            host between the forward and the backward pass of a stage.
-        is_held_back: whether recomputation outside loops waits for its gradient, on a backend that would run it early.
+        host_names: names (`checkpoint_name`) of values that blocks keep on the device. A pipeline moves these values to
+            the host between the forward and the backward pass of a stage.
+        is_held_back: whether recomputation outside loops is delayed until its gradient is available. This is for
+            backends that would otherwise run the recomputation early.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -234,10 +236,10 @@ class Treatment:
         return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
 
     def wrapped_ranges(self, layers: int) -> list[tuple[int, int, Wrapper]]:
-        """Return (start, stop, wrapper) for the layers of each group, in a stack of `layers` layers.
+        """Return (start, stop, wrapper) for each group of layers in a stack of `layers` layers.
 
         Raises:
-            UserError: the groups are for a stack of another depth.
+            UserError: the groups do not add up to `layers` layers.
         """
         if not self.groups:
             return [(0, layers, self.wrapper)]
@@ -255,14 +257,14 @@ _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks",
 
 
 def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
-    """Return a context for tracing, inside which blocks get this treatment."""
+    """Return a context for tracing, inside which this treatment applies to blocks."""
     return scoped(_treatment, treatment)
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
     """Return a context for tracing: each block `f` runs as `wrapper(f, rolled)`, and scans unroll `unroll` layers.
 
-    `rolled`: whether the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
+    `rolled` is whether the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
     """
     return treating(Treatment(wrapper, unroll))
 
@@ -273,13 +275,13 @@ def treatment() -> Treatment:
 
 
 def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
-    """Wrap a block by the current plan. `layers.Stack` and `layers.Chain` call this function; models need not."""
+    """Return a block, wrapped as the current plan specifies. `layers.Stack` and `layers.Chain` call this function."""
     current_treatment = _treatment.get()
     return current_treatment.wrapper(block, rolled and current_treatment.unroll == 1)
 
 
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Run different blocks in sequence under the current plan; return the last `x` and each block's result."""
+    """Run different blocks in sequence, as the current plan specifies. Return the last `x` and each block's result."""
     return (_treatment.get().sequence or one_after_another)(calls, x)
 
 
@@ -290,7 +292,7 @@ def grouping(layer_counts: tuple[int, ...]) -> contextlib.AbstractContextManager
     """Return a context for building a model, in which a stack of `sum(layer_counts)` blocks is one stack per group.
 
     Layers with different treatments need separate stacks of parameters, because slicing a stack inside the step would
-    copy the slice. The parameters' values and the layout of the train state in a checkpoint are those of one stack.
+    copy the slice. The grouping changes neither the parameters' values nor the layout of checkpoints.
 
     Args:
         layer_counts: number of layers in each group; `()` builds one stack.
@@ -301,7 +303,7 @@ def grouping(layer_counts: tuple[int, ...]) -> contextlib.AbstractContextManager
 def groups_of(layers: int) -> tuple[int, ...]:
     """Return the number of layers in each group of a stack of `layers` blocks, as the enclosing `grouping` sets them.
 
-    The result is `(layers,)` if the grouping is for another number of layers, or if there is none.
+    Outside a `grouping`, or in a `grouping` for another number of layers, the result is `(layers,)`.
     """
     layer_counts = _grouping.get()
     return (
@@ -327,8 +329,9 @@ class StageView:
         layer_numbers: index of the layer of each row of the stack's parameters; -1 for a padding row.
         starts: index of the first layer of every stage.
         has_padding: whether some stage has padding rows.
-        run_stage: called instead of the stage's blocks, with a function that runs the blocks, and their first input.
-        gather: gathers a block's parameters from the shards on the devices, right before the block runs.
+        run_stage: called in place of the stage's blocks. Its arguments are a function that runs the blocks, and the
+            first block's input.
+        gather: function that gathers a block's parameters from the devices' shards, right before the block runs.
     """
 
     layer_numbers: Int[Array, "L"]
@@ -347,7 +350,7 @@ def viewing_stage(view: StageView) -> contextlib.AbstractContextManager[None]:
 
 
 def stage_view() -> StageView | None:
-    """Return the pipeline stage that stands for the model's stack in this context; `None` if the stack is whole."""
+    """Return the pipeline stage that replaces the model's stack in this context; `None` if the stack is whole."""
     return _stage_view.get()
 
 

@@ -16,11 +16,11 @@ from jax.extend import core as jex
 
 
 def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., Any]:
-    """Return a function that runs `function` on the CPU of the device's host when it is called under `jit`.
+    """Return a function that, when called under `jit`, runs `function` on the CPU of the device's host.
 
     Args:
         function: a function of arrays in host memory.
-        spaces: `jax.memory.Space` of each result, as a tree with the structure of the results, or a prefix of it.
+        spaces: `jax.memory.Space` of each result, as a tree whose structure is that of the results, or a prefix.
 
     References:
         `jax.experimental.compute_on`: `compute_on2` up to JAX 0.10, `compute_on` from 0.11.
@@ -30,7 +30,7 @@ def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., 
 
 
 def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Run one equation of a jaxpr on values (tracers or arrays), with its settings and source information.
+    """Run one equation of a jaxpr on values (tracers or arrays). Parameters and source information are kept.
 
     Args:
         eqn: equation of a jaxpr.
@@ -51,10 +51,10 @@ def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Run a function under the settings of a differentiated `jax.checkpoint`, instead of the checkpoint's own program.
+    """Run a function in place of a checkpoint's own program, with the parameters of the checkpoint's equation.
 
     Args:
-        eqn: equation of the checkpoint.
+        eqn: equation of a differentiated `jax.checkpoint`.
         function: a function of arrays that returns a tree of arrays.
         values: arguments of the function.
 
@@ -69,7 +69,7 @@ def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[A
 
 
 def source_line(eqn: Any) -> str:
-    """Return the user's source line of an equation, such as "file.py:12 (function)"; "" if it is unknown.
+    """Return the user's line that made an equation, such as "file.py:12 (function)"; "" if the line is unknown.
 
     Args:
         eqn: equation of a jaxpr.
@@ -81,7 +81,7 @@ def source_line(eqn: Any) -> str:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """Return the number of a scan's constant inputs, and that of its initial carries; the scanned inputs follow.
+    """Return the number of a scan's constant inputs and the number of its carries. The scanned inputs follow these.
 
     Args:
         params: parameters of the scan's equation. Before JAX 0.12 they have `num_consts` and `num_carry`; from 0.12 on,
@@ -97,7 +97,8 @@ def varying_axes(value: Any) -> frozenset[str]:
     """Return the manual mesh axes (`jax.shard_map`) over which a value may differ between devices.
 
     Args:
-        value: an array, a tracer, or the type of either (`jax.typeof`). JAX up to 0.10 calls the axes `vma`.
+        value: an array, a tracer, or the type (`jax.typeof`) of an array or tracer. JAX up to 0.10 calls these axes
+            `vma`.
     """
     value_type: Any = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
     axis_type = getattr(value_type, "manual_axis_type", None)
@@ -105,22 +106,24 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def all_gather_invarying(value: Any, axis: str) -> Any:
-    """Gather the values of all devices of an axis along the first dim; the result's type does not vary over the axis.
+    """Gather a value from all devices along an axis, and concatenate the pieces along the first dim.
+
+    The type of the result does not vary over the axis.
 
     Args:
-        value: the value of one device.
-        axis: a manual mesh axis, or an axis of `jax.vmap`. Types never vary over an axis of `jax.vmap`. For such a type
+        value: this device's piece.
+        axis: a manual mesh axis, or an axis of `jax.vmap`. A type never varies over an axis of `jax.vmap`. In that case
             the result is declared "varying", because JAX up to 0.10 cannot gather the value as "invarying".
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
 
 
 def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` changed so that `jax.vmap` on a CPU runs it on one matrix after another.
+    """Return a version of `function` that `jax.vmap` on a CPU runs on one matrix after another.
 
-    The LAPACK kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel waits
-    for the pool on one of the pool's threads, so as many kernels as threads deadlock. A single matrix is not
-    distributed.
+    The LAPACK kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel blocks
+    one of the pool's threads while it waits for the pool. So if there are as many kernels as threads, they deadlock. A
+    single matrix is not distributed.
 
     Args:
         function: a function of matrices, without a batch dim, that uses decompositions of `jnp.linalg`.
@@ -134,28 +137,32 @@ def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     run_in_sequence = jax.custom_batching.sequential_vmap(function)
 
     def run(*matrices: Any) -> Any:
-        """Return the function's result; on a CPU under `jax.vmap`, computed matrix by matrix."""
+        """Return the function's result. On a CPU under `jax.vmap`, compute it matrix by matrix."""
         return jax.lax.platform_dependent(*matrices, cpu=run_in_sequence, default=function)
 
     return run
 
 
 def prune(program: Any, is_result_used: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """Remove from a program the equations that only unused results need, including those inside calls and scans.
+    """Remove from a program the equations that only unused results need, including equations inside calls and scans.
 
     Args:
         program: the program, a closed jaxpr.
         is_result_used: for each result, whether it is used.
 
     Returns:
-        The program of the used results; and for each input of the original program, whether the new one still has it.
+        The program that computes the used results; and for each input of the original program, whether the new program
+        still takes that input.
     """
     jaxpr, is_input_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_result_used))
     return jex.ClosedJaxpr(jaxpr, program.consts), is_input_used
 
 
 def runs_recomputation_early() -> bool:
-    """Return whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program (up to jaxlib 0.10)."""
+    """Return whether XLA:CPU drops the barriers of `jax.checkpoint` before it schedules a program.
+
+    XLA does so up to jaxlib 0.10.
+    """
     return jaxlib_version < (0, 11)
 
 
@@ -165,12 +172,12 @@ def is_backend_started() -> bool:
 
 
 def has_collective_timeout() -> bool:
-    """Return whether XLA has a flag for XLA:CPU's limit in a collective; an unknown flag would end the process."""
+    """Return whether XLA has a flag for the timeout of XLA:CPU's collectives. An unknown flag ends the process."""
     return jaxlib_version < (0, 13)
 
 
 def jit_options(lowered: Any) -> dict[str, Any]:
-    """Return the compiler options that `jax.jit` received for a lowered program; the program's text lacks them.
+    """Return the compiler options that `jax.jit` received for a lowered program. The program's text does not show them.
 
     Example:
         >>> jit_options(jax.jit(lambda: 0.0, compiler_options={"xla_cpu_enable_fast_math": True}).lower())
@@ -182,12 +189,12 @@ def jit_options(lowered: Any) -> dict[str, Any]:
 def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
     """Filter the programs that JAX's persistent compile cache writes and reads.
 
-    A rejected program is not written; if it was read, it is discarded and compiled again. The filter lasts as long as
-    the process. In a JAX whose cache cannot be filtered, the cache is disabled.
+    A rejected program is not written; if it was read, it is discarded and compiled again. The filter stays for the rest
+    of the process. If a version of JAX does not allow the filter, the cache is disabled.
 
     Args:
-        accepts: a function of a program's name ("" if it was read) and its `LoadedExecutable` of jaxlib; returns
-            whether to accept the program.
+        accepts: a function that returns whether to accept a program. Its arguments are the program's name ("" if the
+            program was read from the cache), and the program as a `LoadedExecutable` of jaxlib.
 
     References:
         `jax._src.compiler.compile_or_get_cached`, which calls both wrapped functions by their names in
@@ -202,7 +209,7 @@ def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
     write_signature = inspect.signature(write)
 
     def filtered_read(*args: Any, **kwargs: Any) -> Any:
-        """Return (program, seconds of its compilation), as `read` does; (None, None) if the program is rejected."""
+        """Return (program, compilation time in seconds), as `read` does; (None, None) if the program is rejected."""
         executable, seconds = read(*args, **kwargs)
         return (executable, seconds) if executable is None or accepts("", executable) else (None, None)
 
@@ -217,11 +224,11 @@ def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
 
 
 def write_cached_programs_whole() -> None:
-    """Make JAX's persistent compile cache write a program under another name first, and rename it.
+    """Make JAX's persistent compile cache write each program to a temporary file, and then rename the file.
 
-    JAX writes it in its place, where another process may read a part of it, and where a process that is killed leaves
-    a part that is never written again. A cache with a limited size has a lock, and a cache in a bucket writes objects
-    whole: both are left unchanged.
+    JAX itself writes to the final file directly. Another process may then read an incomplete program, and a process
+    that is killed leaves an incomplete program that is never replaced. A cache with a limited size has a lock, and a
+    bucket stores an object whole or not at all, so these two kinds of cache are left unchanged.
 
     References:
         `jax._src.lru_cache.LRUCache.put`.
@@ -232,7 +239,7 @@ def write_cached_programs_whole() -> None:
         return
 
     def put_whole(cache: Any, key: str, content: bytes) -> None:
-        """Write the content of an entry, unless the cache has it."""
+        """Write the content of an entry, unless the cache already has the entry."""
         path = os.path.join(str(cache.path), f"{key}-cache")
         if cache.eviction_enabled or "://" in path:
             put(cache, key, content)

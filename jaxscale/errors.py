@@ -1,6 +1,6 @@
-"""Errors for the user, whose messages suffice to correct the mistake.
+"""Errors for the user. Their messages suffice to correct the mistake.
 
-Every message names the given value, the expected one, and what to do. This module does not import JAX, so that a typo
+Every message names the given value, the expected value, and what to do. This module does not import JAX, so that a typo
 is reported before JAX is imported.
 """
 
@@ -8,20 +8,20 @@ import difflib
 from collections.abc import Iterable
 
 MAX_MESSAGE_CHARACTERS = 4000
-"""Longest message of a user's error: what was given may have millions of characters."""
+"""Longest message of a `UserError`; the value that a user gives may have millions of characters."""
 MAX_WORD_CHARACTERS = 200
-"""Longest word for which similar words are searched: a search takes seconds for millions of characters."""
+"""Longest word for which similar words are searched. For a word of millions of characters, the search takes seconds."""
 
 
 class UserError(ValueError):
     """A mistake of the user: the command line prints only the message and exits with code 2.
 
-    Characters that cannot be printed, such as those that control a terminal, are written as escapes, and the middle of
-    a message of more than 4,000 characters is left out.
+    Characters that cannot be printed, such as terminal control characters, are written as escapes. If a message has
+    more than 4,000 characters, its middle is left out.
 
     Args:
         message: what was given, what was expected, and what to do.
-        page: name of a helpful page of the documentation, which `jaxscale docs` shows; the error's text ends with it.
+        page: name of a helpful page of the documentation, which `jaxscale docs` shows; the message ends with this name.
     """
 
     def __init__(self, message: str = "", *, page: str | None = None) -> None:
@@ -34,11 +34,11 @@ class Diverged(RuntimeError):
 
 
 class MostlySkipped(RuntimeError):
-    """The run has ended, but skipped over a tenth of its steps. Starting it again ends the same way. Exit code 6."""
+    """The run has ended, but skipped more than a tenth of its steps. A restart would end the same way. Exit code 6."""
 
 
 class Stuck(RuntimeError):
-    """A step waits for its devices without end, as in a collective that one device never reaches. Exit code 7."""
+    """A step never ends, for example because one device does not reach a collective. Exit code 7."""
 
 
 class Preempted(Exception):
@@ -46,8 +46,8 @@ class Preempted(Exception):
 
     Args:
         message: what stopped the run, and what to do.
-        is_saved: whether the run has saved its last step, after which a process ends in its own time; false before the
-            first step.
+        is_saved: whether the run has saved its last step. If so, the process ends normally; if not, because the signal
+            came before the first step, the process ends at once.
     """
 
     def __init__(self, message: str = "", *, is_saved: bool = True) -> None:
@@ -58,7 +58,7 @@ class Preempted(Exception):
 DONE, CRASHED, MISTAKE, DIVERGED, GAVE_UP, SKIPPED, STUCK, PREEMPTED, INTERRUPTED = 0, 1, 2, 4, 5, 6, 7, 75, 130
 """Exit codes of `train` and `launch`."""
 STOP_CODES = (PREEMPTED, INTERRUPTED)
-"""Exit codes of a process that a stop signal ended; with the first one it has saved."""
+"""Exit codes of a process that a stop signal ended; `PREEMPTED` means that the process has saved."""
 EXIT_CODES: dict[type[BaseException], int] = {
     UserError: MISTAKE,
     Diverged: DIVERGED,
@@ -71,7 +71,7 @@ EXIT_CODES: dict[type[BaseException], int] = {
 
 
 def printable(text: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
-    """Return a text with escapes for characters that cannot be printed, and without its middle if it is too long.
+    """Return a text with unprintable characters escaped; if the text is too long, leave out its middle.
 
     Example:
         >>> printable("a\\x1b[31m"), printable("x" * 100, max_characters=20)
@@ -85,7 +85,7 @@ def printable(text: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
 
 
 def _shorten(text: str, max_characters: int) -> str:
-    """Return a text without its middle if it is too long."""
+    """Return a text; if it is longer than `max_characters`, leave out its middle."""
     if len(text) <= max_characters:
         return text
     end_length = (max_characters - 5) * 2 // 5
@@ -95,7 +95,7 @@ def _shorten(text: str, max_characters: int) -> str:
 def near_miss(word: str, known: Iterable[str]) -> str:
     """Return a suggestion to append to an error about an unknown word; "" if no known word is similar.
 
-    A word is also similar to a name of which it has the letters, the initials, or the last part.
+    A word is also similar to a name if it has the name's letters, initials, or last part.
 
     Example:
         >>> near_miss("tarin", ["train", "generate"])
@@ -121,7 +121,7 @@ def near_miss(word: str, known: Iterable[str]) -> str:
 
 
 def abbreviates(word: str, known_word: str) -> bool:
-    """Return whether a word has the initials of a name of several parts, or its last part."""
+    """Return whether a word consists of a name's initials, or is its last part. The name must have several parts."""
     parts = known_word.lstrip("-").rpartition(".")[2].replace("-", "_").split("_")
     last_part = word.lstrip("-").rpartition(".")[2]
     return len(parts) > 1 and last_part in ("".join(part[:1] for part in parts), parts[-1])

@@ -1,8 +1,8 @@
 """Heartbeats: the progress of a run's process, written to a small file that watchdogs and `jaxscale status` read.
 
 The training loop sets the phase and the step, which costs two assignments. A thread writes them to the file twice a
-second, with the seconds since the last change. So a process whose main thread hangs still writes, and its seconds grow;
-a process that is frozen, or that was killed, writes no more.
+second, with the seconds since the last change. If the main thread hangs, the process still writes, and these seconds
+grow. A process that is frozen or was killed no longer writes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ FOLDER_VARIABLE = "JAXSCALE_HEARTBEATS"
 ATTEMPT_VARIABLE = "JAXSCALE_ATTEMPT"
 """The environment variable that holds the number of the attempt, from 1; a watchdog sets it."""
 LAUNCH_VARIABLE = "JAXSCALE_LAUNCH"
-"""The environment variable that `jaxscale retry` sets for its watchdogs: it records the attempts."""
+"""The environment variable that `jaxscale retry` sets for its watchdogs; `retry` then records the attempts itself."""
 WRITE_INTERVAL = 0.5  # seconds
 
 WAITING_FUNCTIONS = frozenset(
@@ -46,7 +46,7 @@ WAITING_FUNCTIONS = frozenset(
 )
 """Functions of JAX, Orbax and jaxscale in which a process waits for devices, or for all processes."""
 WAITING_DEPTH = 12
-"""Number of innermost calls that are searched for a waiting function."""
+"""Number of innermost frames of the call stack that are searched for a waiting function."""
 _LIBRARY_FOLDER = str(Path(os.__file__).parent) + os.sep
 
 RunPhase = Literal[
@@ -72,20 +72,20 @@ class Heartbeat:
     Args:
         rank: number of the process, from 0.
         host: name of the process's machine.
-        pid: number of the process on that machine.
+        pid: process id on that machine.
         attempt: number of the attempt, from 1.
         phase: what the process does.
         step: number of the step that the process entered last; 0 before the first step.
-        since: seconds since the phase or the step changed.
-        uptime: seconds since the process started to write.
+        since: seconds since the phase or the step last changed.
+        uptime: seconds since the process started to write heartbeats.
         beat: number of times the file was written; it grows while the process runs.
         seconds_by_phase: seconds spent in each phase so far; they add up to `uptime`.
         failure: the error that ended the process's work; "" while it works.
-        place: the line of code that the main thread executes, such as "loop.py:276 _restore_state"; the innermost one
-            outside of Python's library.
+        place: the line of code that the main thread executes, such as "loop.py:276 _restore_state". It is the innermost
+            line outside of Python's standard library.
         is_waiting: whether the main thread waits for devices or for other processes.
-        longest_by_phase: seconds of the longest completed time in each phase so far.
-        is_in_step: whether the main thread has given a step to the devices and waits for it, or for its metrics.
+        longest_by_phase: by phase, seconds of the longest completed stay in the phase so far.
+        is_in_step: whether the main thread has dispatched a step to the devices, and waits for it or for its metrics.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, text: str) -> "Heartbeat | None":
-        """Return the heartbeat that a file's text holds; `None` if the text is torn or not a heartbeat."""
+        """Return the heartbeat in a file's text; `None` if the text is incomplete or not a heartbeat."""
         try:
             heartbeat_json = json.loads(text)
             heartbeat = cls(**heartbeat_json)
@@ -129,7 +129,7 @@ class Writer:
     """Writes the heartbeats of this process.
 
     Args:
-        folder: folder of the heartbeat files; `None` to count seconds only.
+        folder: folder of the heartbeat files; with `None`, only the seconds are counted, and nothing is written.
         rank: number of this process; `None` until it is known.
         attempt: number of the attempt.
         clock: function that returns the time in seconds.
@@ -153,7 +153,7 @@ class Writer:
         self._lock = threading.Lock()
 
     def set(self, phase: RunPhase, step: int | None = None) -> None:
-        """Set the phase, and also the step unless it is `None`."""
+        """Set the phase and, unless `step` is `None`, the step."""
         now = self._clock()
         with self._lock:
             phase_seconds = now - self._change_time
@@ -182,7 +182,7 @@ class Writer:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread that writes the file, once the folder and the rank are known."""
+        """Start the thread that writes the file, if the folder and the rank are known."""
         if self._thread is None and self.folder is not None and self.rank is not None:
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
@@ -195,13 +195,13 @@ class Writer:
             self._thread = None
 
     def _run(self) -> None:
-        """Write the file until `close` is called, and once more then."""
+        """Write the file repeatedly until `close` is called, and then once more."""
         while not self._stop_event.wait(WRITE_INTERVAL if self._beat else 0):
             self._write()
         self._write()
 
     def _write(self) -> None:
-        """Write the file; errors are ignored, since a full or lost disk must not end the run."""
+        """Write the file. Errors are ignored, since a full or lost disk must not end the run."""
         assert self.folder is not None
         self._beat += 1
         with contextlib.suppress(OSError):
@@ -213,7 +213,7 @@ class Writer:
 
 
 def _main_thread_place() -> tuple[str, bool]:
-    """Return the line that the main thread executes as text, and whether it waits for devices or other processes."""
+    """Return, as text, the line that the main thread executes, and whether it waits for devices or other processes."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place, depth = "", 0
     while frame is not None and depth < WAITING_DEPTH:
@@ -237,7 +237,7 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
-    """Return the heartbeats in a folder by rank; torn files, misnamed ones and those that vanish are left out."""
+    """Return the heartbeats in a folder, by rank. Incomplete, misnamed and vanished files are left out."""
     heartbeat_by_rank: dict[int, Heartbeat] = {}
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError):  # UserError and UnicodeDecodeError are ValueErrors
@@ -253,12 +253,12 @@ _writer = Writer(None, None)
 def start(rank: int, folder: Path | None = None) -> None:
     """Start to write this process's heartbeats.
 
-    Under a watchdog, the environment names the folder; this function then also makes the signal SIGUSR1 dump the stacks
-    of all threads to stderr.
+    Under a watchdog, the environment names the folder. In that case, this function also makes the signal SIGUSR1 dump
+    the stacks of all threads to stderr.
 
     Args:
         rank: number of this process.
-        folder: folder to write to if the environment names none; `None` to write nothing then.
+        folder: folder to write to if the environment names none. If this is `None` too, nothing is written.
     """
     folder_name = os.environ.get(FOLDER_VARIABLE)
     _writer.folder = Path(folder_name) if folder_name else folder
@@ -272,46 +272,49 @@ def start(rank: int, folder: Path | None = None) -> None:
 
 
 def stop() -> None:
-    """Write the last heartbeat of this process, and start the next run's seconds at 0."""
+    """Write the last heartbeat of this run, and reset the seconds to 0 for the next run in this process."""
     global _writer
     _writer.close()
     _writer = Writer(None, _writer.rank)
 
 
 def fail(error: BaseException) -> None:
-    """Write a last heartbeat with an error that ended this process's work, unless none is written or one has failed."""
+    """Write a last heartbeat with the error that ended this process's work.
+
+    Do nothing if this process writes no heartbeats, or has already reported an error.
+    """
     if _writer.is_writing and not _writer.failure:
         _writer.failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"
         _writer.close()
 
 
 def own_heartbeat() -> tuple[Heartbeat, float]:
-    """Return this process's current heartbeat, and the time at which its uptime began, in seconds since 1970."""
+    """Return this process's current heartbeat, and the start of its uptime in seconds since 1970."""
     return _writer.heartbeat(), _writer.start_time
 
 
 def peer_heartbeats() -> dict[int, Heartbeat]:
-    """Return the newest heartbeats of this attempt's processes, by rank, including this process's own.
+    """Return the newest heartbeats of this attempt's processes, including this process, by rank.
 
-    For a run in a bucket, there are only those of processes on this host, and only under a watchdog.
+    For a run in a bucket, only heartbeats of processes on this host are found, and only under a watchdog.
     """
     heartbeat_by_rank = {} if _writer.folder is None else read_heartbeats(_writer.folder)
     return {rank: heartbeat for rank, heartbeat in heartbeat_by_rank.items() if heartbeat.attempt == _writer.attempt}
 
 
 def awaited_step() -> tuple[int, int] | None:
-    """Return the step that the main thread waits for, and the number of that wait; `None` if it waits for no step."""
+    """Return the awaited step, and the number of that wait; `None` if the main thread does not wait for a step."""
     step, wait_number = _writer.awaited_step, _writer.wait_count
     return None if step is None else (step, wait_number)
 
 
 class Awaiting:
-    """A context that reports that the main thread gives a step to the devices, or waits for it.
+    """A context that reports that the main thread dispatches a step to the devices, or waits for it.
 
-    It is a class, since a generator would take twice as long, and each step opens two contexts.
+    It is a class, because a generator would take twice as long, and each step opens two contexts.
 
     Args:
-        step: number of the step; `None` for the one that this process entered last.
+        step: number of the step; `None` for the step that this process entered last.
     """
 
     def __init__(self, step: int | None) -> None:
@@ -327,16 +330,16 @@ class Awaiting:
 
 
 def awaiting(step: int | None = None) -> Awaiting:
-    """Return a context that reports that the main thread gives a step to the devices, or waits for it.
+    """Return a context that reports that the main thread dispatches a step to the devices, or waits for it.
 
     Args:
-        step: number of the step; by default, the one that this process entered last.
+        step: number of the step; by default, the step that this process entered last.
     """
     return Awaiting(step)
 
 
 def set_phase(phase: RunPhase, step: int | None = None) -> None:
-    """Set the phase of this process, and the step that it enters unless that is `None`."""
+    """Set the phase of this process and, unless `step` is `None`, the step that it enters."""
     _writer.set(phase, step)
 
 

@@ -1,10 +1,10 @@
 """Recomputation that waits for its gradient, on a backend that would run it early.
 
 `jax.checkpoint` ties recomputation to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
-barrier before it orders a program. Outside loops the recomputation then directly follows the forward pass, its results
-are kept, and it only costs FLOP. A true dependence is not dropped. So every row of the recomputation's inputs becomes
-zero if a condition on the gradient holds. The condition never holds, but a compiler cannot prove that. It adds no
-branch to the program, changes no bit, and keeps rows on their devices.
+barrier before it schedules a program. Outside loops the recomputation then directly follows the forward pass: its
+results are kept, so it costs FLOP and saves no memory. XLA cannot drop a true data dependence. So every row of the
+recomputation's inputs becomes zero if a condition on the gradient holds. The condition never holds, but a compiler
+cannot prove that. The condition adds no branch to the program, changes no bit, and keeps rows on their devices.
 
 Inputs without rows (weights, the index of a layer) get no condition. Recomputation in loops needs no delay, because the
 forward pass and the backward pass are separate loops.
@@ -35,11 +35,11 @@ def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        """Return the function's results; the backward pass recomputes values only after it has their gradient."""
+        """Return the function's results. The backward pass recomputes values only once the gradient is available."""
         program, abstract_results = jax.make_jaxpr(checkpointed_function, return_shape=True)(*args)
 
         def run_program(consts: Any, leaves: Any) -> list[Any]:
-            """Return the leaves of the results, from the values that the function closes over and the args' leaves."""
+            """Return the leaves of the results. `consts` are closed-over values; `leaves` are the arguments' leaves."""
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(program.jaxpr, consts))(*leaves)
 
         run_dependent = jax.custom_vjp(run_program)
@@ -51,11 +51,11 @@ def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backward(pullback: Any, gradients: list[Any]) -> Any:
-    """Return the gradients of the inputs, from the gradients of the results.
+    """Return the gradients with respect to the inputs, given those with respect to the results.
 
     Args:
         pullback: the function that `jax.vjp` returns; it is also a pytree of its residuals.
-        gradients: gradient of each result.
+        gradients: gradient with respect to each result.
     """
     row_gradients = [
         gradient for gradient in gradients if jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.ndim
@@ -67,13 +67,13 @@ def _backward(pullback: Any, gradients: list[Any]) -> Any:
 
 
 def _false_rows(gradient: Array) -> Bool[Array, "B"]:
-    """Return an array of False for the rows of a gradient, by arithmetic on its bits that compilers do not simplify."""
+    """Return False for each row of a gradient, bool [B], by arithmetic on bits that compilers do not simplify."""
     bits = jax.lax.bitcast_convert_type(gradient, f"uint{8 * gradient.dtype.itemsize}")
     return ((bits & 1) == 2).all(range(1, bits.ndim))
 
 
 def _make_dependent(false_rows: Bool[Array, "B"], residual: Any) -> Any:
-    """Make a residual depend on `false_rows` if both have the same number of rows; if not, return it unchanged."""
+    """Return a residual that depends on `false_rows`; unchanged, if the numbers of rows differ."""
     rows_type, residual_type = jax.typeof(false_rows), jax.typeof(residual)
     if (
         residual_type.shape[:1] != rows_type.shape

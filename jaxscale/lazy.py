@@ -1,4 +1,4 @@
-"""Names of a package that load at their first use, so that importing the package does not import JAX."""
+"""Package attributes that are loaded at first use, so that importing the package does not import JAX."""
 
 import functools
 import importlib
@@ -11,14 +11,14 @@ from jaxscale.errors import UserError, near_miss
 
 
 def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
-    """Return the function `__getattr__` of a package, which imports the module of a name at its first use.
+    """Return the function `__getattr__` of a package, which imports the module of a name when the name is first used.
 
-    `dir` of the package lists these names before their first use too, so that shells complete them.
+    `dir` of the package lists these names even before they are used, so that shells complete them.
 
     Args:
         package: name of the package.
         module_by_name: name of the module that defines each name of the package.
-        packages: names of the package's subpackages, which are imported at their first use too.
+        packages: names of the package's subpackages, which are also imported when they are first used.
     """
 
     def load(name: str) -> Any:
@@ -43,7 +43,7 @@ def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collec
 
 
 def suggest_arguments(cls: type) -> None:
-    """Make a class refuse an unknown keyword argument with the most similar one, instead of Python's error."""
+    """Make a class refuse an unknown keyword argument with an error that suggests the most similar argument."""
     init = cls.__dict__.get("__init__")
     is_of_flax = any(base.__module__.startswith("flax.") for base in cls.__mro__)  # its metaclass calls the method
     if init is None or is_of_flax or hasattr(init, "suggests_arguments"):
@@ -55,7 +55,7 @@ def suggest_arguments(cls: type) -> None:
 
     @functools.wraps(init)
     def suggesting_init(self: Any, *arguments: Any, **keywords: Any) -> None:
-        """Initialize the value, or name the argument that is most similar to an unknown one."""
+        """Initialize the value; for an unknown argument, raise an error that suggests the most similar one."""
         try:
             init(self, *arguments, **keywords)
         except TypeError:

@@ -1,4 +1,4 @@
-"""Properties of a model, besides its module and its loss, that plans and checks of data read."""
+"""Properties of a model that the checks of plans and data read."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -21,9 +21,9 @@ class ModelTraits:
         windows: attention windows of successive layers, repeated over the layers; with `None`, a layer sees all
             positions.
         foreign: whether the module has layers of its own, so that options of `jaxscale.layers` do not apply.
-        over: "rows" if the loss is a sum over rows, "batch" if it couples the rows of a batch, as a contrastive loss
-            does; `None` if that is unknown.
-        generates: whether the model decodes with a cache: it has a method `init_cache`.
+        over: "rows" if the loss is a sum over rows; "batch" if the loss couples the rows of a batch, as a contrastive
+            loss does; `None` if that is unknown.
+        generates: whether the model decodes with a cache, that is, has a method `init_cache`.
 
     Example:
         >>> from jaxscale.models import Decoder, ViT
@@ -47,7 +47,7 @@ class ModelTraits:
 
     @classmethod
     def of(cls, model: Any) -> "ModelTraits":
-        """Return what `model.traits()` reports, or else the fields of the model that have the names of traits."""
+        """Return the traits from `model.traits()`; without that method, from the model's fields with a trait's name."""
         report_traits = getattr(model, "traits", None)
         if report_traits is not None:
             return report_traits()
@@ -60,12 +60,12 @@ class ModelTraits:
 
 
 class TensorDims(NamedTuple):
-    """Dims of a parameter whose layer is known, in order: those of a stack, those of the rows, those of the columns.
+    """Numbers of dims of a parameter whose layer is known. The order is: stack dims, row dims, column dims.
 
     Args:
-        stack: number of leading dims along which tensors of one shape are stacked.
-        rows: number of the next dims, which are the inputs of a projection or convolution; 0 for a gain or a bias, and
-            `None` if only the stack is known.
+        stack: number of leading dims, along which tensors of one shape are stacked.
+        rows: number of the following dims, which are the inputs of a projection or convolution. It is 0 for a gain or a
+            bias, and `None` if only the stack is known.
     """
 
     stack: int

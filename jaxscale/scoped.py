@@ -1,4 +1,4 @@
-"""A context variable that has a value inside a `with` statement; Python 3.14's `with variable.set(value)`."""
+"""Set a context variable inside a `with` statement. Python 3.14 has this as `with variable.set(value)`."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
-"""How many TPU slices each axis of a mesh spans; the slowest axes span slices first."""
+"""The number of TPU slices that each axis of a mesh spans. The slowest axes span slices first."""
 
 import math
 from collections.abc import Sequence
 
 
 def slices_per_axis(axis_sizes: Sequence[int], slice_count: int) -> tuple[int, ...] | None:
-    """Return the number of slices that each mesh axis spans; `None` if the axes do not fit the slices evenly.
+    """Return the number of slices that each mesh axis spans; `None` if the axes cannot be split evenly over the slices.
 
     Args:
         axis_sizes: number of devices along each mesh axis, the slowest axis first.

@@ -14,7 +14,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their names.
+    """Return the leaves of a tree, by name.
 
     Example:
         >>> named_leaves({"mlp": {"up": 1}, "norm": [2, 3]})
@@ -24,7 +24,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def filled(tree: Any, leaf_by_name: Mapping[str, Any]) -> Any:
-    """Return a tree with the structure of `tree` and the leaves of `leaf_by_name`.
+    """Return a tree with the structure of `tree`, whose leaves are taken from `leaf_by_name` by their names.
 
     Example:
         >>> filled({"mlp": {"up": 1}, "norm": [2, 3]}, {"mlp/up": "a", "norm/0": "b", "norm/1": "c"})
@@ -34,7 +34,7 @@ def filled(tree: Any, leaf_by_name: Mapping[str, Any]) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Return a tree of the shapes and dtypes (`jax.ShapeDtypeStruct`) of the arrays of a tree, without shardings."""
+    """Return a tree with the shape and dtype (`jax.ShapeDtypeStruct`) of each array of a tree, without shardings."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 

@@ -20,7 +20,7 @@ CONFIGS = "tpu_configs"
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """This machine, as a rehearsal of a launch on several.
+    """This machine, for a rehearsal of a launch on several machines.
 
     Args:
         processes: number of processes.
@@ -42,14 +42,14 @@ class Slurm:
 
     Args:
         partition: partition of the nodes; "" for the default one.
-        account: account that pays; "" for the default one.
+        account: account that is charged; "" for the default one.
         qos: quality of service; "" for the default one.
-        time: longest time of a job, as in "24:00:00"; a run that needs more is requeued.
+        time: time limit of a job, such as "24:00:00"; a run that needs more time is requeued.
         gpus: option that requests a node's GPUs, "gpus-per-node" or "gres"; "" where Slurm does not count them.
         options: further options of sbatch, such as "--constraint=ib".
         container: image that each task runs in, for clusters with pyxis; "" for none.
         is_exclusive: whether the job takes whole nodes.
-        jobs: number of jobs to submit, which run one after the other, where jobs may not be requeued.
+        jobs: number of jobs to submit; they run one after the other. Set more than 1 if jobs may not be requeued.
     """
 
     partition: str = ""
@@ -83,13 +83,13 @@ class JobSet:
 
     Args:
         image: container image that holds jaxscale and the experiment.
-        namespace: namespace of the JobSet; "" for that of kubectl's context.
-        queue: local queue of Kueue; "" without Kueue.
-        claim: persistent volume claim to mount at `Cluster.shared`, which all pods share; "" for none.
+        namespace: namespace of the JobSet; "" for the namespace of kubectl's context.
+        queue: local queue of Kueue; "" if Kueue is not used.
+        claim: persistent volume claim, which all pods mount at `Cluster.shared`; "" for none.
         service_account: service account of the pods; "" for the default one.
         secrets: names of secrets whose entries become environment variables.
-        restarts: number of restarts after failures that JobSet allows; stops by a signal do not count.
-        has_message_patterns: whether the JobSet controller has `onJobFailureMessagePatterns`.
+        restarts: number of restarts that JobSet allows after failures; stops by a signal do not count.
+        has_message_patterns: whether the JobSet controller supports `onJobFailureMessagePatterns`.
     """
 
     image: str
@@ -118,12 +118,12 @@ class QueuedResource:
     """A queued resource of Cloud TPU: machines that Google Cloud creates when there is capacity.
 
     Args:
-        project: project that pays.
+        project: Google Cloud project that is charged.
         zone: zone of the TPUs, such as "us-east5-b".
         runtime: version of the TPU machines' software, such as "v2-alpha-tpuv6e".
         accelerator: type of the machines, such as "v6e-256"; "" derives it from the platform.
-        spot: whether the machines may be taken away.
-        reservation: name of a reservation; "" for on demand.
+        spot: whether to take spot machines, which Google Cloud may take away at any time.
+        reservation: name of a reservation; "" for on-demand machines.
         network: name of the network; "" for the default one.
         service_account: service account of the machines; "" for the default one.
     """
@@ -152,8 +152,8 @@ class Ssh:
     """Machines that are reached by ssh without a password.
 
     Args:
-        hosts: addresses of the machines; the first one's is the coordinator's.
-        user: name of the user there; "" for the present one.
+        hosts: addresses of the machines; the first machine is the coordinator.
+        user: name of the user on these machines; "" for the current user.
         options: further options of ssh, such as "-i key".
         port: port of the coordinator.
     """
@@ -184,16 +184,16 @@ class Cluster:
 
     Args:
         platform: text of the platform, such as "gpu h200 x 32" or "tpu v6e:16x16 x 2".
-        scheduler: what starts the processes.
-        hosts: number of machines; `None` takes it from the platform.
-        shared: folder of the runs, which all machines share; "" for the folder of the launch.
-        python: Python on the machines.
+        scheduler: the scheduler that starts the processes.
+        hosts: number of machines; `None` computes it from the platform.
+        shared: folder of the runs, which all machines share; "" for the working directory of the launch.
+        python: path of the Python interpreter on the machines.
         setup: shell lines to run before Python, such as "module load cuda".
-        variables: names of environment variables whose values are passed on from the launch; secrets belong into the
-            scheduler's own store.
-        interface: network interface for the processes' messages, such as "ib0"; "" leaves the choice to them.
-        cache: folder of each machine for compiled programs and tokens; "" for the user's home.
-        grace: seconds between the scheduler's stop signal and its kill.
+        variables: names of environment variables whose values are passed on from the launch. Keep secrets in the
+            scheduler's own store instead.
+        interface: network interface for messages between processes, such as "ib0"; with "", the processes choose.
+        cache: folder on each machine for compiled programs and tokens; "" for the user's home.
+        grace: seconds that processes have between the scheduler's stop signal and its kill signal.
 
     Example:
         >>> cluster = Cluster("gpu h200 x 32", Slurm(partition="h200"), shared="/shared/me")
@@ -270,7 +270,7 @@ class Cluster:
         if platform is None or platform.hosts is None:
             return 1
         if platform.chip.kind == "tpu" and platform.chips > 8:
-            # Google's machines have four chips in every slice of several machines, also where a host has eight
+            # in slices of several machines, each machine has four chips, even for chips with single hosts of eight
             return platform.slices * platform.chips // 4
         return platform.hosts
 
@@ -286,10 +286,10 @@ class Cluster:
 
 
 def read_cluster(text: str | None) -> Cluster:
-    """Return the cluster that a text names: a cluster's file, or "local:4".
+    """Return the cluster that a text specifies: the path of a cluster's file, or a text such as "local:4".
 
     Raises:
-        UserError: there is no such file, or it does not define a cluster.
+        UserError: the file does not exist, or does not define a cluster.
 
     Example:
         >>> read_cluster("local:4").scheduler
@@ -333,6 +333,6 @@ def _is_word(text: str) -> bool:
 
 
 def _check_word(field_name: str, text: str, *, required: bool = False) -> None:
-    """Raise UserError if a text holds spaces or characters that cannot be printed, or if it is required and empty."""
+    """Raise UserError if a text has spaces or unprintable characters, or if a required text is empty."""
     if (required and not text) or not _is_word(text):
         raise UserError(f"{field_name}: got {text!r}, expected a word without spaces")

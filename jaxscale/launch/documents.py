@@ -1,4 +1,4 @@
-"""What the schedulers' documents have in common: the command of each host, and its environment."""
+"""The common parts of the schedulers' documents: the command of each host, and the host's environment variables."""
 
 import os
 import shlex
@@ -9,7 +9,7 @@ from jaxscale.launch.cluster import Cluster
 from jaxscale.records import trusted_sources
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy")
-"""Variables that would send messages between the processes through a proxy; they are unset."""
+"""Environment variables that would route messages between processes through a proxy; a launch unsets them."""
 
 
 def watch_command(
@@ -19,7 +19,7 @@ def watch_command(
 
     Args:
         cluster: the cluster.
-        command: words of the train command, without the program.
+        command: words of the train command, without the program, such as ["train", "a.py"].
         run_dir: directory of the run.
         timeouts: text of the timeouts; `None` for the defaults.
         process_count: number of processes on the host.
@@ -41,7 +41,7 @@ def retry_command(cluster: Cluster, run_dir: str, *flags: str) -> list[str]:
 
 
 def environment_variables(cluster: Cluster, run_dir: str) -> dict[str, str]:
-    """Return the environment variables of a run's hosts: one that trusts the run, and those that the cluster sets.
+    """Return the environment variables of a run's hosts: a variable that trusts the run, and the cluster's variables.
 
     Example:
         >>> from jaxscale.launch.cluster import Slurm
@@ -57,16 +57,16 @@ def environment_variables(cluster: Cluster, run_dir: str) -> dict[str, str]:
 
 
 def shell_lines(cluster: Cluster, run_dir: str) -> list[str]:
-    """Return shell lines that prepare a host: they run the cluster's setup, set variables, and unset the proxies."""
+    """Return shell lines that prepare a host: run the cluster's setup, set variables, and unset the proxy variables."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment_variables(cluster, run_dir).items()]
     return [*cluster.setup, *exports, f"unset {' '.join(PROXIES)}"]
 
 
 def passed_variables(cluster: Cluster) -> dict[str, str]:
-    """Return the environment variables, by name, whose values the cluster's file passes on to the processes.
+    """Return the values of the environment variables that the cluster passes on to the processes, by name.
 
     Raises:
-        UserError: a variable is not set here.
+        UserError: a variable is not set on this machine.
     """
     missing_names = [name for name in cluster.variables if name not in os.environ]
     if missing_names:
@@ -75,7 +75,7 @@ def passed_variables(cluster: Cluster) -> dict[str, str]:
 
 
 def refuse_variables(cluster: Cluster, advice: str) -> None:
-    """Raise UserError if a cluster passes on variables, whose values its scheduler's document would contain."""
+    """Raise UserError if a cluster passes on variables, because the scheduler's document would show their values."""
     if cluster.variables:
         raise UserError(
             f"Cluster.variables: got {', '.join(cluster.variables)}, but a document would hold their values: {advice}"

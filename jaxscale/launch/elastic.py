@@ -10,12 +10,12 @@ from jaxscale.launch.verdict import Ending
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A size of a run.
+    """The number of replicas of a run, with the mesh and the microbatches that keep the global batch the same.
 
     Args:
         replicas: number of replicas.
-        fields: the plan's fields at this size, by their paths.
-        text: batch and microbatches, in words.
+        fields: texts of the fields that differ between sizes, by dotted path: `plan.mesh` and `plan.microbatches`.
+        text: batch and microbatches in words, such as "a batch of 64 in 2 microbatches".
     """
 
     replicas: int
@@ -26,8 +26,8 @@ class Size:
 def possible_sizes(experiment: Any) -> dict[int, Size]:
     """Return the sizes at which an experiment can continue, by the number of replicas.
 
-    The global batch stays the same, and a device processes at most as many rows at a time as with all replicas, so that
-    fewer replicas take more microbatches. Numbers of replicas over which the batch cannot be split are left out.
+    The global batch stays the same, and a device never processes more rows at a time than with all replicas. So fewer
+    replicas take more microbatches. If the batch cannot be split over a number of replicas, that number is left out.
 
     Args:
         experiment: the experiment, whose mesh has a replica axis.
@@ -79,11 +79,11 @@ def possible_sizes(experiment: Any) -> dict[int, Size]:
 
 
 class Elastic:
-    """The replicas that are left of a launch.
+    """The remaining replicas of a launch.
 
     Args:
         sizes_by_count: sizes at which the run can continue, by the number of replicas.
-        process_count: number of processes of all replicas.
+        process_count: number of processes, all replicas together.
 
     Raises:
         UserError: the processes cannot be shared evenly by the replicas.
@@ -102,7 +102,7 @@ class Elastic:
 
     @property
     def slots(self) -> list[int]:
-        """Numbers of the processes that the next attempt starts, among the processes of all replicas."""
+        """Indices of the processes that the next attempt starts, counted over all replicas, including lost ones."""
         used_replicas = self._remaining_replicas[: self.size.replicas]
         return [
             replica * self._processes_per_replica + index
@@ -111,12 +111,12 @@ class Elastic:
         ]
 
     def note(self, ending: Ending | None) -> None:
-        """Record how an attempt ended: a machine counts as lost if a process on it was killed, or is frozen.
+        """Record how an attempt ended. If a process was killed, is frozen or is missing, its replica counts as lost.
 
         If too few replicas are left, the next attempt waits for all machines again.
 
         Args:
-            ending: the first failure of the attempt; `None` if there was none.
+            ending: the first failure of the attempt; `None` if no process failed.
         """
         if ending is None or not (ending.code < 0 or ending.cause in ("frozen", "missing")):
             return

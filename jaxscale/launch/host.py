@@ -1,4 +1,4 @@
-"""The watchdog of one host under a scheduler: it finds the host's place, and starts the host's processes."""
+"""The watchdog of one host under a scheduler: it reads the host's rank in the run, and starts the host's processes."""
 
 import dataclasses
 import socket
@@ -18,7 +18,7 @@ from jaxscale.platforms.join import ProcessPlace, place_of
 from jaxscale.records.attempts import read_attempts, write_attempt
 
 LAUNCH = "launch"
-"""File in the folder of heartbeats that holds the name of the launch, where no `jaxscale retry` runs."""
+"""File in the folder of heartbeats that holds the name of a launch that runs without `jaxscale retry`."""
 
 
 def watch_host(
@@ -34,7 +34,7 @@ def watch_host(
         command: command line of each process.
         folder: folder of the run's heartbeats.
         process_count: number of processes on this host; the scheduler starts one watchdog per host.
-        timeouts: seconds by phase.
+        timeouts: timeouts in seconds, by phase.
         variables: environment variables of this watchdog.
 
     Raises:
@@ -62,7 +62,7 @@ def record_earlier_attempt(folder: Path, attempt: int) -> str:
     """Record the previous attempt, for a scheduler that restarts the run without `jaxscale retry`.
 
     Args:
-        folder: folder of the run's heartbeats, which still contains those of the earlier attempt.
+        folder: folder of the run's heartbeats, which still contains the heartbeats of the previous attempt.
         attempt: number of the attempt that starts; 0 for the first one of a launch.
 
     Returns:
@@ -94,11 +94,11 @@ def host_variables(
 ) -> dict[int, dict[str, str]]:
     """Return the environment variables of each process of a host, by the process's rank.
 
-    A single process reads its place from the scheduler's variables, as the watchdog did. If there are several, they get
-    jaxscale's own variables; the rank in the watchdog's place is then the number of the host.
+    A single process reads its rank from the scheduler's variables, as the watchdog did. Several processes get
+    jaxscale's own variables; in this case, the rank in `place` is the number of the host.
 
     Args:
-        place: place of the watchdog among those of the run; `None` if there is one host.
+        place: place of this watchdog among the run's watchdogs; `None` if the run has one host.
         process_count: number of processes on this host.
         variables: environment variables of the watchdog.
 
@@ -125,6 +125,6 @@ def host_variables(
 
 
 def free_port() -> int:
-    """Return a free port of this machine, a new one for each attempt: old processes may still listen on theirs."""
+    """Return a free port of this machine. Each attempt takes a new port, because old processes may still use theirs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -1,7 +1,7 @@
 """JobSet: the manifest of a run on Kubernetes, one child job per TPU slice or group of GPU hosts.
 
-Each pod reads its place from its labels and runs a watchdog. JobSet restarts all pods after a failure; a pod that was
-stopped by a signal or disrupted by its node does not count as a failure, and codes 2 and 4 fail the set.
+Each pod reads its rank from its labels and runs a watchdog. JobSet restarts all pods after a failure. A pod that was
+stopped by a signal or disrupted by its node does not count as a failure. Exit codes 2, 4, 5 and 6 fail the JobSet.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Writes a text of several lines as a block."""
+        """Writes a text of several lines as a block scalar (`|`)."""
 
     def write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-        """Return the node of a text."""
+        """Return the YAML node for a text."""
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
     Dumper.add_representer(str, write_text)
@@ -53,12 +53,12 @@ def jobset_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts
 
 
 def jobset(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> dict[str, Any]:
-    """Return the manifest of a run.
+    """Return the manifest of a run, as a dict.
 
     Args:
-        cluster: a cluster with a JobSet.
+        cluster: a cluster whose scheduler is a `JobSet`.
         command: words of the train command, without the program.
-        run_dir: directory of the run: in a bucket, or in the folder that all pods mount.
+        run_dir: directory of the run, either in a bucket or in the folder that all pods mount.
         timeouts: text of the watchdogs' timeouts.
 
     Raises:
@@ -152,7 +152,7 @@ def _check_folder(cluster: Cluster, scheduler: JobSet, run_dir: str) -> None:
 def _variable_entries(
     cluster: Cluster, run_dir: str, name: str, host_count: int, slice_count: int
 ) -> list[dict[str, Any]]:
-    """Return the `env` entries of a pod's variables, some of which Kubernetes fills in from the pod's labels."""
+    """Return the `env` entries of a pod. Kubernetes fills in some of the values from the pod's labels."""
     value_by_variable = {
         **environment_variables(cluster, run_dir),
         "PODS_PER_JOB": str(host_count),
@@ -179,7 +179,7 @@ def _variable_entries(
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    """Return the rules for pods that fail their job when they end; the job's message then names the exit code."""
+    """Return the rules for which a pod that ends fails its job. The job's message then names the pod's exit code."""
     exit_codes = [MISTAKE, DIVERGED, GAVE_UP, SKIPPED, PREEMPTED, INTERRUPTED]
     return [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -188,16 +188,16 @@ def _pod_rules() -> list[dict[str, Any]]:
 
 
 def _failure_policy(scheduler: JobSet) -> dict[str, Any]:
-    """Return the rules for failed jobs: some fail the set, and others restart it.
+    """Return the rules for failed jobs: some failures end the JobSet, and other failures restart it.
 
-    Each pod rule that fails a job gives it the reason PodFailurePolicy, so patterns of the job's message distinguish
-    them. A controller without such patterns counts every restart, and restarts after mistakes, too.
+    Every job that a pod rule fails has the same reason, PodFailurePolicy. So patterns of the job's message distinguish
+    the failures. A controller without such patterns counts every restart, and also restarts after a user's mistake.
     """
     policy: dict[str, Any] = {"maxRestarts": scheduler.restarts}
     if scheduler.has_message_patterns:
 
         def code_patterns(*codes: int) -> list[str]:
-            """Return the patterns of the messages about exit codes."""
+            """Return a list with the pattern of a message about any of these exit codes."""
             return [f".*exit code ({'|'.join(map(str, codes))}) matching.*"]
 
         policy["rules"] = [

@@ -1,4 +1,4 @@
-"""A launch on this machine: several processes under a watchdog, which is a rehearsal of a launch on many machines."""
+"""A launch on this machine: several processes under one watchdog, as a rehearsal of a launch on many machines."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from jaxscale.launch.retry import launch_name, retry
 from jaxscale.launch.watch import Watchdog, Watched, read_ending
 
 ALONE = {"JAXSCALE_COORDINATOR": "127.0.0.1:61440", "JAXSCALE_PROCESSES": "1", "JAXSCALE_RANK": "0"}
-"""Variables of a process that runs alone, even inside a scheduler's job."""
+"""Environment variables that make a process run alone, even inside a scheduler's job."""
 
 
 def launch_local(
@@ -26,11 +26,11 @@ def launch_local(
         command: the command line of each process.
         process_count: number of processes.
         folder: folder of the run's heartbeats.
-        timeouts: seconds by phase.
-        elastic: the replicas that are left; `None` to start all processes again.
+        timeouts: timeouts in seconds, by phase.
+        elastic: the remaining replicas; with `None`, each attempt starts all processes.
 
     Raises:
-        UserError: another launch works on the run.
+        UserError: another launch is running this run.
     """
 
     def run(attempt: int) -> tuple[int, bool]:

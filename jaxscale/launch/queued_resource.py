@@ -1,4 +1,4 @@
-"""Queued resources of Cloud TPU: the request for machines, each of which runs the train command when it starts."""
+"""Queued resources of Cloud TPU: a request for machines. Each machine runs the train command when it starts."""
 
 import json
 import shlex
@@ -12,9 +12,9 @@ from jaxscale.launch.documents import refuse_variables, retry_command, shell_lin
 from jaxscale.records.storage import is_remote
 
 CORE_COUNTED = ("v4", "v5p", "7x")
-"""Chips whose accelerator types count cores, two per chip."""
+"""Chips whose accelerator types state the number of cores, two per chip, instead of the number of chips."""
 TYPE_NAMES = {"v4": "v4", "v5e": "v5litepod", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
-"""Names in accelerator types, by chip (Cloud TPU documentation, "TPU versions"; that of 7x from xpk)."""
+"""Name of each chip in accelerator types (Cloud TPU documentation, "TPU versions"; the name of 7x is from xpk)."""
 
 
 def accelerator_type(cluster: Cluster) -> str:
@@ -34,7 +34,7 @@ def accelerator_type(cluster: Cluster) -> str:
 
 
 def startup_script(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> str:
-    """Return the script that each machine runs when it starts; the machines restart the run by themselves."""
+    """Return the script that each machine runs when it starts. The machines restart the run by themselves."""
     words = [*retry_command(cluster, run_dir), *watch_command(cluster, command, run_dir, timeouts)]
     return (
         "\n".join(["#!/usr/bin/env bash", "set -u", *shell_lines(cluster, run_dir), f"exec {shlex.join(words)}"]) + "\n"
@@ -42,7 +42,7 @@ def startup_script(cluster: Cluster, command: Sequence[str], run_dir: str, timeo
 
 
 def request(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None) -> dict[str, Any]:
-    """Return the request: its project and zone, its name, and the queued resource as in Cloud TPU's API v2alpha1.
+    """Return the request as a dict: parent (project and zone), name, and queued resource of Cloud TPU's API v2alpha1.
 
     Args:
         cluster: a cluster of Cloud TPU.
@@ -51,7 +51,7 @@ def request(cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: st
         timeouts: text of the watchdogs' timeouts.
 
     Raises:
-        UserError: the run is not in a bucket, which the machines need to share it.
+        UserError: the run is not in a bucket. The machines share a run only through a bucket.
     """
     scheduler, platform = cluster.scheduler, cluster.parsed
     assert isinstance(scheduler, QueuedResource)
@@ -96,14 +96,14 @@ def request_text(cluster: Cluster, command: Sequence[str], run_dir: str, timeout
 def submit_request(
     cluster: Cluster, command: Sequence[str], run_dir: str, timeouts: str | None, client: Any = None
 ) -> str:
-    """Send the request, and return a sentence on its state.
+    """Send the request, and return a sentence about the state of the queued resource.
 
     Args:
         cluster: a cluster of Cloud TPU.
         command: words of the train command, without the program.
         run_dir: directory of the run.
         timeouts: text of the watchdogs' timeouts.
-        client: a `google.cloud.tpu_v2alpha1.TpuClient`; by default one with the user's credentials.
+        client: a `google.cloud.tpu_v2alpha1.TpuClient`; by default, a client with the user's credentials.
 
     Raises:
         UserError: the client is not installed, or Cloud TPU refuses the request.

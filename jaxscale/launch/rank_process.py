@@ -19,16 +19,16 @@ from jaxscale.heartbeat import Heartbeat
 from jaxscale.launch.verdict import Cause
 
 FAILED_GRACE = 15
-"""Seconds that a process may still run after it wrote that an error ended its work."""
+"""Seconds that a process may still run after its heartbeat has reported an error."""
 PATIENCE: Mapping[str, float] = {"evaluating": 5, "saving": 5}
-"""Factor by which a phase may take longer than ever before in the process, even beyond its timeout."""
+"""By phase: a hang is reported only after this many times the phase's longest duration so far, if that is longer."""
 CODES = {error_type.__name__: code for error_type, code in EXIT_CODES.items()}
-"""The exit codes of errors, by the name of the error's type."""
+"""The exit code of each error that has its own, by the name of the error's class."""
 _DEATH_SIGNAL_OPTION = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """Return the path of the output of a process.
+    """Return the path of a process's log, which holds its output.
 
     Example:
         >>> log_file(Path("run/processes"), 3).name
@@ -41,12 +41,12 @@ class RankProcess:
     """A process of the run that this host's watchdog has started.
 
     Args:
-        rank: number of the process among all of the run.
+        rank: number of the process among all processes of the run.
         command: the command line.
         variables: environment variables of the process.
         folder: folder of the heartbeats and logs.
         attempt: number of the attempt.
-        is_shown: whether the output is shown, too; otherwise it only goes to the log.
+        is_shown: whether the output is also printed; if not, it goes only to the log.
 
     Raises:
         UserError: the command does not exist.
@@ -69,7 +69,7 @@ class RankProcess:
         c_library = ctypes.CDLL(None) if sys.platform == "linux" else None
 
         def end_with_watchdog() -> None:
-            """Make Linux kill this process when the watchdog ends, whatever ends it."""
+            """Make Linux kill this process when the watchdog ends for any reason."""
             if c_library is not None:
                 c_library.prctl(_DEATH_SIGNAL_OPTION, signal.SIGKILL)
 
@@ -80,7 +80,7 @@ class RankProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # a terminal's Ctrl-C reaches the watchdog alone, which passes it on once
+                process_group=0,  # a terminal's Ctrl-C reaches only the watchdog, which passes it on once
                 preexec_fn=end_with_watchdog,
             )
         except OSError as error:
@@ -96,10 +96,10 @@ class RankProcess:
 
     @property
     def code(self) -> int | None:
-        """The exit code, or minus the number of the signal that ended the process; `None` while it runs.
+        """The exit code, or minus the number of the signal that ended the process; `None` while the process runs.
 
-        JAX may abort a process that is about to end, because the first process and its service ended a moment before.
-        In that case, the last heartbeat decides: the process was stopped and has saved, or it has finished.
+        If the first process ends, its coordination service ends too, and JAX may abort a process that is about to end.
+        In that case, the last heartbeat decides whether the process was stopped by a signal, has finished, or failed.
         """
         code = self.process.poll()
         if code != -signal.SIGABRT or self.rank == 0 or (beat := self.read_heartbeat()) is None:
@@ -124,7 +124,10 @@ class RankProcess:
         return self._last_heartbeat
 
     def _find_heartbeat(self) -> Heartbeat | None:
-        """Return the heartbeat of this process under another rank, which JAX may take from a cloud's metadata."""
+        """Find this process's heartbeat under another rank, and set `rank` to it; `None` if there is no heartbeat.
+
+        The rank may differ because JAX can take it from a cloud's metadata.
+        """
         for beat in heartbeat.read_heartbeats(self._folder).values():
             with contextlib.suppress(ProcessLookupError):
                 if beat.host == socket.gethostname() and os.getpgid(beat.pid) == self.process.pid:
@@ -133,12 +136,12 @@ class RankProcess:
         return None
 
     def hang_cause_and_seconds(self, timeouts: Mapping[str, float]) -> tuple[Cause, float] | None:
-        """Return the cause and the seconds of a hang; `None` if the phase is in time and heartbeats arrive.
+        """Return the cause of a hang and its seconds; `None` if heartbeats arrive and the phase has not timed out.
 
-        A phase in `PATIENCE` may take that many times as long as it ever took in this process, beyond its timeout, too.
+        A phase in `PATIENCE` may also take that many times its longest duration in this process, if that is longer.
 
         Args:
-            timeouts: seconds by phase, and under "frozen" the seconds without a heartbeat.
+            timeouts: timeouts in seconds by phase; the key "frozen" holds the longest time without a heartbeat.
         """
         beat, now = self.read_heartbeat(), time.monotonic()
         silent_seconds = now - self._change_time
@@ -154,7 +157,10 @@ class RankProcess:
         return ("timeout", phase_seconds) if phase_seconds > timeout_seconds else None
 
     def failed_code(self) -> int | None:
-        """Return the code of a process that wrote its failure but does not end, as in JAX's shutdown barrier."""
+        """Return the exit code for a process that reported a failure but does not end; `None` for other processes.
+
+        For example, such a process may wait in JAX's shutdown barrier.
+        """
         beat = self.read_heartbeat()
         if beat is None or not beat.failure:
             return None
@@ -164,7 +170,7 @@ class RankProcess:
         return CODES.get(beat.failure.partition(":")[0], CRASHED) if is_late else None
 
     def interrupt(self) -> None:
-        """Send SIGTERM to the process that writes the heartbeats, or to the command before the first heartbeat."""
+        """Send SIGTERM to the process that writes heartbeats; before the first heartbeat, send it to the command."""
         beat = self.read_heartbeat()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid if beat is None else beat.pid, signal.SIGTERM)
@@ -178,18 +184,18 @@ class RankProcess:
                 os.kill(beat.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kill the process and its children; a process that is stuck in a barrier ignores SIGTERM."""
+        """Kill the process and its children by SIGKILL. A process that is stuck in a barrier ignores SIGTERM."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
-        """Wait until the output is copied; a child that survived in another process group may hold it open."""
+        """Wait until the output is copied, for at most 5 s: a surviving child may keep the output open."""
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
     def _copy_output(self, output: IO[bytes]) -> None:
-        """Append each line of the output, with the time, to the log; lines that a full disk does not take are shown."""
+        """Append each line of the output to the log, after the time. If the disk is full, print the line instead."""
         with contextlib.ExitStack() as file_stack:
             log = None
             with contextlib.suppress(OSError):

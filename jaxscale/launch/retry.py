@@ -1,4 +1,4 @@
-"""Retry a run: start it again after a failure, by `rules`."""
+"""Retry a run: start it again after a failure if `rules` allows another attempt."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from jaxscale.records.attempts import Attempt, read_attempts, write_attempt
 from jaxscale.records.directory import lock_run
 
 RunAttempt = Callable[[int], tuple[int, bool]]
-"""Runs the attempt with this number; returns its exit code, and whether the launcher itself received a stop signal."""
+"""`run(number)` runs an attempt. It returns the exit code, and whether the launcher itself received a stop signal."""
 
 
 def launch_name(variables: Mapping[str, str]) -> str:
-    """Return the name of a launch, which a requeued Slurm job keeps.
+    """Return the name of a launch. A requeued Slurm job keeps its name.
 
     Example:
         >>> launch_name({"SLURM_JOB_ID": "17"})
@@ -40,11 +40,10 @@ def retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: bo
         folder: folder of the run's heartbeats.
         run: runs one attempt.
         launch: name of this launch.
-        ends_when_preempted: whether to end with 75 or 130 after a stop signal, so that the scheduler starts the job
-            again.
+        ends_when_preempted: whether to end with 75 or 130 after a stop signal, so that the scheduler restarts the job.
 
     Raises:
-        UserError: another launch works on the run.
+        UserError: another launch is running this run.
     """
     with lock_run(folder):
         return _retry(folder, run, launch, ends_when_preempted=ends_when_preempted)
@@ -86,7 +85,7 @@ def _retry(folder: Path, run: RunAttempt, launch: str, *, ends_when_preempted: b
 
 
 def attempt_record(folder: Path, number: int, launch: str, code: int, start_time: float) -> Attempt:
-    """Return the record of an attempt that has ended, whose heartbeats are in the folder."""
+    """Return the record of an attempt that has ended. The folder still contains the attempt's heartbeats."""
     heartbeat_by_rank = {rank: beat for rank, beat in read_heartbeats(folder).items() if beat.attempt == number}
     step = max((beat.step for beat in heartbeat_by_rank.values()), default=0)
     watched = watch.Watched(folder, max(heartbeat_by_rank, default=0) + 1, number)
@@ -97,7 +96,7 @@ def attempt_record(folder: Path, number: int, launch: str, code: int, start_time
 
 
 def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
-    """Sleep until the seconds have passed or a stop is requested, and return whether a stop was requested."""
+    """Sleep for some seconds, or until a stop is requested. Return whether a stop was requested."""
     end_time = time.monotonic() + seconds
     with received_signals() as signal_numbers:
         while time.monotonic() < end_time and not signal_numbers and not (folder / watch.STOP).exists():
@@ -106,9 +105,9 @@ def _sleep_was_interrupted(seconds: float, folder: Path) -> bool:
 
 
 def run_command(command: Sequence[str]) -> RunAttempt:
-    """Return a function that runs an attempt by a command, such as srun, which starts the watchdogs of all hosts.
+    """Return a function that runs an attempt as a command, such as srun, that starts the watchdogs of all hosts.
 
-    Stop signals are passed on, except to srun, whose tasks receive the scheduler's signals themselves.
+    Stop signals are passed on to the command, except to srun, whose tasks receive the scheduler's signals themselves.
     """
 
     def run(attempt: int) -> tuple[int, bool]:

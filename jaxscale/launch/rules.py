@@ -14,12 +14,12 @@ FINAL_CODES = (DONE, MISTAKE, DIVERGED, GAVE_UP, SKIPPED)
 
 @dataclasses.dataclass(frozen=True)
 class NextStep:
-    """What follows an attempt.
+    """The decision after an attempt: start another attempt, or end the launch.
 
     Args:
         code: exit code of the launch; `None` if another attempt starts.
         delay: seconds before that attempt.
-        reason: why no other attempt starts; "" if one starts, or if the run is done.
+        reason: why the launch gives up; "" if another attempt starts, or if the exit code is final.
     """
 
     code: int | None
@@ -28,12 +28,12 @@ class NextStep:
 
 
 def decide(attempts: Sequence[Attempt]) -> NextStep:
-    """Return whether and when another attempt follows the last one of a launch.
+    """Return whether and when another attempt follows the last attempt of a launch.
 
-    A run that was stopped by a signal is started again, and this does not count. A mistake, a loss that diverged and a
-    finished run, even one with many skipped steps, are final. Other failures count: three in a row at the same step, or
-    five in a row that never got beyond an earlier one, end the launch with code 5. The delay doubles with each failure
-    without progress.
+    A run that was stopped by a signal is started again, and the stop does not count as a failure. A finished run (even
+    with many skipped steps), a user's mistake and a diverged loss are final. Other failures count: the launch ends with
+    code 5 after three failures in a row at the same step, or after five failures in a row that got no further than an
+    earlier attempt. The delay doubles with each failure without progress.
 
     Args:
         attempts: the attempts of the launch, at least one.

@@ -17,18 +17,18 @@ def sbatch_script(
 ) -> str:
     """Return the batch script that runs a command on all nodes, one watchdog per node.
 
-    The script restarts the run inside its allocation after a failure. Before the time limit, and when the job is
-    preempted, Slurm sends SIGTERM to the processes; they save and end with 75, and the script requeues the job.
+    After a failure, the script restarts the run inside its allocation. Before the time limit, and when the job is
+    preempted, Slurm sends SIGTERM to the processes. They save and end with code 75, and the script requeues the job.
 
     Args:
-        cluster: a cluster with a Slurm queue.
+        cluster: a cluster whose scheduler is a `Slurm` queue.
         command: words of the train command, without the program.
         run_dir: directory of the run.
         timeouts: text of the watchdogs' timeouts.
         folder: folder in which the job runs.
 
     Raises:
-        UserError: the directory cannot be written into a script.
+        UserError: the path of a directory cannot be written into a script.
     """
     queue = cluster.scheduler
     assert isinstance(queue, Slurm)
@@ -58,7 +58,7 @@ def sbatch_script(
     if queue.jobs > 1:
         lines.append("#SBATCH --dependency=singleton")
     lines += ["", "set -u", f"cd {shlex.quote(folder)}", *shell_lines(cluster, run_dir), ""]
-    # the watchdogs end their own tasks, so that processes that are saving are not killed
+    # srun does not kill tasks: the watchdogs end their own processes, but not while a process saves
     srun_words = ["srun", "--kill-on-bad-exit=0", f"--wait={cluster.grace}", "--cpu-bind=none"]
     if queue.container:
         srun_words += [
@@ -83,7 +83,7 @@ def sbatch_script(
 
 
 def log_pattern(run_dir: str) -> str:
-    """Return the path of a job's output as sbatch takes it, with "%j" for the number of the job.
+    """Return the path of a job's output in sbatch's format, with "%j" for the number of the job.
 
     Example:
         >>> log_pattern("/shared/runs/plays")
@@ -95,11 +95,11 @@ def log_pattern(run_dir: str) -> str:
 
 
 def _mounts_text(cluster: Cluster, run_dir: str, folder: str) -> str:
-    """Return the option that mounts the folder of the launch, and that of the runs, in a container."""
+    """Return the value of the option that mounts the working directory and the folder of the runs in a container."""
     folder_paths = dict.fromkeys([folder, cluster.shared or str(Path(run_dir).parent)])
     return ",".join(f"{path}:{path}" for path in folder_paths)
 
 
 def _quote_option(value: str) -> str:
-    """Return an option's value as sbatch reads it from a comment: in double quotes if it has special characters."""
+    """Return an option's value as sbatch reads it from a comment, in double quotes if it has special characters."""
     return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

@@ -17,9 +17,9 @@ from jaxscale.launch.verdict import Ending
 from jaxscale.launch.watch import Watched, heartbeats_folder, read_ending, write_ending
 
 PORT_COUNT = 64
-"""Number of ports that attempts take in turn."""
+"""Number of ports that successive attempts use in turn."""
 SSH_FAILED = 255
-"""Exit code of ssh itself, for example if a host is not reached; watchdogs end with smaller codes."""
+"""Exit code of ssh's own failures, for example if a host cannot be reached; watchdogs end with smaller codes."""
 ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 """Options that make ssh end when a host has not answered for half a minute."""
 
@@ -33,17 +33,17 @@ def ssh_commands(
     folder: str = ".",
     used_hosts: Sequence[int] | None = None,
 ) -> list[list[str]]:
-    """Return the command line that starts the watchdog of each host.
+    """Return, for each host, the command line that starts its watchdog.
 
-    The values of the variables that the cluster passes on come through standard input, so that no list of processes
-    shows them.
+    The cluster's variables are passed on through standard input, so that a list of processes does not show their
+    values.
 
     Args:
         cluster: a cluster of hosts that are reached by ssh.
         command: words of the train command, without the program.
         run_dir: directory of the run.
         timeouts: text of the watchdogs' timeouts.
-        attempt: number of the attempt, on which the coordinator's port depends.
+        attempt: number of the attempt; it determines the coordinator's port.
         folder: folder in which the processes run.
         used_hosts: numbers of the hosts to start; `None` for all.
     """
@@ -75,10 +75,10 @@ def ssh_commands(
 
 
 def unreachable_ending(processes: Sequence[subprocess.Popen[str]], attempt: int) -> Ending | None:
-    """Return the ending of the first host that ssh did not reach, or lost; `None` if there is none.
+    """Return the failure of the first host that ssh could not reach, or lost; `None` if ssh reached all hosts.
 
     Args:
-        processes: the ended processes of ssh, by the hosts' ranks.
+        processes: the ssh processes, which have ended, in the order of the hosts' ranks.
         attempt: number of the attempt.
     """
     for rank, process in enumerate(processes):
@@ -97,7 +97,7 @@ def launch_ssh(
         command: words of the train command, without the program.
         run_dir: directory of the run.
         timeouts: text of the watchdogs' timeouts.
-        elastic: the replicas that are left; `None` to start all hosts again.
+        elastic: the remaining replicas; with `None`, each attempt starts all hosts.
 
     Raises:
         UserError: ssh is missing, or a variable that the cluster passes on is not set.

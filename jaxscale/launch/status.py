@@ -1,4 +1,4 @@
-"""The state of a run's processes, by their heartbeats, and the request to stop a run."""
+"""The state of a run's processes, from their heartbeats, and the request to stop a run."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from jaxscale.values.units import duration
 
 
 def status(folder: Path) -> str:
-    """Return a table of a run's processes, the verdict if some of them hang or failed, and the earlier attempts.
+    """Return a text about a run: a table of its processes, a verdict if some hang or failed, and earlier attempts.
 
     Args:
         folder: folder of the run's heartbeats.
@@ -65,7 +65,7 @@ def status(folder: Path) -> str:
 
 
 def heartbeat_ages(folder: Path, heartbeat_by_rank: dict[int, Heartbeat]) -> dict[int, float]:
-    """Return the seconds since each heartbeat file was written, by the clock of the file system."""
+    """Return, by rank, the seconds since each heartbeat file was written, measured by the clock of the file system."""
     now = time.time()
     with contextlib.suppress(OSError):  # a file server's clock may differ from this host's
         probe_file = folder / f".now-{os.getpid()}"
@@ -81,10 +81,10 @@ def heartbeat_ages(folder: Path, heartbeat_by_rank: dict[int, Heartbeat]) -> dic
 
 
 def show_log(folder: Path, rank: int) -> None:
-    """Print the end of a process's log, and what is added to it while the process runs.
+    """Print the end of a process's log, and then follow the log while the process runs.
 
     Raises:
-        UserError: there is no such log.
+        UserError: the process has no log.
     """
     path = log_file(folder, rank)
     if not is_regular(path):
@@ -98,13 +98,13 @@ def show_log(folder: Path, rank: int) -> None:
 
 
 def follow(path: Path, position: int, is_growing: Callable[[], bool], interval: float = 0.5) -> None:
-    """Print what other processes add to a text file, until no more is added.
+    """Print the text that other processes append to a file, until `is_growing` returns false.
 
     Args:
         path: the file, which need not exist yet.
-        position: number of bytes of the file to leave out.
-        is_growing: function that returns whether more may be added.
-        interval: seconds between two looks.
+        position: number of bytes to skip at the start of the file.
+        is_growing: function that returns whether another process may still append text.
+        interval: seconds between two reads of the file.
     """
     is_last_look = False
     while True:
@@ -122,7 +122,7 @@ def follow(path: Path, position: int, is_growing: Callable[[], bool], interval: 
 
 
 def is_running(folder: Path, rank: int) -> bool:
-    """Return whether a process has written a heartbeat lately and still works."""
+    """Return whether a process is running: it has written a heartbeat recently, and has neither failed nor finished."""
     heartbeat_by_rank = read_heartbeats(folder)
     if rank not in heartbeat_by_rank or heartbeat_by_rank[rank].failure or heartbeat_by_rank[rank].phase == "finished":
         return False
@@ -132,21 +132,21 @@ def is_running(folder: Path, rank: int) -> bool:
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # it is another user's
+            pass  # the process belongs to another user
     return heartbeat_ages(folder, {rank: heartbeat_by_rank[rank]})[rank] < LOST_SECONDS
 
 
 def stop(folder: Path) -> str:
-    """Ask a run to save and stop, and return a sentence about what happens.
+    """Ask a run to save and stop, and return a sentence about what will happen.
 
-    The watchdogs of a launched run find the request in the folder. The only process of a run without a watchdog gets
-    SIGTERM, if it runs on this machine.
+    For a launched run, the request is a file in the folder, which the watchdogs find. For a run without a watchdog, the
+    run's only process receives SIGTERM; that process must run on this machine.
 
     Args:
         folder: folder of the run's heartbeats.
 
     Raises:
-        UserError: no process of the run works, or the run has no watchdog and works on another machine.
+        UserError: no process of the run is running, or the run has no watchdog and runs on another machine.
     """
     working_ranks = [rank for rank in read_heartbeats(folder) if is_running(folder, rank)]
     heartbeat_by_rank = read_heartbeats(folder)

@@ -8,7 +8,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def received_signals(react: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Collect the numbers of the stop signals that arrive while the context is open; call `react` for each.
+    """Collect the numbers of the stop signals that arrive while the context is open, and call `react` for each signal.
 
     Example:
         >>> with received_signals() as received:

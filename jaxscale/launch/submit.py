@@ -19,9 +19,9 @@ from jaxscale.records.attempts import read_attempts
 from jaxscale.records.storage import check_location, is_remote
 
 FOLLOW_SECONDS = 5.0
-"""Seconds between two looks at a job and its log."""
+"""Seconds between two checks of a job and its log."""
 FAILED_LOOKS = 12
-"""Number of looks in a row without an answer from Slurm, after which a job counts as ended."""
+"""Number of consecutive checks without a response from Slurm after which a job counts as ended."""
 
 
 def check_mesh(cluster: Cluster, experiment: Any) -> None:
@@ -53,10 +53,10 @@ def check_mesh(cluster: Cluster, experiment: Any) -> None:
 
 
 def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
-    """Check the options of the compiler that a plan sets; libtpu checks the names of a TPU's options in the run.
+    """Check the compiler options that a plan sets. The names of TPU options are checked only by libtpu, in the run.
 
     Raises:
-        UserError: a set has no effect on the chip, or the compiler rejects an option.
+        UserError: an option set has no effect on the chip, or the compiler rejects an option.
     """
     platform, options = cluster.parsed, experiment.plan.compiler
     if platform is None or not options.of(platform.chip) or platform.chip.kind != "gpu":
@@ -71,7 +71,7 @@ def check_compiler_options(cluster: Cluster, experiment: Any) -> None:
 
 
 def check_copies(cluster: Cluster, experiment: Any) -> None:
-    """Refuse copies of the state in the memory of pods, since a JobSet replaces the pods at each restart.
+    """Refuse in-memory copies of the state under a JobSet, because a restart replaces the pods and their memory.
 
     Raises:
         UserError: the experiment keeps such copies.
@@ -84,10 +84,10 @@ def check_copies(cluster: Cluster, experiment: Any) -> None:
 
 
 def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic | None:
-    """Return the replicas of a launch with --elastic; `None` without that flag.
+    """Return the replicas of a launch with the flag --elastic; `None` without the flag.
 
     Raises:
-        UserError: the flag has another value, the scheduler starts all machines again, or the plan has no replicas.
+        UserError: the flag is not "replica", the scheduler always restarts all machines, or the plan has no replicas.
     """
     if axis is None:
         return None
@@ -104,11 +104,11 @@ def elastic_of(cluster: Cluster, experiment: Any, axis: str | None) -> Elastic |
 
 
 def prepare_directory(run_dir: str, experiment: Any, resume: str, *, is_returning: bool = False) -> None:
-    """Check the directory of a run before its launch; with `resume` "never", rename the directory of an earlier run.
+    """Check the directory of a run before its launch. If `resume` is "never", rename the directory of an earlier run.
 
     Raises:
-        UserError: the directory belongs to another experiment, another process is using it, or this machine does not
-            see the parent directory, and so cannot rename it.
+        UserError: the directory belongs to another experiment, or another process is using it. Or the directory should
+            be renamed, but this machine cannot access its parent directory.
     """
     check_location(run_dir)
     path = run_files.run_path(run_dir)
@@ -132,19 +132,19 @@ def launch(
     is_dry_run: bool = False,
     elastic: Elastic | None = None,
 ) -> int:
-    """Launch a run, or print what would be submitted.
+    """Launch a run, or print the document that would be submitted.
 
     Args:
         cluster: the cluster.
         command: words of the train command, without the program.
         run_dir: directory of the run.
         timeouts: text of the watchdogs' timeouts.
-        is_dry_run: whether to print the scheduler's document only.
-        elastic: the replicas with which the run goes on after a machine is lost; `None` to start all again.
+        is_dry_run: whether only to print the scheduler's document.
+        elastic: the replicas of the run, which continues without lost machines; with `None`, every attempt starts all.
 
     Returns:
-        The exit code: that of the run on this machine, over ssh, and of a Slurm job that is followed at a terminal, and
-        otherwise that of the submission.
+        The exit code of the run, if the run is on this machine, over ssh, or a Slurm job that is followed at a
+        terminal; otherwise 0 after the submission.
 
     Raises:
         UserError: the scheduler's program is missing, or it refuses the document.
@@ -221,18 +221,18 @@ def launch(
 
 
 def follow_job(job_id: str, log_path: Path, folder: Path, detached_text: str) -> int:
-    """Print a Slurm job's log until the job ends, which Ctrl-C does not change; return the launch's exit code.
+    """Print a Slurm job's log until the job ends, and return the launch's exit code. Ctrl-C does not end the job.
 
     Args:
         job_id: number of the job.
-        log_path: file of its output.
+        log_path: file of the job's output.
         folder: folder of the run's heartbeats and attempts.
         detached_text: line to print after Ctrl-C.
     """
     failed_count = 0
 
     def is_running() -> bool:
-        """Return whether the job is in the queue; Slurm forgets it some minutes after its end, and may be busy."""
+        """Return whether the job is in the queue. Slurm may be busy, and forgets a job some minutes after its end."""
         nonlocal failed_count
         try:
             is_queued = bool(submit(["squeue", "--noheader", "--job", job_id], "squeue"))
@@ -258,11 +258,11 @@ def submit(command: Sequence[str], advice: str, text: str | None = None) -> str:
 
     Args:
         command: command line of the program.
-        advice: command that the user can run elsewhere if the program is missing.
+        advice: command that the user can run on another machine if the program is missing on this one.
         text: text for the program's standard input.
 
     Raises:
-        UserError: the program is missing or fails; the message quotes it.
+        UserError: the program is missing or fails; the message quotes the program's output.
     """
     try:
         process = subprocess.run(command, input=text, capture_output=True, text=True)

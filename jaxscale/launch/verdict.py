@@ -1,8 +1,8 @@
-"""The verdict: which process of a run failed or holds the others back, by the heartbeats of all.
+"""The verdict: which process of a run failed, or delays the other processes. It follows from all heartbeats.
 
-It is a pure function of the heartbeats and of the endings that watchdogs have seen. The clocks of the hosts need not
-agree, because a heartbeat holds durations by its own host's clock, and the order of processes follows from their steps
-and phases.
+The verdict is a pure function of the heartbeats and of the failures that watchdogs have seen. The clocks of the hosts
+need not agree: a heartbeat holds only durations by its own host's clock, and the order of the processes follows from
+their steps and phases.
 """
 
 import dataclasses
@@ -32,9 +32,10 @@ class Ending:
         rank: number of the process.
         host: name of its machine.
         attempt: number of the attempt.
-        cause: "exit" if it ended, "timeout" if its phase took too long, "frozen" if it wrote no more heartbeats.
-        code: exit code of the process; minus a signal's number if that signal ended it, and 1 if it still ran.
-        seconds: seconds after which the watchdog gave up; 0 for an exit.
+        cause: "exit" if the process ended, "timeout" if its phase took too long, "frozen" if its heartbeats stopped,
+            "missing" if its host could not be reached.
+        code: exit code of the process; minus the signal's number if a signal ended it, and 1 if it was still running.
+        seconds: duration of the phase or of the silence when the watchdog gave up; 0 for an exit.
     """
 
     rank: int
@@ -52,8 +53,8 @@ class Verdict:
     Args:
         ranks: numbers of these processes.
         cause: "exit", "timeout", "frozen" or "missing".
-        phase: their current phase; "" if they wrote no heartbeat.
-        step: the step that they entered last.
+        phase: current phase of these processes; "" if they wrote no heartbeat.
+        step: the step that these processes entered last.
         text: one sentence for the user.
     """
 
@@ -70,15 +71,15 @@ class Verdict:
 def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int, ending: Ending | None) -> Verdict:
     """Return the verdict on an attempt.
 
-    A process that ended or froze by itself is the cause. After a timeout, and if a process ended because its step is
-    stuck, the cause is the process that stands farthest back, since the others wait for it in a collective; among
-    several of these, it is the one that does not wait itself.
+    A process that ended or froze by itself is the cause. After a timeout, or if a process ended because its step is
+    stuck, the cause is the process that is farthest behind, because the other processes wait for it in a collective. If
+    several processes are equally far behind, the cause is one that is not waiting itself.
 
     Args:
-        heartbeats: the heartbeats in the run's folder, by rank; those of other attempts are left out.
+        heartbeats: the heartbeats in the run's folder, by rank; heartbeats of other attempts are ignored.
         process_count: number of processes of the run.
         attempt: number of the attempt.
-        ending: the first failure that a watchdog saw; `None` if there was none, as in `jaxscale status`.
+        ending: the first failure that a watchdog saw; `None` if no failure was seen, as in `jaxscale status`.
 
     Example:
         >>> beats = {rank: Heartbeat(rank, "node1", 7, 1, "stepping", 5 - (rank == 2), 61.0, 90.0, 9, {})
@@ -148,7 +149,7 @@ def judge(heartbeats: Mapping[int, Heartbeat], process_count: int, attempt: int,
 
 
 def exit_code(ending: Ending) -> int:
-    """Return the exit code by which a watchdog reports a failure: 128 plus the number of a signal.
+    """Return the exit code with which a watchdog reports a failure: the process's code, or 128 plus a signal's number.
 
     Example:
         >>> exit_code(Ending(0, "node1", 1, "exit", -9)), exit_code(Ending(0, "node1", 1, "exit", 2))
@@ -158,7 +159,7 @@ def exit_code(ending: Ending) -> int:
 
 
 def _position(beat: Heartbeat) -> tuple[int, int]:
-    """Return the sort key of a heartbeat: its step, and the number of its phase within a step."""
+    """Return the sort key of a heartbeat: its step, and the index of its phase in `ORDER`."""
     return beat.step, ORDER.index(beat.phase)  # pyright: ignore[reportArgumentType]
 
 

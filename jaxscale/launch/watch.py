@@ -1,8 +1,8 @@
 """The watchdog of one host: starts the host's processes, and ends all of them when any process of the run fails.
 
-It uses neither JAX nor a network. It waits on the processes that it started, reads their heartbeats, and compares the
-seconds in each phase with a timeout. The first failure goes to a file in the run's folder, so that the watchdogs of the
-other hosts end their processes, too, instead of waiting until JAX's coordination service notices.
+A watchdog uses neither JAX nor a network. It waits for the processes that it started, reads their heartbeats, and
+compares the seconds in each phase with a timeout. The first failure is written to a file in the run's folder. So the
+watchdogs of the other hosts end their processes without waiting until JAX's coordination service notices the failure.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ TIMEOUTS: Mapping[str, float] = {
     "finished": 600,
     "frozen": 60,
 }
-"""Default timeouts in seconds, by phase; "frozen" is the time without a heartbeat."""
+"""Default timeouts in seconds, by phase; "frozen" is the longest time without a heartbeat."""
 FAILURE_GRACE = 3
-"""Seconds that the other processes have to end by themselves, and to report, after one has failed."""
+"""Seconds after a failure that the other processes have to end by themselves and to report their errors."""
 PREEMPTION_GRACE = 120
-"""Seconds that the other processes have to end after one has saved because of a stop signal."""
+"""Seconds that the other processes have to end after one process has saved because of a stop signal."""
 STACK_SECONDS = 1.0
-"""Seconds that processes have to write their stacks."""
+"""Seconds that processes have to write their stack traces."""
 LOST_SECONDS = 15
-"""Age of a heartbeat file, relative to the newest one, from which on its process counts as lost."""
+"""If a heartbeat file is older than the newest one by more than this many seconds, its process counts as lost."""
 FAILURE, STOP = "failure.json", "stop"
 """Files in the folder of heartbeats: the first failure of an attempt, and a user's request to stop the run."""
 SHOWN_LINES = 40
@@ -54,14 +54,14 @@ SHOWN_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """The attempt of a run that the watchdogs of its hosts watch.
+    """An attempt to run the processes, which the hosts' watchdogs watch.
 
     Args:
         folder: folder of the heartbeats, which all hosts share.
         process_count: number of processes of the run, on all hosts.
-        attempt: number of the attempt; 0 for the first one of a launch without `jaxscale retry`, in whose folder
-            another launch may have left files.
-        timeouts: seconds by phase.
+        attempt: number of the attempt. It is 0 for the first attempt of a launch without `jaxscale retry`; in that
+            case, the folder may contain files of an earlier launch.
+        timeouts: timeouts in seconds, by phase.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class Watched:
 
 
 def parse_timeouts(text: str | None) -> dict[str, float]:
-    """Return the timeouts that a text such as "stepping=120,data=60" sets, and the defaults of the others.
+    """Return the timeout of every phase: the values in a text such as "stepping=120,data=60", and else the defaults.
 
     Raises:
         UserError: a phase is unknown, or a number of seconds is not positive.
@@ -101,7 +101,7 @@ class Watchdog:
     """Watches the processes of one host.
 
     Args:
-        watched: the run.
+        watched: the attempt to watch.
         command: the command line of each process.
         variables: environment variables of each process of this host, by rank.
     """
@@ -115,7 +115,7 @@ class Watchdog:
         self._deadline = float("inf")
         self._received_signals: list[int] = []
         self._is_stopped = False
-        self._stale_times: dict[str, int] = {}  # change times of the files that an earlier launch left, by name
+        self._stale_times: dict[str, int] = {}  # by name: change times of the files of an earlier launch
 
     @property
     def was_interrupted(self) -> bool:
@@ -126,8 +126,8 @@ class Watchdog:
         """Start the processes, wait until all have ended, and return the exit code.
 
         Returns:
-            0 if all went well; 75 or 130 if the run was stopped; otherwise the code of the process that failed first,
-            which is 128 plus a signal's number, or 1 after a timeout.
+            0 if all processes succeeded; 75 or 130 if the run was stopped; otherwise the code of the process that
+            failed first: 128 plus the signal's number if a signal ended the process, and 1 after a timeout.
 
         Raises:
             UserError: the command does not exist.
@@ -175,7 +175,7 @@ class Watchdog:
         self._next_look_time = 0.0
 
     def _look(self, running_processes: Sequence[RankProcess]) -> None:
-        """Look at the running processes once: signals, ends, timeouts, and the other hosts' failures."""
+        """Check once for stop signals, ended processes, timeouts, and failures on other hosts."""
         if self._received_signals:
             self._stop(running_processes)
         if len(self._received_signals) > 1:
@@ -202,23 +202,23 @@ class Watchdog:
             self._deadline = min(self._deadline, time.monotonic() + FAILURE_GRACE)
 
     def _published_ending(self) -> Ending | None:
-        """Return the first failure of this attempt that a watchdog has published; `None` if there is none."""
+        """Return the first failure that a watchdog has published in this attempt; `None` if there is none."""
         return read_ending(self._watched) if self._is_fresh(FAILURE) else None
 
     def _is_fresh(self, name: str) -> bool:
-        """Return whether a file is in the run's folder and was written during this launch."""
+        """Return whether a file exists in the run's folder and was written during this launch."""
         change_time = _change_time(self._watched.folder / name)
         return change_time > 0 and change_time != self._stale_times.get(name)
 
     def _stop(self, running_processes: Sequence[RankProcess]) -> None:
-        """Pass a stop signal on to the processes, once."""
+        """Pass a stop signal on to the processes; do nothing if that has been done before."""
         if not self._is_stopped:
             self._is_stopped = True
             for process in running_processes:
                 process.interrupt()
 
     def _notice_ends(self) -> None:
-        """Record the processes that have ended, in the order in which they are noticed."""
+        """Record the processes that have newly ended with an error or by a signal."""
         for process in self._processes:
             code = process.code
             if code is None or code == 0 or process.rank in self._noticed_ranks:
@@ -232,15 +232,15 @@ class Watchdog:
 
     def _is_stop_code(self, code: int) -> bool:
         """Return whether a process with this exit code ended because of a stop signal."""
-        if code == -signal.SIGABRT:  # JAX aborts the others when one has stopped before its first step
+        if code == -signal.SIGABRT:  # if a process stops before its first step, JAX aborts the other processes
             return any(process.code in STOP_CODES for process in self._processes)
         return code in STOP_CODES or (self._is_stopped and code in (-signal.SIGTERM, -signal.SIGKILL))
 
     def _ending_of(self, process: RankProcess, cause: str, code: int, seconds: float = 0.0) -> Ending:
-        """Return the failure of a process.
+        """Return the failure of a process, or of the lost process that caused it.
 
-        JAX's coordination service aborts the processes that are left after one was lost, so an abort is blamed on a
-        process whose heartbeat file is old.
+        After a process is lost, JAX's coordination service aborts the other processes. So an abort is blamed on the
+        process whose heartbeat file is old, if there is one.
         """
         watched, rank, host = self._watched, process.rank, socket.gethostname()
         if code == -signal.SIGABRT and (host_and_silence_by_rank := lost_processes(watched)):
@@ -249,15 +249,15 @@ class Watchdog:
         return Ending(rank, host, watched.attempt, cause, code, seconds)  # pyright: ignore[reportArgumentType]
 
     def _is_peer_failure(self, ending: Ending) -> bool:
-        """Return whether a process ended only because another one reports a failure."""
+        """Return whether a process ended only because another process failed, according to its heartbeat."""
         beat = read_heartbeats(self._watched.folder).get(ending.rank)
         return beat is not None and beat.failure.startswith(PEER_FAILED)
 
     def _fail(self, ending: Ending) -> None:
-        """Record a failure, and publish it to the watchdogs of the other hosts if it is the first.
+        """Record a failure. If it is the first one, also publish it to the watchdogs of the other hosts.
 
-        If the process ended only because another process failed, nothing is published, and the other failure replaces
-        this one.
+        If the process ended only because another process failed, its failure is not published; the failure of the other
+        process replaces it.
         """
         is_peer_ending = self._is_peer_failure(ending)
         if self._ending is not None and is_peer_ending:
@@ -274,7 +274,7 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end_the_rest(self) -> None:
-        """End the remaining processes; after a hang, they first write their stacks to their logs only."""
+        """End the remaining processes. After a hang, they first write their stack traces to their logs."""
         running_processes = [process for process in self._processes if process.code is None]
         if running_processes and self._ending is not None and self._ending.cause != "exit":
             for process in running_processes:
@@ -293,7 +293,7 @@ class Watchdog:
             self._show_verdict()
 
     def _show_verdict(self) -> None:
-        """Print the last lines of the process that failed, unless they were shown before, and then the verdict."""
+        """Print the verdict. Print the last log lines of the failed process first, unless they were already shown."""
         verdict = self.verdict()
         for rank in verdict.ranks[:1]:
             if rank != 0 or 0 not in self._variables:
@@ -322,7 +322,7 @@ class Watchdog:
 
 
 def _change_time(path: Path) -> int:
-    """Return when a file was written, in nanoseconds; 0 if it does not exist."""
+    """Return the modification time of a file in nanoseconds; 0 if the file does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -330,7 +330,7 @@ def _change_time(path: Path) -> int:
 
 
 def read_ending(watched: Watched) -> Ending | None:
-    """Return the first failure of this attempt that a watchdog has published; `None` if there is none."""
+    """Return the first failure that a watchdog has published in this attempt; `None` if there is none."""
     try:
         ending = from_json(Ending, read_json(watched.folder / FAILURE))
     except UserError:
@@ -339,7 +339,7 @@ def read_ending(watched: Watched) -> Ending | None:
 
 
 def write_ending(watched: Watched, ending: Ending) -> None:
-    """Publish a failure in the run's folder; a full disk must not stop the watchdog."""
+    """Publish a failure in the run's folder. Errors are ignored, because a full disk must not stop the watchdog."""
     with contextlib.suppress(OSError):
         path = watched.folder / f"{FAILURE}.{socket.gethostname()}.half"
         path.write_text(json.dumps(dataclasses.asdict(ending)))
@@ -347,7 +347,10 @@ def write_ending(watched: Watched, ending: Ending) -> None:
 
 
 def lost_processes(watched: Watched) -> dict[int, tuple[str, float]]:
-    """Return host and silence in seconds of each process whose heartbeat file is much older than the newest one."""
+    """Return the lost processes, by rank: the host, and the seconds by which the heartbeat file is too old.
+
+    A process counts as lost if its heartbeat file is older than the newest one by more than `LOST_SECONDS`.
+    """
     heartbeat_by_rank = read_heartbeats(watched.folder)
     write_time_by_rank: dict[int, float] = {}
     for rank, beat in heartbeat_by_rank.items():
@@ -380,7 +383,7 @@ def clear(folder: Path) -> None:
 
 
 def heartbeats_folder(run_dir: str | None) -> Path:
-    """Return the folder of a run's heartbeats; for a run in a bucket, or without a run, a new temporary folder."""
+    """Return the folder of a run's heartbeats. It is a new temporary folder for a bucket, or if `run_dir` is `None`."""
     from jaxscale.records.directory import heartbeat_folder
 
     folder = None if run_dir is None else heartbeat_folder(run_dir)
